@@ -177,8 +177,14 @@ def _is_given(value: Any) -> bool:
     return True
 
 
+def takes_gradients(data: Mapping[str, Any]) -> bool:
+    """Whether engine/flat_gradient.py sums the gradients: below ZeRO-3, without offload of the optimizer."""
+    offload = value_of(data, "zero_optimization.offload_optimizer.device")
+    return int(value_of(data, "zero_optimization.stage") or 0) < 3 and offload in (None, "none")
+
+
 def _scatters(data: Mapping[str, Any]) -> bool:
-    return value_of(data, "zero_optimization.reduce_scatter") is not False
+    return value_of(data, "zero_optimization.reduce_scatter") is not False and not takes_gradients(data)
 
 
 def _offloads_masters(data: Mapping[str, Any]) -> bool:
@@ -305,7 +311,6 @@ _IN_STAGE_3 = """
 _IN_STAGES_1_AND_2 = (
     "use_multi_rank_bucket_allreduce allgather_bucket_size ignore_unused_parameters parameter_alignment"
 )
-# `reduce_bucket_size` at stage 0: engine/patches/overlap.py.
 _IN_EVERY_STAGE = "stage offload_param offload_optimizer reduce_bucket_size"
 STAGES_OF: Mapping[str, tuple[int, ...]] = {
     **dict.fromkeys(_IN_STAGE_3.split(), (3,)),
@@ -313,6 +318,12 @@ STAGES_OF: Mapping[str, tuple[int, ...]] = {
     **dict.fromkeys(_IN_EVERY_STAGE.split(), (0, 1, 2, 3)),
 }
 """The ZeRO stages at which a key of `zero_optimization` has an effect; the others have one at stages 1 to 3."""
+# How DeepSpeed sums gradients and checks them: at ZeRO-3 and with offload of the optimizer only.
+_OF_ITS_SUMS = """
+    zero_optimization.overlap_comm zero_optimization.contiguous_gradients zero_optimization.reduce_scatter
+    zero_optimization.use_multi_rank_bucket_allreduce zero_optimization.allgather_bucket_size
+    zero_optimization.ignore_unused_parameters bf16.immediate_grad_update bf16.check_grad_overflow
+"""
 # Blocks with a key "enabled", which is false by default.
 _SWITCHED = (
     *("fp16", "bf16", "torch_autocast", *MONITORS, "flops_profiler"),
@@ -330,6 +341,8 @@ def idle_keys(data: Mapping[str, Any]) -> list[str]:
     stage = zero.get("stage", 0)
     idle = {name for name in _IDLE_NAMES.split() if value_of(data, name) is not None}
     idle |= {f"zero_optimization.{key}" for key in zero if stage not in STAGES_OF.get(key, (1, 2, 3))}
+    if takes_gradients(data):
+        idle |= {name for name in _OF_ITS_SUMS.split() if value_of(data, name) is not None}
     names = [f"activation_checkpointing.{key}" for key in _IDLE_IF_SET.split()]
     idle |= {name for name in names if value_of(data, name)}
     for block, names_of_nvme in _FOR_NVME.items():

@@ -63,23 +63,19 @@ def with_fp32_sums(data: Mapping[str, Any], selected: Precision, accumulation: i
     return {**data, "data_types": {**(data.get("data_types") or {}), "grad_accum_dtype": "fp32"}}
 
 
-def sums_going_back(data: Mapping[str, Any], *, pp: int, dp: int, tp: int) -> bool:
-    """Whether torch's reducer sums the gradients during the backward pass (engine/patches/overlap.py).
+MOST_IN_BUCKET = 2**24
+LEAST_BUCKETS = 8
 
-    It does where its result equals DeepSpeed's: data parallelism only, no ZeRO, plain sums and no accumulation.
+
+def elements_of_bucket(data: Mapping[str, Any], parameters: int) -> int:
+    """Elements of a bucket of engine/flat_gradient.py at most, unless one parameter has more.
+
+    Gradients are held twice until their bucket is full: whatever `reduce_bucket_size` says, that is at most an eighth
+    of them, and 2**24.
     """
-    if zero_stage(data) != 0:
-        return False
-    return pp == tp == 1 < dp and data.get("gradient_accumulation_steps", 1) == 1 and sums_are_plain(data)
-
-
-def sums_are_plain(data: Mapping[str, Any]) -> bool:
-    """Whether the reduction over ranks only averages fp32 gradients: no cast, no scaling before the sum."""
-    return (
-        data.get("communication_data_type") in (None, "fp32")
-        and data.get("prescale_gradients") in (None, False)
-        and data.get("gradient_predivide_factor") in (None, 1)
-    )
+    size = value_of(data, "zero_optimization.reduce_bucket_size")
+    given = MOST_IN_BUCKET if size in (None, "auto") else int(size)
+    return max(1, min(given, MOST_IN_BUCKET, parameters // LEAST_BUCKETS))
 
 
 def check_pipeline(data: Mapping[str, Any], path: str, pp: int) -> None:
@@ -115,14 +111,12 @@ def check_secondary_partition(data: Mapping[str, Any], path: str, *, dp: int, tp
 
 
 def check_grad_norm(data: Mapping[str, Any], path: str, *, clip: float) -> None:
-    """Reject `compute_grad_norm` false where clipping or DeepSpeed needs the norm."""
+    """Reject `compute_grad_norm` false where clipping needs the norm."""
     if value_of(data, "zero_optimization.compute_grad_norm") is not False:
         return
     key = f'{path}: "zero_optimization.compute_grad_norm": false'
     if clip > 0:
         raise UserError(f"{key} leaves no norm for gradient_clipping {clip:g}; delete one of them, or set it to 0")
-    if switched_on(data.get("bf16")) and zero_stage(data) == 1 and sums_in_fp32(data):
-        raise UserError(f"{key} does not work with bf16, stage 1 and gradients summed in fp32; use stage 2")
 
 
 def precision(data: Mapping[str, Any], path: str, *, on_cpu: bool) -> Precision:

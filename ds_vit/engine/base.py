@@ -10,7 +10,6 @@ import contextlib
 import copy
 import io
 import logging
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,29 +19,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ds_vit.config.deepspeed_rules import sums_are_plain
+from ds_vit.config.deepspeed_keys import takes_gradients
 from ds_vit.device import has_fused_step
-from ds_vit.engine.patches.flat_gradients import write_gradients_in_place
-from ds_vit.engine.patches.norms import (
-    clip_without_sync,
-    defer_norm_check,
-    detect_overflow_by_norm,
-    take_norms_together,
-)
+from ds_vit.engine.flat_gradient import FlatGradient
 from ds_vit.engine.patches.process import cached_numa_cores, import_muon_uncompiled
 from ds_vit.engine.patches.zero import (
-    allow_empty_norm,
-    end_overlap_without_sync,
     gather_whole_blocks,
     grow_scale_after_step,
     hold_scheduler_on_skipped_steps,
     limit_prefetch,
     match_norm_collectives,
-    reduce_flat_gradients_in_place,
-    skip_reduction_of_one_rank,
 )
 from ds_vit.engine.start import WarningsOnly
-from ds_vit.engine.step_guard import SquareNorms, StepGuard, StepResult
+from ds_vit.engine.step_guard import StepGuard, StepResult
 from ds_vit.models import SequentialViT, Towers, timm_names
 from ds_vit.models.resolution import set_image_size
 from ds_vit.models.sequential import blocks_of
@@ -52,7 +41,7 @@ from ds_vit.optim.rate_factors import RateFactors
 from ds_vit.parallel.groups import Groups
 from ds_vit.parallel.rows import gather_rows
 from ds_vit.parallel.tensor import TensorParallel
-from ds_vit.parallel.zero_map import ZeroMap, build_zero_map
+from ds_vit.parallel.zero_map import ZeroMap, build_zero_map, flat_groups
 from ds_vit.tasks import Batch, StepContext, Task
 
 Run = Callable[[StepContext, Batch], torch.Tensor]
@@ -137,8 +126,10 @@ class Engine(ABC):
         self._input_names = tuple(input_names)
         self._whole_outputs = whole_outputs
         self._clip = float(own["gradient_clipping"])
-        self._norm: torch.Tensor | None = None
-        self._norms: tuple[list[str], torch.Tensor] | None = None  # ZeRO-0: names and gradient norms of this rank
+        own_sums = optimizer is not None and takes_gradients(own)
+        # DeepSpeed has a second wrapper of ZeRO-1 for bf16 weights whose gradients are summed in fp32, which we do.
+        if own_sums:
+            own.get("data_types", {}).pop("grad_accum_dtype", None)
         if self.stage == 0:
             # Without ZeRO DeepSpeed throws the norm away, and in a pipeline clips by a wrong one; see _clip_gradients.
             own["gradient_clipping"] = 0.0
@@ -163,11 +154,11 @@ class Engine(ABC):
             self.on_close.enter_context(cached_numa_cores())
             gather_whole_blocks(self.engine.optimizer, blocks_of(self.engine.module))
             limit_prefetch(self.engine.optimizer)
-        plain_sums = sums_are_plain(own)
-        if self.stage == 0:
-            self._clip_before_the_step(plain_sums)
+        self.flat: FlatGradient | None = None
+        if own_sums:
+            self.flat = FlatGradient(self.engine, groups, config)
         if optimizer is not None:
-            self._adapt_the_optimizer(plain_sums)
+            self._adapt_the_optimizer()
             if write_initial is not None:
                 write_initial(self.zero_map.set_values)
         shared = {"groups": groups, "device": self.device, "accumulation": self.accumulation}
@@ -179,48 +170,40 @@ class Engine(ABC):
     def _make_context(self, model: nn.Module, *, trains: bool, **shared: Any) -> RankContext:
         """The context of the task's steps; `shared` are the attributes of `RankContext`."""
 
-    def _clip_before_the_step(self, plain_sums: bool) -> None:
+    def _clip_before_the_step(self, flat: FlatGradient) -> None:
         """Without ZeRO: clip by the norm over all pipeline stages."""
-        if self.groups.layout.dp == 1 and plain_sums:
-            skip_reduction_of_one_rank(self.engine)
         take_step = self.engine._take_model_step
+        # torch's GradScaler skips an optimizer that is not fused, and reports nothing.
+        flat.on_overflow = lambda: self.guard.overflowed(self.zero_map.gradients(1.0))
 
         def clip_and_take_step(*args: Any, **kwargs: Any) -> None:
-            self._norm = self._clip_gradients()
-            # torch's GradScaler skips an optimizer that is not fused, and reports nothing.
-            if self.engine.torch_autocast_z0_gradscaler is not None and not math.isfinite(float(self._norm)):
-                self.guard.overflowed(self.zero_map.gradients(1.0))
+            flat.clip()
             take_step(*args, **kwargs)
 
         self.engine._take_model_step = clip_and_take_step
 
-    def _adapt_the_optimizer(self, plain_sums: bool) -> None:
+    def _adapt_the_optimizer(self) -> None:
         """Have DeepSpeed's wrapper of the optimizer sum, clip and judge as we need it, and guard its steps."""
-        groups, optimizer = self.groups, self.engine.optimizer
-        if plain_sums:
-            reduce_flat_gradients_in_place(self.engine)
-        if groups.layout.pp > 1:
-            match_norm_collectives(optimizer, self.device)
-        if groups.grid is not None:
-            allow_empty_norm(optimizer, self.device)
-        grow_scale_after_step(optimizer)
-        detect_overflow_by_norm(optimizer)
-        take_norms_together(optimizer)
-        clip_without_sync(optimizer)
-        end_overlap_without_sync(optimizer)
-        if groups.layout.pp == groups.layout.tp == self.accumulation == 1:
-            write_gradients_in_place(optimizer, self.engine.module.parameters())
-        self.zero_map = build_zero_map(self.engine, groups, timm_names(self.engine.module), self._task.is_fixed)
-        device_judges = self._device_can_judge()
-        if device_judges and self.stage > 0:
-            defer_norm_check(optimizer, lambda: self.guard.device_judges)
+        groups, optimizer, flat = self.groups, self.engine.optimizer, self.flat
+        names = timm_names(self.engine.module)
+        if flat is not None:
+            self.zero_map = build_zero_map(self.engine, groups, names, self._task.is_fixed, flat.flats, flat.shares)
+            flat.count(self.zero_map.shards, first=groups.tp_rank == 0)
+            if self.stage == 0:
+                self._clip_before_the_step(flat)
+        else:
+            if groups.layout.pp > 1:
+                match_norm_collectives(optimizer, self.device)
+            grow_scale_after_step(optimizer)
+            flats = flat_groups(optimizer) if self.stage < 3 else ()
+            self.zero_map = build_zero_map(self.engine, groups, names, self._task.is_fixed, flats)
         self.guard = StepGuard(
             self.zero_map,
             self._current_norm,
             self._current_loss,
             self.clipped_by,
             judged=self._norm_is_judged(),
-            square_norms=self._square_norms if device_judges else None,
+            square_norms=flat.square_norms if flat is not None and self._device_can_judge() else None,
         )
         self._keep_bounds()
         if self.engine.lr_scheduler is not None:
@@ -317,9 +300,15 @@ class Engine(ABC):
         """The base learning rate of the next step."""
         return float(self.engine.optimizer.param_groups[0]["lr"])
 
+    @property
+    def _grad_scaler(self) -> torch.amp.GradScaler | None:
+        """Of fp16 under autocast, DeepSpeed's engine's or its wrapper's."""
+        own = self.engine.torch_autocast_z0_gradscaler
+        return own if own is not None else getattr(self.engine.optimizer, "torch_autocast_gradscaler", None)
+
     def loss_scale(self) -> float:
         """The loss scale of the next step; 1 where there is none."""
-        scaler = self.engine.torch_autocast_z0_gradscaler
+        scaler = self._grad_scaler
         if scaler is not None:
             return float(scaler.get_scale())
         if not self.engine.fp16_enabled():
@@ -328,7 +317,7 @@ class Engine(ABC):
 
     def progress(self) -> dict[str, Any]:
         """The engine's state without tensors, for a checkpoint: plain numbers, the same on every rank."""
-        scaler = self.engine.torch_autocast_z0_gradscaler
+        scaler = self._grad_scaler
         scheduler = self.engine.lr_scheduler
         out: dict[str, Any] = {"lr": self.lr(), "skipped_steps": int(self.engine.skipped_steps)}
         if scaler is not None:
@@ -352,7 +341,7 @@ class Engine(ABC):
         engine.global_samples = step * engine.train_batch_size()
         engine.skipped_steps = int(progress["skipped_steps"])
         saved = progress.get("loss_scaler") or {}
-        scaler = engine.torch_autocast_z0_gradscaler
+        scaler = self._grad_scaler
         if scaler is not None:
             if "scale" in saved:
                 scaler.load_state_dict({**scaler.state_dict(), **saved})
@@ -403,12 +392,12 @@ class Engine(ABC):
         return tuple(batch.get(name) for name in self._input_names)
 
     def _result(self, loss: torch.Tensor) -> StepResult:
-        norm = self._norm if self.stage == 0 else self.engine.get_global_grad_norm()
+        norm = self.engine.get_global_grad_norm() if self.flat is None else self.flat.grad_norm
         return StepResult(loss, norm, self.guard.verdict(applied=self.engine.was_step_applied()))
 
     def _current_norm(self) -> torch.Tensor | float | None:
         """The global gradient norm before clipping, while the optimizer takes its step."""
-        return self._norm if self.stage == 0 else self.engine.optimizer._global_grad_norm
+        return self.engine.optimizer._global_grad_norm if self.flat is None else self.flat.grad_norm
 
     def _device_can_judge(self) -> bool:
         """Whether a step whose norm is not finite can be rejected without reading a number on the host.
@@ -420,27 +409,23 @@ class Engine(ABC):
         return (
             has_fused_step(self.device)
             and self.groups.layout.pp == 1
-            and self.stage < 3
             and getattr(self.zero_map.base, "_step_supports_amp_scaling", False)
             and getattr(optimizer, "compute_grad_norm", True)
-            and not getattr(optimizer, "cpu_offload", False)
             and not engine.fp16_enabled()
-            and engine.torch_autocast_z0_gradscaler is None
+            and self._grad_scaler is None
             and engine.lr_scheduler is None
         )
-
-    def _square_norms(self) -> SquareNorms:
-        """Squared gradient norms of the current step with the names of their parameters, to be read later."""
-        names, norms = self.zero_map.gradient_norms() if self._norms is None else self._norms
-        return lambda: zip(names, norms.double().square().tolist(), strict=True)
 
     def _norm_is_judged(self) -> bool:
         """Whether DeepSpeed reads the norm, and skips the step where it is not finite, before it calls the optimizer.
 
-        It does except for bf16 in ZeRO-1 and ZeRO-2 under `check_grad_overflow: false`.
+        It does at ZeRO-3 and with offload, except for bf16 under `check_grad_overflow: false`. FlatGradient does under
+        a loss scale.
         """
-        optimizer = self.engine.optimizer
-        return self.stage > 0 and (getattr(optimizer, "check_grad_overflow", True) or optimizer.dtype != torch.bfloat16)
+        engine, optimizer = self.engine, self.engine.optimizer
+        if self.flat is not None:
+            return engine.fp16_enabled() or self._grad_scaler is not None
+        return getattr(optimizer, "check_grad_overflow", True) or optimizer.dtype != torch.bfloat16
 
     @abstractmethod
     def _current_loss(self) -> tuple[torch.Tensor | None, int]:
@@ -452,32 +437,6 @@ class Engine(ABC):
         if self._clip <= 0 or norm is None:
             return 1.0
         return min(1.0, self._clip / (float(norm) + 1e-6))
-
-    def _clip_gradients(self) -> torch.Tensor:
-        """Norm of the reduced gradients, and clipping by it, where ZeRO does neither for us.
-
-        A tensor slice counts on its own rank, what the ranks of a tensor-parallel group hold in common counts once.
-        """
-        scaler = self.engine.torch_autocast_z0_gradscaler
-        if scaler is not None:
-            scaler.unscale_(self.engine.optimizer)
-        trained = [p for p in self.engine.module.parameters() if p.grad is not None]
-        first = self.groups.tp_rank == 0
-        counted = [p for p in trained if first or getattr(p, "tensor_model_parallel", False)]
-        grads = [p.grad for p in counted]
-        norms = torch.stack(torch._foreach_norm(grads, 2)) if grads else torch.zeros(0, device=self.device)
-        if self.groups.dp_rank == 0:
-            self._norms = [self.zero_map.shard_of(p).names[0] for p in counted], norms
-        else:
-            self._norms = [], norms[:0]
-        norm = torch.linalg.vector_norm(norms)
-        if self.groups.replica is not None:
-            square = norm.square()
-            dist.all_reduce(square, group=self.groups.replica)
-            norm = square.sqrt()
-        if self._clip > 0:
-            nn.utils.clip_grads_with_norm_(trained, self._clip, norm)
-        return norm
 
     def mean(self, value: torch.Tensor) -> torch.Tensor:
         """The mean of a scalar over all ranks (a collective)."""
@@ -496,5 +455,7 @@ class Engine(ABC):
 
     def close(self) -> None:
         """Release DeepSpeed's hooks and buffers, and restore the process-wide state that the run changed."""
+        if self.flat is not None:
+            self.flat.close()
         self.engine.destroy()
         self.on_close.close()

@@ -8,12 +8,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from ds_vit.config.deepspeed_rules import sums_going_back
 from ds_vit.engine.base import Engine, RankContext, Run
-from ds_vit.engine.patches.overlap import Overlap
 from ds_vit.engine.step_guard import StepResult
 from ds_vit.models import Towers, giving_features
 from ds_vit.optim.ema import TeacherAverage
@@ -67,9 +63,7 @@ class PlainEngine(Engine):
         self._total: torch.Tensor | None = None
         self._num_losses = 0
         super().__init__(model, optimizer, task, config, **shared)
-        layout = self.groups.layout
-        overlaps = optimizer is not None and sums_going_back(config, pp=layout.pp, dp=layout.dp, tp=layout.tp)
-        self._overlap = Overlap(self.engine, config, self.groups) if overlaps else None
+        self.engine.train()
 
     def _make_context(self, model: Towers, *, trains: bool, **shared: Any) -> PlainContext:
         context = PlainContext(towers=model, **shared)
@@ -82,23 +76,16 @@ class PlainEngine(Engine):
         return context
 
     @property
-    def module(self) -> nn.Module:
-        """As `Engine.module`."""
-        module = super().module
-        return module.module if isinstance(module, DistributedDataParallel) else module
-
-    @property
     def teachers(self) -> TeacherAverage | None:
         """As `Engine.teachers`."""
         return self.context.teachers
 
     def train_step(self, batches: Iterator[Batch], meanwhile: Callable[[], object] = lambda: None) -> StepResult:
         """As `Engine.train_step`; `meanwhile` is called when the first forward pass has been queued."""
-        self.engine.train()
+        if not self.module.training:  # walking all modules costs the host as much as their forward pass
+            self.engine.train()
         self.guard.begin()
         self._total, self._num_losses = None, 0
-        if self._overlap is not None:
-            self._overlap.begin()
         if self._task.coupled and self.accumulation > 1:
             return self._coupled_step(batches, meanwhile)
         for number in range(self.accumulation):

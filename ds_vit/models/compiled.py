@@ -59,12 +59,7 @@ class _WithRow:
 
 def compiler_settings() -> AbstractContextManager[None]:
     """The compiler's process-wide settings that compiled blocks need while a run lasts."""
-    return torch._dynamo.config.patch(
-        # A block is one graph, also inside the DistributedDataParallel that reduces ZeRO-0's gradients
-        # (engine/patches/overlap.py): dynamo would split it where a bucket ends.
-        optimize_ddp=False,
-        recompile_limit=max(_LIMIT, torch._dynamo.config.recompile_limit),
-    )
+    return torch._dynamo.config.patch(recompile_limit=max(_LIMIT, torch._dynamo.config.recompile_limit))
 
 
 def compile_function(mode: str = "default") -> Compiled:

@@ -7,14 +7,14 @@ tests/parallel/test_zero_map.py has a canary for each attribute it relies on.
 
 | wrapper | flat tensors | a parameter of this rank's tensor slice |
 |---|---|---|
-| none (ZeRO-0) | each parameter, seen flat | whole, on every data-parallel rank |
-| ZeRO-1, ZeRO-2, BF16_Optimizer | one partition a parameter group | the part that falls into the partition |
+| none (ZeRO-0) | one a parameter group | whole, on every data-parallel rank |
+| ZeRO-1, ZeRO-2 | one partition a parameter group | the part that falls into the partition |
 | ZeRO-3 | one a sub-group | the same share of every parameter, the last one padded |
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -34,7 +34,7 @@ class Shard:
     """A flat tensor of this rank, and the segments in it; what no segment covers is padding.
 
     Attributes:
-        tensor: 1-D; the very tensor that the optimizer updates (for ZeRO-0 a flat view of the parameter).
+        tensor: 1-D; the very tensor that the optimizer updates.
         parameter: what the optimizer has in its param_groups for it.
         names: timm names of all parameters that are spread over this tensor and its like on the other ranks.
         segments: those parts of them that lie here.
@@ -58,6 +58,39 @@ class Shard:
         """The segments' views of the shard's tensor, or of another one that is laid out like it (a gradient)."""
         flat = (self.tensor if like is None else like).view(-1)
         return [segment.of(flat) for segment in self.segments]
+
+
+@dataclass(frozen=True, eq=False)
+class FlatGroup:
+    """A parameter group of ZeRO-0, ZeRO-1 or ZeRO-2 in flat memory.
+
+    Attributes:
+        parameters: of the model; views of `weights`.
+        starts: the first element of each in `weights`.
+        weights: flat, in the model's type, whole on every data-parallel rank.
+        master: what the optimizer updates: this rank's partition of the weights; at ZeRO-0 `weights` itself.
+    """
+
+    parameters: Sequence[nn.Parameter]
+    starts: Sequence[int]
+    weights: torch.Tensor
+    master: torch.Tensor
+
+
+def flat_groups(optimizer: Any) -> list[FlatGroup]:
+    """The parameter groups of DeepSpeed's wrapper at ZeRO-1 and ZeRO-2."""
+    groups = zip(
+        optimizer.bit16_groups, optimizer.bit16_groups_flat, optimizer.single_partition_of_fp32_groups, strict=True
+    )
+    return [
+        FlatGroup(
+            parameters,
+            [(p.data_ptr() - weights.data_ptr()) // weights.element_size() for p in parameters],
+            weights.detach(),
+            master,
+        )
+        for parameters, weights, master in groups
+    ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,6 +126,7 @@ class ZeroMap:
         group_size: how many they are.
         names: timm names of the whole model's trained parameters, the same list on every rank.
         device: where collectives take their tensors; the flat tensors lie elsewhere when they are offloaded.
+        gradients_flat: the reduced gradient of each shard, where engine/flat_gradient.py keeps it.
     """
 
     shards: list[Shard]
@@ -104,7 +138,9 @@ class ZeroMap:
     group_size: int
     names: tuple[str, ...]
     device: torch.device
+    gradients_flat: Sequence[torch.Tensor] | None
     _optimizer: Any = field(repr=False)
+    _flats: Sequence[FlatGroup] = field(repr=False)
     _by_parameter: dict[int, Shard] = field(repr=False)
 
     def shard_of(self, parameter: torch.Tensor) -> Shard:
@@ -196,7 +232,7 @@ class ZeroMap:
     def twins(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], values: Sequence[torch.Tensor]) -> Twins:
         """Frozen parameters that hold other values of trained ones, in the model's type; a teacher's for example.
 
-        At ZeRO-1 and ZeRO-2 they move into flat memory that is laid out like that of the trained ones.
+        Below ZeRO-3 they move into flat memory that is laid out like that of the trained ones.
 
         Args:
             pairs: (twin, parameter) of this rank, of the same shapes; a parameter that is not trained has itself as
@@ -214,13 +250,10 @@ class ZeroMap:
                     _, length = _zero3_share(parameter)
                     copies.append((_stored(twin).view(-1)[:length], values[number].narrow(0, offset, length)))
             return Twins(copies, self._gather_persistent)
-        groups, flats, _ = _flat_groups(self._optimizer)
-        if not groups:
-            own = zip(self.shards, values, strict=True)
-            copies += [(twins[id(s.parameter)].detach().view(-1), v) for s, v in own if id(s.parameter) in twins]
-            return Twins(copies, lambda: None)
-        own_flats = [_laid_out_like(flat, group, twins) for flat, group in zip(flats, groups, strict=True)]
+        own_flats = [_laid_out_like(group, twins) for group in self._flats]
         self.frozen = [replace(shard, tensor=shard.parameter.detach().view(-1)) for shard in self.frozen]
+        if self.stage == 0:
+            return Twins([*copies, *zip(own_flats, values, strict=True)], lambda: None)
         shares = [flat.split(len(value)) for flat, value in zip(own_flats, values, strict=True)]
         ranks = [dist.get_rank(group) for group in self._optimizer.real_dp_process_group]
         copies += [(share[rank], value) for share, rank, value in zip(shares, ranks, values, strict=True)]
@@ -235,16 +268,14 @@ class ZeroMap:
         optimizer = self._optimizer
         if self.stage == 0:
             return
-        # ZeRO-1 to 3 settle the loss scale, BF16_Optimizer clears its buffers, right before the gradients are gone.
-        name = "_update_scale" if hasattr(optimizer, "_update_scale") else "clear_hp_grads"
-        original = getattr(optimizer, name)
+        original = optimizer._update_scale  # right before the gradients are gone
 
         def wrapped(*args: Any) -> Any:
             if optimizer.overflow:
                 callback([self._reduced_gradient(shard) for shard in self.shards])
             return original(*args)
 
-        setattr(optimizer, name, wrapped)
+        optimizer._update_scale = wrapped
 
     def gradients(self, clipped_by: float) -> list[torch.Tensor | None]:
         """The gradient of each shard, flat, while the optimizer takes its step: without loss scale and clipping.
@@ -263,25 +294,10 @@ class ZeroMap:
                 grads.append(None if waiting is None else waiting / scale)
         return grads
 
-    def gradient_norms(self) -> tuple[list[str], torch.Tensor]:
-        """Norms [P] of the gradients that this rank counts, and the parameter of each, without waiting for the device.
-
-        To be called when the optimizer starts a step; the norms include the loss scale.
-        """
-        names: list[str] = []
-        pieces: list[torch.Tensor] = []
-        for shard in self.shards:
-            own = shard.parameter.grad
-            found = self._reduced_pieces(shard) if own is None else zip(shard.segments, shard.views(own), strict=True)
-            for segment, piece in found:
-                if self.counts(segment):
-                    names.append(segment.name)
-                    pieces.append(piece)
-        norms = torch._foreach_norm(pieces, 2, dtype=torch.float32) if pieces else [torch.zeros(0, device=self.device)]
-        return names, torch.stack(norms) if pieces else norms[0]
-
     def _reduced_gradient(self, shard: Shard) -> torch.Tensor | None:
         """The gradient of a shard as ZeRO has reduced it, flat, fp32; None where ZeRO has none any more."""
+        if self.gradients_flat is not None:
+            return self.gradients_flat[self.shards.index(shard)].float()
         if shard.parameter.grad is not None:  # offloaded
             return shard.parameter.grad.view(-1).float()
         if getattr(self._optimizer, "averaged_gradients", {}).get(self.shards.index(shard), ()) is None:
@@ -294,10 +310,6 @@ class ZeroMap:
     def _reduced_pieces(self, shard: Shard) -> Iterator[tuple[Segment, torch.Tensor]]:
         """The segments of a shard that ZeRO holds a reduced gradient of."""
         optimizer, number = self._optimizer, self.shards.index(shard)
-        if hasattr(optimizer, "fp32_groups_gradient_flat_partition"):
-            flat = optimizer.fp32_groups_gradient_flat_partition[number]
-            yield from zip(shard.segments, shard.views(flat), strict=True)
-            return
         remaining = iter(optimizer.averaged_gradients.get(number) or ())
         for segment in shard.segments:
             # ZeRO-3's pieces have the length of a rank's share, padding included.
@@ -315,7 +327,12 @@ class ZeroMap:
 
 
 def build_zero_map(
-    engine: Any, groups: Groups, names: Mapping[str, str], is_fixed: Callable[[str], bool] = lambda name: False
+    engine: Any,
+    groups: Groups,
+    names: Mapping[str, str],
+    is_fixed: Callable[[str], bool] = lambda name: False,
+    flats: Sequence[FlatGroup] = (),
+    gradients: Sequence[torch.Tensor] | None = None,
 ) -> ZeroMap:
     """The map of an initialised DeepSpeed engine (a collective of all ranks).
 
@@ -324,16 +341,13 @@ def build_zero_map(
         groups: of the run.
         names: from the names of `engine.module.named_parameters()` to timm's.
         is_fixed: whether a frozen parameter of this timm name is never saved nor restored.
+        flats: the parameter groups below ZeRO-3.
+        gradients: the reduced gradient of each master of `flats`; None where DeepSpeed keeps them.
     """
     optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
     parameters = dict(engine.module.named_parameters())
     timm = {id(p): names[local] for local, p in parameters.items()}
-    if stage == 0 and not hasattr(optimizer, "fp32_groups_flat_partition"):
-        shards = list(_whole(optimizer.param_groups, timm))
-    elif stage == 3:
-        shards = list(_zero3(optimizer, timm))
-    else:
-        shards = list(_partitioned(optimizer, timm))
+    shards = list(_zero3(optimizer, timm) if stage == 3 else _partitioned(flats, groups.dp_rank if stage else 0, timm))
     still = [p for p in parameters.values() if not p.requires_grad and not is_fixed(timm[id(p)])]
     frozen = [_frozen(p, timm[id(p)], block) for block, p in enumerate(still, len(shards))]
     own = tuple(names[local] for local, p in parameters.items() if p.requires_grad)
@@ -347,7 +361,9 @@ def build_zero_map(
         group_size=groups.layout.dp * groups.layout.tp,
         names=_all_names(own, groups),
         device=engine.device,
+        gradients_flat=gradients,
         _optimizer=optimizer,
+        _flats=flats,
         _by_parameter={id(shard.parameter): shard for shard in shards},
     )
 
@@ -370,41 +386,17 @@ def _slice_of(parameter: nn.Parameter) -> TensorSlice:
     return TensorSlice(full_shape=shape, dim=None, sections=(), rank=0, size=1)
 
 
-def _whole(groups: Iterable[Mapping[str, Any]], timm: Mapping[int, str]) -> Iterator[Shard]:
-    """No ZeRO: every parameter is its own flat tensor."""
-    parameters = [(number, p) for number, group in enumerate(groups) for p in group["params"]]
-    for block, (number, p) in enumerate(parameters):
-        segment = Segment(timm[id(p)], _slice_of(p), 0, p.numel(), block, 0)
-        yield Shard(p.detach().view(-1), p, (segment.name,), (segment,), number)
-
-
-def _flat_groups(
-    optimizer: Any,
-) -> tuple[Sequence[Sequence[nn.Parameter]], Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-    """The parameter groups of ZeRO-1, ZeRO-2 and BF16_Optimizer: parameters, flat memory in the model's type, and
-    this rank's partition in fp32; none without them.
-    """
-    if hasattr(optimizer, "fp32_groups_flat_partition"):
-        return optimizer.bf16_groups, optimizer.bf16_groups_flat, optimizer.fp32_groups_flat_partition
-    if hasattr(optimizer, "single_partition_of_fp32_groups"):
-        return optimizer.bit16_groups, optimizer.bit16_groups_flat, optimizer.single_partition_of_fp32_groups
-    return (), (), ()
-
-
-def _laid_out_like(
-    flat: torch.Tensor, group: Sequence[torch.Tensor], twins: Mapping[int, torch.Tensor]
-) -> torch.Tensor:
-    """New flat memory for the twins of a group's parameters, each at the place of its parameter in `flat`."""
-    own = torch.zeros_like(flat)
-    for parameter in group:
+def _laid_out_like(group: FlatGroup, twins: Mapping[int, torch.Tensor]) -> torch.Tensor:
+    """New flat memory for the twins of a group's parameters, each at the place of its parameter."""
+    own = torch.zeros_like(group.weights)
+    for parameter, start in zip(group.parameters, group.starts, strict=True):
         if (twin := twins.get(id(parameter))) is not None:
-            start = (parameter.data_ptr() - flat.data_ptr()) // flat.element_size()
             twin.data = own.narrow(0, start, twin.numel()).view_as(twin)
     return own
 
 
 def _gather_flats(optimizer: Any, flats: Sequence[torch.Tensor], shares: Sequence[Sequence[torch.Tensor]]) -> None:
-    """What ZeRO-1, ZeRO-2 and BF16_Optimizer do with their own flat memory at the end of a step."""
+    """What ZeRO-1 and ZeRO-2 do with their own flat memory at the end of a step."""
     from deepspeed.runtime.utils import all_gather_dp_groups
 
     all_gather_dp_groups(
@@ -416,19 +408,17 @@ def _gather_flats(optimizer: Any, flats: Sequence[torch.Tensor], shares: Sequenc
     )
 
 
-def _partitioned(optimizer: Any, timm: Mapping[int, str]) -> Iterator[Shard]:
-    """ZeRO-1, ZeRO-2 and BF16_Optimizer: one partition of each parameter group's concatenation."""
-    groups, _, flats = _flat_groups(optimizer)
-    for number, (group, flat) in enumerate(zip(groups, flats, strict=True)):
-        segments = []
-        for p in group:
-            if p._hp_mapping is None:  # none of it falls into this rank's partition
-                continue
-            inside, source = p._hp_mapping.hp_fragment_address, p._hp_mapping.lp_fragment_address
-            if inside.numel:
-                place = (source.start, inside.numel, number, inside.start)
-                segments.append(Segment(timm[id(p)], _slice_of(p), *place))
-        yield Shard(flat.detach(), flat, tuple(timm[id(p)] for p in group), tuple(segments), number)
+def _partitioned(flats: Sequence[FlatGroup], dp_rank: int, timm: Mapping[int, str]) -> Iterator[Shard]:
+    """ZeRO-0 to ZeRO-2: one partition of each parameter group's concatenation."""
+    for number, group in enumerate(flats):
+        size, segments = group.master.numel(), []
+        for p, start in zip(group.parameters, group.starts, strict=True):
+            inside = start - dp_rank * size
+            low, high = max(inside, 0), min(inside + p.numel(), size)
+            if low < high:
+                segments.append(Segment(timm[id(p)], _slice_of(p), low - inside, high - low, number, low))
+        names = tuple(timm[id(p)] for p in group.parameters)
+        yield Shard(group.master.detach(), group.master, names, tuple(segments), number)
 
 
 def _zero3(optimizer: Any, timm: Mapping[int, str]) -> Iterator[Shard]:

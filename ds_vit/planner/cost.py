@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 from ds_vit.config.batch import BatchSizes
+from ds_vit.config.deepspeed_rules import elements_of_bucket
 from ds_vit.parallel.layout import Layout
 from ds_vit.planner.counting import LayerWork, Pass
 from ds_vit.planner.hardware import Accelerator, Link
@@ -125,12 +126,12 @@ def step_time(
         sending = (2 if p == 2 else 4) * m * one
     of_rank = max(sum(work.parameters for work in part) for part in parts)
     tensors = max(sum(work.tensors for work in part) for part in parts)
-    of_gradient = 4 if rules.json.get("communication_data_type") == "fp32" else rules.sent_as or rules.of_gradient
+    of_gradient = rules.sent_as
     data, overlapped = _traffic(of_rank, tensors, rules, m, machine.ring(rules.layout), of_gradient)
     if stage == 3:
         data += m * sum(3 * work.tensors * _ZERO3_SECONDS for work in works)
     copied_per_second = machine.accelerator.copied_per_second
-    behind = machine.accelerator.hidden_share * (slowest.once * 2 / 3) * m if _overlaps(rules, m, of_rank) else 0.0
+    behind = machine.accelerator.hidden_share * (slowest.once * 2 / 3) * m if _overlaps(rules) else 0.0
     return StepTime(
         computing=m * slowest.once,
         recomputing=m * slowest.again,
@@ -198,19 +199,12 @@ def _layer_time(work: LayerWork, machine: Machine, rules: MemoryRules, micro_bat
     return _PassTime(forward + seconds(work.backward), forward, again, 2 * work.regions * one_sum, sums_again)
 
 
-def _overlaps(rules: MemoryRules, m: int, parameters: int) -> bool:
-    """Whether gradients travel during the backward pass.
-
-    DeepSpeed's ZeRO-1 reduces after it (0.19.8, engine.py); where we write gradients in place it reduces each bucket
-    that is full before the end.
-    """
-    zero, stage, overlap = rules.zero, rules.stage, rules.zero.get("overlap_comm")
-    if stage == 0:
-        bucket = zero.get("reduce_bucket_size", 0)
-        return rules.sums_going_back and m == 1 and (bucket == "auto" or bucket < parameters)
-    if stage == 1:
-        return rules.put_in_place and m == 1 and zero.get("reduce_bucket_size", DEFAULT_BUCKET) < parameters
-    return stage >= 2 and bool(stage == 3 if overlap is None else overlap)
+def _overlaps(rules: MemoryRules) -> bool:
+    """Whether gradients travel during the backward pass: where they are flat, unless a pipeline waits for its end."""
+    overlap = rules.zero.get("overlap_comm")
+    if rules.flat:
+        return rules.layout.pp == 1
+    return rules.stage >= 2 and bool(rules.stage == 3 if overlap is None else overlap)
 
 
 def _copied(rules: MemoryRules, m: int, of_gradient: int, parameters: int) -> float:
@@ -218,14 +212,13 @@ def _copied(rules: MemoryRules, m: int, of_gradient: int, parameters: int) -> fl
 
     Summing up reads two gradients and writes one. DeepSpeed's ZeRO copies a gradient five times on its way to its
     owner: into a bucket, out of it into a flat tensor, the mean, back, and into the owner's share (`stage_1_and_2.py`,
-    0.19.8; the last two on the owner only); torch's reducer, and ZeRO-1 where it writes in place
-    (`engine/patches/flat_gradients.py`), copy once. ZeRO-3 gathers weights.
+    0.19.8; the last two on the owner only); flat gradients are copied once. ZeRO-3 gathers weights.
     """
     summed = 0 if m == 1 else 3 * of_gradient * m
     of_zero = 3 + 2 / rules.layout.dp
-    brought = {0: 1.0, 1: 1.0 if rules.put_in_place and m == 1 else of_zero, 2: of_zero * m, 3: of_zero * m}
+    brought = 1.0 if rules.flat else of_zero * (m if rules.stage > 1 else 1)
     gathered = 2 * rules.of_type * m * _gathers(rules, parameters) if rules.stage == 3 else 0
-    return summed + brought[rules.stage] * 2 * of_gradient + gathered
+    return summed + brought * 2 * of_gradient + gathered
 
 
 def _gathers(rules: MemoryRules, parameters: int) -> float:
@@ -246,8 +239,10 @@ def _traffic(
         return 0.0, 0.0
     around = (n - 1) / n * parameters / ring.reached
     gathered = around * rules.of_type / ring.gather_share
-    bucket = zero.get("reduce_bucket_size", DEFAULT_BUCKET)
-    pieces = math.ceil(parameters / bucket) if rules.stage and bucket != "auto" else 1
+    bucket = (
+        elements_of_bucket(rules.json, parameters) if rules.flat else zero.get("reduce_bucket_size", DEFAULT_BUCKET)
+    )
+    pieces = math.ceil(parameters / bucket) if bucket != "auto" else 1
     summed = 2 * (around * of_gradient + (n - 1) * ring.latency_seconds * pieces)
     scattered = around * of_gradient / ring.scatter_share + (n - 1) * ring.scatter_latency_seconds * pieces
     wait = (n - 1) * ring.gather_latency_seconds
@@ -256,7 +251,8 @@ def _traffic(
     if rules.stage == 3:  # weight and bias of a module together
         together = gathered + wait * tensors / 2
         return 0.0, m * (together * _gathers(rules, parameters) + scattered)
-    # Stage 1 sums whole gradients, stage 2 those of each micro-batch: by default both whole buckets on all ranks. Both
-    # gather the weights after the update.
-    whole = zero.get("use_multi_rank_bucket_allreduce", True) or not zero.get("reduce_scatter", True)
+    # Stage 1 sums whole gradients, stage 2 those of each micro-batch, each part to its owner; with offload both by
+    # default whole buckets on all ranks. Both gather the weights after the update.
+    to_all = zero.get("use_multi_rank_bucket_allreduce", True) or not zero.get("reduce_scatter", True)
+    whole = to_all and not rules.flat
     return wait + gathered, (summed if whole else scattered) * (1 if rules.stage == 1 else m)

@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ds_vit.config.batch import BatchSizes
-from ds_vit.config.deepspeed_rules import Checkpointing, Precision, sums_are_plain, sums_going_back, sums_in_fp32
+from ds_vit.config.deepspeed_keys import takes_gradients
+from ds_vit.config.deepspeed_rules import Checkpointing, Precision, elements_of_bucket, sums_in_fp32
 from ds_vit.models import BlockLayer, Layer, TimmViT, cast_block_buffers, freeze, norms_in_fp32, num_parameters
 from ds_vit.optim.build import STATES_OF_FALLBACK
 from ds_vit.optim.muon import Muon
@@ -219,12 +220,9 @@ class MemoryRules:
         of_type: bytes of a weight in the forward pass.
         of_gradient: bytes of a gradient that waits for the update.
         of_master: bytes of a master, and of each number of the optimizer.
-        sums_apart: gradients are added up in a separate buffer (DeepSpeed's BF16_Optimizer).
-        sums_going_back: torch sums them during the backward pass, in memory that is allocated before it.
-        put_in_place: ZeRO-1 too has them in such memory, which it updates from, in steps of one micro-batch
-            (engine/patches/flat_gradients.py).
-        sent_as: additional bytes of a gradient while the ranks sum it in another type than it waits in.
-        bucket: bytes in which ZeRO collects gradients.
+        flat: gradients are written into flat memory bucket by bucket (engine/flat_gradient.py).
+        sent_as: bytes of a gradient while the ranks sum it.
+        bucket: bytes in which DeepSpeed collects gradients where they are not flat.
         live: parameters that ZeRO-3 may have gathered at a time.
         persists: largest parameter that ZeRO-3 keeps gathered all the time.
         prefetch: parameters that ZeRO-3 gathers ahead of use.
@@ -253,13 +251,9 @@ class MemoryRules:
         self.of_type, in_fp32 = 4 if precision.compute == "float32" else 2, sums_in_fp32(json)
         self.of_gradient = 4 if in_fp32 else self.of_type
         self.of_master = 2 if (json.get("bf16") or {}).get("bf16_master_weights_and_grads") else 4
-        self.sums_apart = stage == 1 and precision.name == "bf16" and in_fp32
-        self.sums_going_back = sums_going_back(json, pp=layout.pp, dp=layout.dp, tp=layout.tp)
-        in_own_type = not self.autocast and self.of_gradient == self.of_type
-        without_cuts = layout.pp == layout.tp == 1
-        self.put_in_place = stage == 1 and without_cuts and in_own_type and _writes_in_place(json, precision.compute)
-        self.sent_as = 2 if self.sums_apart and json.get("communication_data_type") != "fp32" else 0
-        bucket = int(zero.get("reduce_bucket_size", DEFAULT_BUCKET)) if stage and not self.sums_apart else 0
+        self.flat = takes_gradients(json)
+        self.sent_as = {None: self.of_type, "fp32": 4}.get(json.get("communication_data_type"), 2)
+        bucket = 0 if self.flat else int(zero.get("reduce_bucket_size", DEFAULT_BUCKET))
         bucket *= self.of_gradient if stage == 1 else self.of_type
         bucket *= 2 if zero.get("overlap_comm") and stage < 3 else 1
         self.bucket = bucket * (2 if self.autocast and stage in (1, 3) else 1)  # one for each type that it knows
@@ -271,16 +265,6 @@ class MemoryRules:
         in_host = {"optimizer": ("masters", "optimizer"), "param": ("weights",)}
         offloaded = [key for key in in_host if (zero.get(f"offload_{key}") or {}).get("device") == "cpu"]
         self.in_host = frozenset(field for key in offloaded for field in in_host[key])
-
-
-def _writes_in_place(json: Mapping[str, Any], compute: str) -> bool:
-    """Whether the JSON of ZeRO-1 lets gradients, summed in the model's type, be written in place."""
-    zero = json.get("zero_optimization") or {}
-    offloaded = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
-    plain = sums_are_plain({key: value for key, value in json.items() if key != "communication_data_type"})
-    names = {"float32": (None, "fp32"), "bfloat16": (None, "bf16", "bfp16"), "float16": (None, "fp16")}[compute]
-    sent = json.get("communication_data_type") in names
-    return plain and sent and not offloaded and not zero.get("overlap_comm") and zero.get("contiguous_gradients", True)
 
 
 class _Run(NamedTuple):
@@ -359,14 +343,12 @@ class StageMemory:
         """
         rules, number = self.rules, sum(layer.parameters for layer in self.layers)
         trained, stage, dp = sum(layer.trained for layer in self.layers), rules.stage, rules.layout.dp
-        share, in_place = dp if stage else 1, rules.put_in_place and not accumulated
+        share = dp if stage else 1
         gradients = rules.of_gradient * trained // (dp if stage >= 2 else 1)
-        # ZeRO updates a rank's share in fp32: it copies 16-bit gradients, and whole ones into a flat share, unless they
-        # are there already.
-        copies = 4 * trained // dp if rules.of_gradient < 4 or (stage in (1, 2) and not in_place) else 0
-        if stage == 0 or rules.sums_apart:  # summed over the ranks in one piece
-            copies = min(trained, DEFAULT_BUCKET) * (rules.of_gradient + rules.sent_as) if dp > 1 else 0
-            copies += rules.of_type * trained if rules.sums_apart else 0
+        # The update casts a rank's share to the masters' type; DeepSpeed's copies it in any case.
+        copies = rules.of_master * trained // share if rules.of_gradient != rules.of_master else 0
+        if not rules.flat:
+            copies = 4 * trained // dp if rules.of_gradient < 4 or stage < 3 else 0
         if rules.whole_matrices:  # matrices, their updates, and both again while they travel between ranks
             copies += 4 * (3 if dp > 1 else 2) * trained // dp
         gathered = 2 * trained if rules.autocast and stage < 3 else 0  # what autocast has cast for this step
@@ -381,10 +363,25 @@ class StageMemory:
             optimizer=rules.of_master * sum(layer.states for layer in self.layers) // share,
             average=4 * trained // share if rules.average else 0,
             activations=0,
-            buckets=rules.bucket if trained and not in_place else 0,
+            buckets=self._buffers(accumulated) if rules.flat else rules.bucket if trained else 0,
             gathered=gathered if trained else 0,
             updating=gradients + copies,
         )
+
+    @cached_property
+    def _bucket(self) -> int:
+        """Elements of the largest bucket of flat gradients."""
+        trained = [layer for layer in self.layers if layer.trained]
+        most = elements_of_bucket(self.rules.json, sum(layer.trained for layer in trained))
+        return max([most, *(size for layer in trained for size in layer.sizes)]) if trained else 0
+
+    def _buffers(self, accumulated: bool) -> int:
+        """Bytes next to the flat gradients: of what is sent in another type or for others, and of what is added."""
+        rules = self.rules
+        shared = rules.stage == 2 and rules.layout.dp > 1
+        sends = rules.layout.dp > 1 and (shared or rules.sent_as != rules.of_gradient)
+        adds = accumulated and not shared
+        return self._bucket * ((2 * rules.sent_as if sends else 0) + (rules.of_type if adds else 0))
 
     @cached_property
     def _gathered(self) -> tuple[int, int]:
@@ -432,10 +429,8 @@ class StageMemory:
         """
         rules, whole = self.rules, sum(run.trained for run in self._runs)
         share = whole / rules.layout.dp if rules.stage >= 2 else whole
-        in_place = rules.put_in_place and batch.accumulation == 1
-        # All gradients are held from the start where some of earlier micro-batches are.
-        held = rules.sums_apart or rules.sums_going_back or in_place or rules.stage == 3
-        held = held or batch.accumulation > under_way
+        # All gradients are held from the start where they are flat, or some of earlier micro-batches are there.
+        held = rules.flat or rules.stage == 3 or batch.accumulation > under_way
         waiting, done = self.waiting, 0
         fullest = rules.of_gradient * (share if held else 0) + batch.micro_batch * waiting * under_way
         fullest += rules.loss(batch.micro_batch)
@@ -443,9 +438,10 @@ class StageMemory:
         made_by = functools.cache(lambda back: back.of(batch.micro_batch) * width)  # blocks that are alike share one
         for run in reversed(self._runs):
             so_far = rules.of_gradient * (share if held else min(done, share))
-            if rules.stage == 2 and batch.accumulation > under_way:  # added when all of it is there
+            if rules.flat:  # a pipeline collects them behind the pass
+                so_far += rules.of_type * (done if rules.layout.pp > 1 else min(done, self._bucket))
+            elif rules.stage == 2 and batch.accumulation > under_way:  # added when all of it is there
                 so_far += rules.of_gradient * min(done, share)
-            so_far += rules.of_type * done if rules.sums_apart else 0
             made = max(map(made_by, run.back))
             images = self.waiting * (under_way - 1) + run.again + (0 if run.forward_only else waiting)
             if run.forward_only and rules.stage == 3 and rules.layout.dp > 1:

@@ -298,11 +298,12 @@ class Search:
 
 
 def json_at_stage(json: Mapping[str, Any], stage: int) -> dict[str, Any]:
-    """A DeepSpeed JSON at a ZeRO stage: in bf16 with sums in fp32 at stage 1, with overlap above."""
+    """A DeepSpeed JSON at a ZeRO stage: in bf16 with sums in fp32 at stage 1, with overlap at 3."""
     zero = {**(json.get("zero_optimization") or {}), "stage": stage}
     changed = {**json, "zero_optimization": zero}
-    if stage >= 2:
+    if stage == 3:
         zero.setdefault("overlap_comm", True)
+    if stage >= 2:
         changed.pop("data_types", None)
     elif (json.get("bf16") or {}).get("enabled") is True and stage == 1:
         changed.setdefault("data_types", {"grad_accum_dtype": "fp32"})

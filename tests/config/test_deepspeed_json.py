@@ -119,7 +119,8 @@ REJECTED = [
     ({"zero_optimization": {"stage": 1, "cpu_offload": True, **OFFLOADED}}, "cpu_offload"),
     ({"zero_optimization": {"stage": 3, "compute_grad_norm": False}}, "supported only with ZeRO Stage 1 or 2"),
     ({"autotuning": {"enabled": True}}, "delete the block"),
-    ({"zero_optimization": {"stage": 2}, "prescale_gradients": True}, 'stage 2 needs "reduce_scatter": false'),
+    ({"zero_optimization": {"stage": 3}, "prescale_gradients": True}, 'stage 3 needs "reduce_scatter": false'),
+    ({"zero_optimization": {"stage": 2, **OFFLOADED}, "prescale_gradients": True}, 'needs "reduce_scatter": false'),
     ({"gradient_predivide_factor": 0}, "must be a number above 0, not 0"),
     ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, 'together with "bf16.bf16_master_weights_and_grads"'),
     ({"bf16": BF16_STATES, "zero_optimization": {"stage": 2, **OFFLOADED}}, "CPU Adam, and here torch's fused"),
@@ -236,14 +237,11 @@ def test_float16_autocast_without_zero_has_a_scale_for_each_rank(tmp_path):
 
 
 def test_a_norm_that_is_not_computed():
-    """No norm to clip by, and a wrapper that needs it."""
+    """No norm to clip by."""
     data = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1, "compute_grad_norm": False}}
     with pytest.raises(UserError, match=r"no norm for gradient_clipping 0\.5"):
         deepspeed_rules.check_grad_norm(data, "c.json", clip=0.5)
     deepspeed_rules.check_grad_norm(data, "c.json", clip=0.0)
-    data["data_types"] = {"grad_accum_dtype": "fp32"}
-    with pytest.raises(UserError, match="bf16, stage 1 and gradients summed in fp32"):
-        deepspeed_rules.check_grad_norm(data, "c.json", clip=0.0)
 
 
 def test_activation_checkpointing():
@@ -285,6 +283,19 @@ def test_idle_keys_are_named_and_do_not_reach_deepspeed():
     assert told == {"zero_optimization": {"stage": 3, "overlap_comm": True}, "activation_checkpointing": {}}
     assert data == before
     assert deepspeed_keys.idle_keys(told) == []
+
+
+@pytest.mark.parametrize(
+    ("stage", "offload", "is_idle"),
+    [(0, {}, True), (1, {}, True), (2, {}, True), (2, OFFLOADED, False), (3, {}, False)],
+)
+def test_keys_of_deepspeeds_sums(stage, offload, is_idle):
+    """A key that engine/flat_gradient.py does not read, and that nothing names; scaling of sums, which it honours."""
+    zero = {"stage": stage, "overlap_comm": True, "contiguous_gradients": True, "reduce_bucket_size": 5, **offload}
+    data = {"zero_optimization": zero, "bf16": {"enabled": True, "immediate_grad_update": True}}
+    own = ["bf16.immediate_grad_update", "zero_optimization.contiguous_gradients", "zero_optimization.overlap_comm"]
+    assert deepspeed_keys.idle_keys(data) == (own if is_idle else [])
+    deepspeed_keys.check_values({**data, "prescale_gradients": True} if is_idle else data, "c.json")
 
 
 def test_deepspeeds_own_complaint_is_one_line():

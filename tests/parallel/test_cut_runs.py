@@ -128,7 +128,7 @@ def test_autocast_in_a_pipeline_stays_with_one_rank(ranks, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("words", ["--tp 2 --linear-probe", "--tp 2 --pp 2 --pp-partition 0,4,5"])
 def test_a_rank_that_counts_nothing_in_the_norm(ranks, tmp_path, words):
-    """BF16_Optimizer on a rank of a group that trains only what another one counts: the head."""
+    """A rank of a group that trains only what another one counts: the head."""
     blocks = {"bf16": {"enabled": True}, "communication_data_type": "fp32"}
     path = write_config(tmp_path / "config.json", **blocks, data_types={"grad_accum_dtype": "fp32"})
     argv = [*BASE, "--dataset", "digits", "--max-steps", 2, "--val-split", "", "--deepspeed_config", path, "-b", 8]

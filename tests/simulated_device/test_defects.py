@@ -23,8 +23,7 @@ from curves import read_rows
 import simulated_device
 from ds_vit.data import device as inputs
 from ds_vit.device import pci_address
-from ds_vit.engine.patches.flat_gradients import FlatGradients
-from ds_vit.engine.patches.zero import _OrderedStreams
+from ds_vit.engine.flat_gradient import FlatGradient
 from ds_vit.engine.plain import PlainEngine
 from ds_vit.engine.step_guard import HostScalar
 from ds_vit.launching.numa import addresses_of_ranks
@@ -91,22 +90,31 @@ def reused_block() -> AbstractContextManager:
 
 def sums_not_awaited() -> AbstractContextManager:
     """ZeRO-1's gradients are used while their sums over the ranks are under way."""
-    finish, kept = FlatGradients.finish, []
+    finish, kept = FlatGradient.finish, []
 
-    def impatient(self):
-        kept.extend(self._under_way)
-        self._under_way = []
-        finish(self)
+    def impatient(self, *args, **kwargs):
+        kept.extend(self._works)
+        self._works = []
+        finish(self, *args, **kwargs)
 
-    return mock.patch.object(FlatGradients, "finish", impatient)
-
-
-def reductions_not_awaited() -> AbstractContextManager:
-    """ZeRO-2's update does not wait for the stream of the reductions."""
-    return mock.patch.object(_OrderedStreams, "synchronize", return_value=None)
+    return mock.patch.object(FlatGradient, "finish", impatient)
 
 
-OVERLAP = ("cpu_zero2_fp32.json", 1, buckets(30_000, "zero_optimization.overlap_comm=true"))
+def buffers_not_awaited() -> AbstractContextManager:
+    """ZeRO-2 reads and reuses a buffer whose sum is under way."""
+    fold, kept = FlatGradient._fold, []
+
+    def impatient(self, slot):
+        if self._in_flight[slot] is not None:
+            bucket, works = self._in_flight[slot]
+            kept.extend(works)
+            self._in_flight[slot] = bucket, []
+        fold(self, slot)
+
+    return mock.patch.object(FlatGradient, "_fold", impatient)
+
+
+OVERLAP = ("cpu_zero2_fp32.json", 2, buckets(30_000))
 PLAIN = ("cpu_zero1_fp32.json", 1, ())
 DECODED = ("cpu_zero1_fp32.json", 1, ("--augment-on", "device", "--decode", "fast", "--grad-accum-steps", 2))
 DEFECTS: dict[str, tuple[tuple, Planted, str]] = {
@@ -116,7 +124,7 @@ DEFECTS: dict[str, tuple[tuple, Planted, str]] = {
     "none while decoding": (DECODED, decoded, ""),
     "a reused block": (DECODED, reused_block, "still needs it; call record_stream"),
     "sums that are not awaited": (("cpu_zero1_fp32.json", 2, buckets(30_000)), sums_not_awaited, "race: "),
-    "reductions that are not awaited": (OVERLAP, reductions_not_awaited, "race: "),
+    "buffers that are not awaited": (OVERLAP, buffers_not_awaited, "race: "),
 }
 
 

@@ -79,11 +79,10 @@ IN_EACH_LAYOUT = {
     "accumulated, 2 ranks": (1, 2, 4, ("--grad-accum-steps", 2)),
     "tp 2": (1, 2, 16, ("--tp", 2)),
     "pp 2": (1, 2, 8, ("--pp", 2, "--grad-accum-steps", 2)),
-    # Buckets of one gradient, of about a block, and of all of them: ZeRO-0 under torch's reducer (engine/patches/
-    # overlap.py), ZeRO-1 in flat memory (flat_gradients.py), ZeRO-2 on DeepSpeed's stream.
+    # Buckets of one gradient, of about a block, and as large as they may be.
     **{
-        f"ZeRO-{stage}, buckets of {elements}": (stage, 2, 8, buckets(elements, *more))
-        for stage, more in ((0, ()), (1, ()), (2, ("zero_optimization.overlap_comm=true",)))
+        f"ZeRO-{stage}, buckets of {elements}": (stage, 2, 8, buckets(elements))
+        for stage in range(3)
         for elements in (1, 30_000, 200_000)
     },
 }

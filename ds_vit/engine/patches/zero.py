@@ -34,7 +34,7 @@ def keep_training_mode(module: torch.nn.Module) -> Iterator[None]:
 
 
 def match_norm_collectives(optimizer: Any, device: torch.device) -> None:
-    """Let pipeline stages differ in their number of parameter groups (a collective).
+    """Let pipeline stages with offload differ in their number of parameter groups (a collective).
 
     ZeRO all-reduces the squared gradient norm over the stages once for each parameter group. A stage with fewer groups
     (nothing trained is decayed, or Muon leaves nothing to AdamW) would miss a collective, and the run would hang. This
@@ -42,9 +42,6 @@ def match_norm_collectives(optimizer: Any, device: torch.device) -> None:
     """
     from deepspeed.runtime.utils import combine_grad_norm_groups
 
-    if not hasattr(optimizer, "scaled_global_norm"):  # BF16_Optimizer and ZeRO-0: one collective for all groups
-        return
-    shape = (1,) if optimizer.cpu_offload else ()  # of DeepSpeed's tensor
     most = torch.tensor(len(optimizer.bit16_groups), device=device)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     missing = int(most) - len(optimizer.bit16_groups)
@@ -53,113 +50,13 @@ def match_norm_collectives(optimizer: Any, device: torch.device) -> None:
     def scaled_global_norm(*args: Any, **kwargs: Any) -> torch.Tensor:
         norms = [original(*args, **kwargs)]
         for _ in range(missing):
-            square = torch.zeros(shape, device=device)
+            square = torch.zeros(1, device=device)
             optimizer._model_parallel_all_reduce(tensor=square, op=dist.ReduceOp.SUM)
             norms.append(square.sqrt().view(()).to(norms[0].device))
         return combine_grad_norm_groups(norms)
 
     if missing:
         optimizer.scaled_global_norm = scaled_global_norm
-
-
-def allow_empty_norm(optimizer: Any, device: torch.device) -> None:
-    """Let a rank without any gradient to count take part in BF16_Optimizer's gradient norm.
-
-    Replicated parameters count on the first rank of a tensor-parallel group. If a stage trains nothing else (a head
-    only), the other ranks have an empty list of norms, and `torch.stack` raises.
-    """
-    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-
-    if not isinstance(optimizer, BF16_Optimizer):
-        return
-    original = optimizer.get_grads_for_norm
-
-    def get_grads_for_norm(for_clipping: bool = False) -> Any:
-        gradients = original(for_clipping)
-        if for_clipping:
-            return gradients
-        counted, of_experts = gradients
-        return counted or [torch.zeros(1, device=device)], of_experts
-
-    optimizer.get_grads_for_norm = get_grads_for_norm
-
-
-def reduce_flat_gradients_in_place(engine: Any) -> None:
-    """Reduce BF16_Optimizer's flat gradients in place instead of in a copy that is copied back.
-
-    Args:
-        engine: DeepSpeed's, with a JSON that asks for a plain mean (`sums_are_plain`).
-    """
-    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-
-    optimizer = engine.optimizer
-    if not isinstance(optimizer, BF16_Optimizer) or optimizer.grad_acc_dtype != engine.communication_data_type:
-        return
-
-    def allreduce_and_copy(small_bucket: list[torch.Tensor], dp_group: Any, dp_world_size: int | None = None) -> None:
-        if dp_world_size == 1:
-            return
-        works = [dist.all_reduce(flat, group=dp_group, async_op=True) for flat in small_bucket]
-        for work in works:
-            work.wait()
-        torch._foreach_mul_(small_bucket, 1 / (dp_world_size or dist.get_world_size(dp_group)))
-
-    engine.allreduce_and_copy = allreduce_and_copy
-
-
-def skip_reduction_of_one_rank(engine: Any) -> None:
-    """Skip the copy of all gradients into a bucket and back that ZeRO-0 makes on one data-parallel rank.
-
-    Trained parameters without a gradient still get zeros, as on several ranks: their weight decay depends on it.
-
-    Args:
-        engine: DeepSpeed's, with a JSON that asks for a plain mean (`sums_are_plain`).
-    """
-
-    def fill(grads: Any = None, **_: Any) -> None:
-        if grads is None and not hasattr(engine.optimizer, "get_grads_for_reduction"):  # BF16_Optimizer has all
-            engine._get_gradients_for_reduction()
-
-    engine.buffered_allreduce_fallback = fill
-
-
-class _OrderedStreams:
-    """DeepSpeed's accelerator, whose `synchronize` only orders the current stream and another one."""
-
-    def __init__(self, accelerator: Any, stream: torch.Stream) -> None:
-        self._accelerator, self._stream = accelerator, stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._accelerator, name)
-
-    def synchronize(self, device_index: int | None = None) -> None:
-        """Let both streams wait for each other, and the host for neither."""
-        current = self._accelerator.current_stream()
-        self._stream.wait_stream(current)
-        current.wait_stream(self._stream)
-
-
-def end_overlap_without_sync(optimizer: Any) -> None:
-    """Have ZeRO-1 and ZeRO-2 with `overlap_comm` end a backward pass without emptying the device's queue.
-
-    DeepSpeed waits on the host for all reductions before it clears gradients. The streams wait for each other instead,
-    so that the host queues the update meanwhile. Gradients that are offloaded are read by the host: there it has to.
-    """
-    from deepspeed.runtime.zero import stage_1_and_2
-
-    stream = getattr(optimizer, "reduction_stream", None)
-    if not hasattr(optimizer, "single_partition_of_fp32_groups") or not optimizer.overlap_comm or stream is None:
-        return
-    if optimizer.cpu_offload:
-        return
-    original = optimizer.independent_gradient_partition_epilogue
-    ordered = _OrderedStreams(stage_1_and_2.get_accelerator(), stream)
-
-    def epilogue() -> None:
-        with replaced(stage_1_and_2, "get_accelerator", lambda: ordered):
-            original()
-
-    optimizer.independent_gradient_partition_epilogue = epilogue
 
 
 def gather_whole_blocks(optimizer: Any, modules: Iterable[torch.nn.Module]) -> None:
@@ -215,7 +112,7 @@ def limit_prefetch(optimizer: Any) -> None:
 
 
 def grow_scale_after_step(optimizer: Any) -> None:
-    """Have ZeRO in fp16 unscale gradients by the loss scale that they were computed with.
+    """Have ZeRO-3, and ZeRO with offload, in fp16 unscale gradients by the loss scale that they were computed with.
 
     Every `loss_scale_window` steps DeepSpeed doubles the scale before it divides by it: that step uses half of the
     gradient, and clips it as if it were half as long.

@@ -12,7 +12,7 @@ from ds_vit.config import RunConfig, deepspeed_json, deepspeed_rules
 from ds_vit.config.batch import BatchSizes
 from ds_vit.config.deepspeed_json import leaves, overlay
 from ds_vit.config.deepspeed_keys import idle_keys, switched_on, value_of, without
-from ds_vit.config.deepspeed_rules import Checkpointing, Precision, sums_going_back, sums_in_fp32
+from ds_vit.config.deepspeed_rules import Checkpointing, Precision, sums_in_fp32
 from ds_vit.config.schema import KEY_OF_FLAG
 from ds_vit.config.units import parse_set
 from ds_vit.fault_tolerance.errors import UserError
@@ -166,13 +166,12 @@ def write_out(
     Raises:
         UserError: "auto" where nothing resolves it, or a value that DeepSpeed itself rejects.
     """
-    path, stage = settings.path, settings.zero_stage
+    path = settings.path
     auto: dict[str, Any] = {
         "bf16.enabled": settings.precision.name == "bf16",
         "fp16.enabled": settings.precision.name == "fp16",
         "communication_data_type": None,
-        # Without ZeRO it belongs to torch's reducer, which has another default.
-        "zero_optimization.reduce_bucket_size": width * width if stage else None,
+        "zero_optimization.reduce_bucket_size": width * width,
         "zero_optimization.allgather_bucket_size": width * width,
         "zero_optimization.stage3_prefetch_bucket_size": int(0.9 * width * width),
         "zero_optimization.stage3_param_persistence_threshold": 10 * width,
@@ -185,11 +184,7 @@ def write_out(
         json["optimizer"] = {**json["optimizer"], "params": params}
         deepspeed_json.check_scheduler(json, path)
     deepspeed_json.check_with_deepspeed(json, path)
-    notes = settings.notes
-    idle = stage == 0 and "reduce_bucket_size" in json.get("zero_optimization", {})
-    if idle and not sums_going_back(json, pp=layout.pp, dp=layout.dp, tp=layout.tp):
-        notes = (*notes, f"{IDLE}zero_optimization.reduce_bucket_size (docs/performance.md)")
-    return dataclasses.replace(settings, json=json, origins=_origins(settings, json, origins), notes=notes)
+    return dataclasses.replace(settings, json=json, origins=_origins(settings, json, origins))
 
 
 def with_batch(settings: DeepSpeedSettings, batch: BatchSizes, origins: Mapping[str, str]) -> DeepSpeedSettings:

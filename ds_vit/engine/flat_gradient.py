@@ -1,0 +1,468 @@
+"""The flat gradient of ZeRO-0, ZeRO-1 and ZeRO-2, in place of DeepSpeed's loops over parameters.
+
+A bucket holds neighbouring parameters of a group. As soon as the backward pass has all of its gradients, one operation
+copies them into flat memory, they are freed, and the ranks begin to sum them. The optimizer steps once on the flat
+masters, and one copy and one gather a group bring the weights back.
+
+| | flat gradient of a rank | reduced |
+|---|---|---|
+| ZeRO-0 | whole | in the last micro-batch, by all-reduce |
+| ZeRO-1, and ZeRO-2 on one rank | whole | in the last micro-batch, each part to its owner |
+| ZeRO-2 | its partition | in each micro-batch, each part to its owner |
+
+DeepSpeed keeps the JSON, its flat weights and masters, `backward`, `step` and the loss scale.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ds_vit.config.deepspeed_keys import value_of
+from ds_vit.config.deepspeed_rules import elements_of_bucket
+from ds_vit.device import is_accelerator
+from ds_vit.engine.step_guard import SquareNorms
+from ds_vit.parallel.groups import Groups
+from ds_vit.parallel.zero_map import FlatGroup, Shard, flat_groups
+
+_ALIGNMENT = 32
+"""Elements: at ZeRO-0 each parameter begins at a multiple of 128 bytes, as in memory of its own."""
+_NORM_PIECE = 2**16
+"""Elements whose squares a CPU sums in fp32, one after the other: of 2**24 the norm is 7e-4 too small."""
+
+
+@dataclass(eq=False)
+class _Bucket:
+    """Gradients of neighbouring parameters of one group.
+
+    Attributes:
+        start: first element in the group's flat memory.
+        stop: element behind the last one.
+        parameters: last one first.
+        starts: first element of each.
+        memory: where the gradients are written [stop - start].
+        views: of `memory`, one a parameter.
+        added, added_views: where those of later micro-batches are written before they are added to `memory`.
+        gaps: between the parameters, in memory that buckets share.
+        sent: memory that is reduced: `memory`, or a buffer in the type of the reduction.
+        parts: (rank that gets the sum, or None for all; piece of `sent`).
+        own: (piece of `sent`, its place in the flat gradient), for what this rank gets and does not have in place.
+        slot: the buffer that `memory` or `sent` is.
+        taken: whether the gradients of this micro-batch are written.
+    """
+
+    start: int
+    stop: int
+    parameters: list[torch.Tensor] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    memory: torch.Tensor = field(init=False)
+    views: list[torch.Tensor] = field(init=False)
+    added: torch.Tensor = field(init=False)
+    added_views: list[torch.Tensor] = field(init=False)
+    gaps: list[torch.Tensor] = field(default_factory=list)
+    sent: torch.Tensor = field(init=False)
+    parts: list[tuple[int | None, torch.Tensor]] = field(default_factory=list)
+    own: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    slot: int = 0
+    taken: bool = False
+
+    def lay_out(self, buffer: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
+        """The beginning of a buffer as memory of this bucket, each parameter's place in it, and what lies between."""
+        memory, done = buffer.narrow(0, 0, self.stop - self.start), self.stop - self.start
+        views, gaps = [], []
+        for p, start in zip(self.parameters, self.starts, strict=True):
+            low, high = start - self.start, start - self.start + p.numel()
+            views.append(memory.narrow(0, low, p.numel()).view_as(p))
+            if high < done:
+                gaps.append(memory[high:done])
+            done = low
+        return memory, views, gaps
+
+
+def flatten_parameters(optimizer: torch.optim.Optimizer) -> list[FlatGroup]:
+    """Without ZeRO: give the optimizer one flat parameter a group, whose views the model's parameters become."""
+    groups = []
+    for group in optimizer.param_groups:
+        parameters, starts, done = group["params"], [], 0
+        for p in parameters:
+            starts.append(done)
+            done += -(-p.numel() // _ALIGNMENT) * _ALIGNMENT
+        flat = parameters[0].new_zeros(done).detach()
+        for p, start in zip(parameters, starts, strict=True):
+            place = flat.narrow(0, start, p.numel()).view_as(p)
+            p.data = place.copy_(p.detach())
+        master = flat.detach().requires_grad_()
+        group["params"] = [master]
+        groups.append(FlatGroup(parameters, starts, flat, master))
+    return groups
+
+
+class FlatGradient:
+    """The gradients of a step, from the first one that comes to the update.
+
+    Args:
+        engine: DeepSpeed's, initialized; without offload of the optimizer.
+        groups: of the run.
+        config: the run's DeepSpeed JSON.
+
+    Attributes:
+        flats: the parameter groups.
+        shares: what this rank updates from, a flat gradient for each master; their values count within a step.
+        grad_norm: global, of the step under way, before clipping; None where the JSON says not to compute it.
+        on_overflow: called without ZeRO before the step of gradients that overflowed is skipped.
+    """
+
+    def __init__(self, engine: Any, groups: Groups, config: Mapping[str, Any]) -> None:
+        from deepspeed.runtime.config import DtypeEnum
+
+        self._engine, self._optimizer, self._config = engine, engine.optimizer, config
+        self._clip = float(config["gradient_clipping"])
+        self._stage, self._pipeline = engine.zero_optimization_stage(), groups.layout.pp > 1
+        self._dp, self._ranks, self._rank = groups.dp, groups.layout.dp, groups.dp_rank
+        self._base = getattr(self._optimizer, "optimizer", self._optimizer)
+        self._scaler = engine.torch_autocast_z0_gradscaler or getattr(
+            self._optimizer, "torch_autocast_gradscaler", None
+        )
+        self._scaled = self._scaler is not None or engine.fp16_enabled()
+        self._measures = self._scaled or getattr(self._optimizer, "compute_grad_norm", True)
+        self.flats = flat_groups(self._optimizer) if self._stage else flatten_parameters(self._optimizer)
+        self._masters = [group.master for group in self.flats]
+        self._own_weights = [g.weights.chunk(self._ranks)[self._rank] for g in self.flats] if self._stage else []
+        self._model_type, wire = self.flats[0].weights.dtype, engine.communication_data_type
+        named = value_of(config, "data_types.grad_accum_dtype")
+        self._sum_type, self._wire = DtypeEnum(named).value if named else self._model_type, wire
+        self._sharded = self._stage == 2 and self._ranks > 1
+        self._in_place = self._ranks == 1 or (not self._sharded and wire == self._sum_type)
+        divisor, prescaled = float(engine.gradient_predivide_factor()), not engine.postscale_gradients()
+        # As DeepSpeed does: sums in 16 bits are divided before, where they could overflow.
+        before = prescaled or (wire.itemsize == 2 and divisor == 1)
+        self._before = 1 / self._ranks if before else 1 / divisor
+        self._after = 1 / (self._ranks * self._before)
+        whole = [torch.zeros_like(g.master if self._sharded else g.weights, dtype=self._sum_type) for g in self.flats]
+        is_cut = self._stage and not self._sharded
+        self.shares = [flat.chunk(self._ranks)[self._rank] if is_cut else flat for flat in whole]
+        self._direct = self._sum_type == self._masters[0].dtype
+        if self._direct:
+            for master, share in zip(self._masters, self.shares, strict=True):
+                master.grad = share
+        self._one = torch.ones((), device=engine.device)
+        self._buckets = self._cut(whole, accumulates=engine.gradient_accumulation_steps() > 1)
+        self._in_flight: list[tuple[_Bucket, list[Any]] | None] = [None, None]
+        self._works: list[Any] = []
+        self._next, self._fresh = 0, True
+        self._boundary: bool | None = None
+        self.grad_norm: torch.Tensor | None = None
+        self.on_overflow: Callable[[], None] = lambda: None
+        # The ranks that a norm is summed over: with ZeRO all, without it those that hold a model between them.
+        self._over = groups.replica if self._stage == 0 else None
+        self._alone = groups.layout.world_size == 1 if self._stage else groups.replica is None
+        self._hooks: list[Any] = []
+        self._install()
+
+    # ---- memory ------------------------------------------------------------------------------------------------------
+
+    def _cut(self, whole: Sequence[torch.Tensor], *, accumulates: bool) -> list[_Bucket]:
+        """The buckets of all groups, in the order in which a backward pass completes them."""
+        order = {id(p): number for number, p in enumerate(self._engine.module.parameters())}
+        most = elements_of_bucket(self._config, sum(group.weights.numel() for group in self.flats))
+        found: list[tuple[int, int, _Bucket]] = []  # the place of its last gradient in the model, its group
+        for number, group in enumerate(self.flats):
+            bucket = None
+            for p, start in zip(reversed(group.parameters), reversed(group.starts), strict=True):
+                stop = start + p.numel()
+                if bucket is None or bucket.stop - start > most:
+                    bucket = _Bucket(start, stop)
+                    found.append((0, number, bucket))
+                bucket.start = start
+                bucket.parameters.append(p)
+                bucket.starts.append(start)
+        found = [(min(order[id(p)] for p in bucket.parameters), number, bucket) for _, number, bucket in found]
+        found.sort(key=lambda item: -item[0])
+        largest, device = max(bucket.stop - bucket.start for *_, bucket in found), self._engine.device
+        slots = [] if self._in_place else [torch.zeros(largest, dtype=self._wire, device=device) for _ in range(2)]
+        adding = torch.zeros(largest, dtype=self._model_type, device=device) if accumulates else None
+        for turn, (_, number, bucket) in enumerate(found):
+            bucket.slot = turn % 2
+            length = bucket.stop - bucket.start
+            home = slots[bucket.slot] if self._sharded else whole[number].narrow(0, bucket.start, length)
+            bucket.memory, bucket.views, bucket.gaps = bucket.lay_out(home)
+            bucket.sent = bucket.memory if self._in_place else slots[bucket.slot].narrow(0, 0, length)
+            if adding is not None and not self._sharded:
+                bucket.added, bucket.added_views, bucket.gaps = bucket.lay_out(adding)
+            self._address(bucket, self.shares[number])
+        return [bucket for *_, bucket in found]
+
+    def _address(self, bucket: _Bucket, share: torch.Tensor) -> None:
+        """Write down which rank gets which part of a bucket."""
+        if self._stage == 0:
+            bucket.parts = [(None, bucket.sent)]
+            bucket.own = [] if self._in_place else [(bucket.sent, bucket.memory)]
+            return
+        size = share.numel()
+        for owner in range(bucket.start // size, (bucket.stop - 1) // size + 1):
+            low, high = max(bucket.start, owner * size), min(bucket.stop, (owner + 1) * size)
+            piece = bucket.sent.narrow(0, low - bucket.start, high - low)
+            bucket.parts.append((owner, piece))
+            if owner == self._rank and not self._in_place:
+                bucket.own.append((piece, share.narrow(0, low - owner * size, high - low)))
+
+    def _install(self) -> None:
+        """Replace DeepSpeed's ways from a gradient to the weights."""
+        engine, optimizer = self._engine, self._optimizer
+        if self._pipeline:
+            self._collect_behind_each_pass()
+        else:
+            order = {id(p): number for number, p in enumerate(engine.module.parameters())}
+            for bucket in self._buckets:
+                last = min(bucket.parameters, key=lambda p: order[id(p)])
+                self._hooks.append(last.register_post_accumulate_grad_hook(partial(self._arrived, bucket)))
+        engine.allreduce_gradients = self.finish
+        if self._stage == 0:
+            engine.zero_grad = lambda: None
+            return
+        from deepspeed.runtime.base_optimizer import ZeROOptimizer
+
+        for hook in optimizer._grad_acc_hooks:
+            hook.remove()
+        optimizer._grad_acc_hooks = []
+        optimizer.step = self._step
+        optimizer.zero_grad = lambda set_to_none=True: None
+        optimizer.backward_prologue = optimizer.backward_epilogue = lambda *_, **__: None
+        optimizer.clear_backward_seen_flag = lambda: ZeROOptimizer.clear_backward_seen_flag(optimizer)
+
+    def _collect_behind_each_pass(self) -> None:
+        """In a pipeline, whose micro-batch may take several backward calls: hooks would see half of a gradient."""
+        from deepspeed.runtime.pipe.schedule import BackwardPass
+
+        instructions = self._engine._INSTRUCTION_MAP
+        go_back = instructions[BackwardPass]
+
+        def backward_pass(engine: Any, buffer_id: int) -> None:
+            go_back(engine, buffer_id)
+            with torch.no_grad():
+                for bucket in self._buckets:
+                    self._collect(bucket)
+            self._fresh = False
+
+        self._engine._INSTRUCTION_MAP = {**instructions, BackwardPass: backward_pass}
+
+    def close(self) -> None:
+        """Take the hooks off the parameters."""
+        for hook in self._hooks:
+            hook.remove()
+
+    # ---- gradients ---------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _arrived(self, bucket: _Bucket, _: torch.Tensor) -> None:
+        """The parameter of a bucket that comes first in the model has its gradient: the others should have theirs."""
+        if self._boundary is None:
+            self._boundary = self._engine.is_gradient_accumulation_boundary()
+        if not self._sharded and not [p for p in bucket.parameters if p.grad is None]:
+            self._collect(bucket)
+        while self._next < len(self._buckets):  # sums begin in the same order on every rank
+            bucket = self._buckets[self._next]
+            if not bucket.taken:
+                if [p for p in bucket.parameters if p.grad is None]:
+                    return
+                self._collect(bucket)
+            self._send(bucket)
+            self._next += 1
+
+    def _collect(self, bucket: _Bucket) -> None:
+        """Write a bucket's gradients into flat memory, zeros for those that are missing, and free them."""
+        bucket.taken = True
+        adds = not (self._fresh or self._sharded)
+        if self._sharded:
+            self._fold(bucket.slot)
+        views = bucket.added_views if adds else bucket.views
+        grads = [p.grad for p in bucket.parameters]
+        empty = [view for view, grad in zip(views, grads, strict=True) if grad is None]
+        if empty:
+            views = [view for view, grad in zip(views, grads, strict=True) if grad is not None]
+            grads = [grad for grad in grads if grad is not None]
+        if adds or self._sharded:
+            empty += bucket.gaps
+        if empty:
+            torch._foreach_zero_(empty)
+        if grads:
+            torch._foreach_copy_(views, grads)
+        for p in bucket.parameters:
+            p.grad = None
+        if adds:
+            bucket.memory.add_(bucket.added)
+
+    def _send(self, bucket: _Bucket) -> None:
+        """Begin to sum a bucket over the ranks, if that is to be done in this micro-batch."""
+        if self._ranks == 1 or not (self._boundary or self._sharded):
+            return
+        if bucket.sent is not bucket.memory:
+            self._fold(bucket.slot)
+            bucket.sent.copy_(bucket.memory)
+        if self._before != 1:
+            bucket.sent.mul_(self._before)
+        works = [
+            dist.all_reduce(piece, group=self._dp, async_op=True)
+            if owner is None
+            else dist.reduce(piece, group_dst=owner, group=self._dp, async_op=True)
+            for owner, piece in bucket.parts
+        ]
+        if self._in_place:
+            self._works += works
+        else:
+            self._in_flight[bucket.slot] = bucket, works
+
+    def _fold(self, slot: int) -> None:
+        """Wait for the sum in a buffer, and bring this rank's part of it to its place."""
+        in_flight, self._in_flight[slot] = self._in_flight[slot], None
+        if in_flight is None:
+            return
+        bucket, works = in_flight
+        for work in works:
+            work.wait()
+        for piece, place in bucket.own:
+            if self._after != 1:
+                piece.mul_(self._after)
+            if self._sharded and not self._fresh:
+                place.add_(piece)
+            else:
+                place.copy_(piece)
+
+    @torch.no_grad()
+    def finish(self, *_: Any, **__: Any) -> None:
+        """The end of a backward pass, in a pipeline of all those of a step: take the rest, and wait for the sums."""
+        if self._pipeline:
+            self._boundary = True
+        elif self._boundary is None:
+            self._boundary = self._engine.is_gradient_accumulation_boundary()
+        for bucket in self._buckets[self._next :]:
+            if not bucket.taken:
+                self._collect(bucket)
+            self._send(bucket)
+        for slot in (0, 1):
+            self._fold(slot)
+        for work in self._works:
+            work.wait()
+        if self._works and self._after != 1:
+            torch._foreach_mul_(self.shares, self._after)
+        for bucket in self._buckets:
+            bucket.taken = False
+        self._works, self._next, self._fresh, self._boundary = [], 0, self._boundary, None
+        if self._stage > 0:
+            self._optimizer._epilogue_ran_this_backward = True
+
+    # ---- the step ----------------------------------------------------------------------------------------------------
+
+    def count(self, shards: Sequence[Shard], *, first: bool) -> None:
+        """Set what the norm counts.
+
+        Args:
+            shards: of the ZeRO map.
+            first: this rank is the first of its tensor-parallel group, which counts what all of them hold.
+        """
+        self._names: list[str] = []
+        self._pieces: list[torch.Tensor] = []
+        of_name: list[int] = []
+        for share, shard in zip(self.shares, shards, strict=True):
+            for segment in shard.segments:
+                if first or not segment.replicated:
+                    whole = segment.of(share)
+                    pieces = (whole,) if is_accelerator(share.device) else whole.split(_NORM_PIECE)
+                    self._pieces += pieces
+                    of_name += [len(self._names)] * len(pieces)
+                    self._names.append(segment.name)
+        self._of_name = of_name
+
+    def _norm(self) -> torch.Tensor:
+        """The norm of the reduced gradients, loss scale included (a collective of all ranks)."""
+        norms = torch._foreach_norm(self._pieces, 2, dtype=torch.float32) if self._pieces else [0 * self._one]
+        self._norms = torch.stack(norms)
+        norm = torch.linalg.vector_norm(self._norms)
+        if self._alone:
+            return norm
+        square = norm.square()
+        dist.all_reduce(square, group=self._over)
+        return square.sqrt()
+
+    def square_norms(self) -> SquareNorms:
+        """Squared gradient norms of the step under way with the names of their parameters, to be read later."""
+        if self._stage == 0 and self._rank > 0:
+            return tuple
+        norms, names, of_name = self._norms, self._names, self._of_name
+        # A rank that counts nothing has a zero for a norm.
+        return lambda: zip([names[n] for n in of_name], norms[: len(of_name)].double().square().tolist(), strict=True)
+
+    @torch.no_grad()
+    def clip(self) -> list[torch.Tensor]:
+        """Measure the gradient, unscale and clip it; what the optimizer reads, one for each master (a collective).
+
+        A GradScaler decides on each rank by what it sees there: what is not finite on one is then so on all.
+        """
+        scaler, scale = self._scaler, 1.0
+        if scaler is not None:
+            scale = scaler.scale(self._one)
+        elif self._scaled:
+            scale = self._optimizer.loss_scale
+        norm = self._norm() if self._measures else self._one
+        self.grad_norm = norm / scale if self._scaled else norm if self._measures else None
+        self.overflow = self._scaled and not math.isfinite(float(norm))
+        if self.overflow:
+            self.on_overflow()
+        grads = self.shares
+        if not self._direct:
+            grads = [share.to(master.dtype) for share, master in zip(grads, self._masters, strict=True)]
+        factor = None
+        if self._clip > 0:
+            # fmin passes over NaN: the layers that are finite stay so, for the report on the others.
+            factor = torch.fmin(self._clip / (norm / scale + 1e-6), self._one)
+        if scaler is not None:
+            factor = (self._one if factor is None else factor) + 0 * norm
+        elif self._scaled:
+            factor = 1 / scale if factor is None else factor / scale
+        if factor is not None:
+            torch._foreach_mul_(grads, factor)
+        return grads
+
+    @torch.no_grad()
+    def _step(self, closure: None = None) -> None:
+        """The step of ZeRO-1 and ZeRO-2."""
+        optimizer, scaler = self._optimizer, self._scaler
+        grads = self.clip()
+        optimizer.overflow = self.overflow
+        if self.overflow:
+            optimizer._update_scale(True)
+        if self.overflow and scaler is None:
+            return
+        if not self._direct:
+            for master, grad in zip(self._masters, grads, strict=True):
+                master.grad = grad
+        if scaler is None:
+            self._base.step()
+        else:
+            scaler.unscale_(self._base)
+            scaler.step(self._base)
+            scaler.update()
+        if not self._direct:
+            for master in self._masters:
+                master.grad = None
+        if self._scaled and not self.overflow:
+            optimizer._update_scale(False)
+        torch._foreach_copy_(self._own_weights, self._masters)
+        if self._ranks > 1:
+            self._gather()
+
+    def _gather(self) -> None:
+        """Bring each rank's part of the weights to all."""
+        from deepspeed.comm import comm
+
+        gather = comm.cdb.all_gather_function
+        pairs = zip(self.flats, self._own_weights, strict=True)
+        works = [gather(group.weights, own, group=self._dp, async_op=True) for group, own in pairs]
+        for work in works:
+            work.wait()
