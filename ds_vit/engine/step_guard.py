@@ -223,13 +223,12 @@ class StepGuard:
         def read() -> Verdict:
             """What the device has decided by the norm (a collective where the step was rejected)."""
             value = on_host.read()
-            if math.isfinite(value) and value >= 0:
+            if math.isfinite(value):
                 return Verdict(True)
             worst = _largest(layer_norms_of(self.zero_map, square_norms()))
-            # BF16_Optimizer marks a norm that is not finite by -1.
-            return Verdict(False, Rejection("nonfinite", None, math.inf if value < 0 else value, None, worst))
+            return Verdict(False, Rejection("nonfinite", None, value, None, worst))
 
-        self._base.found_inf = (norm.isfinite() & (norm >= 0)).logical_not().float()
+        self._base.found_inf = norm.isfinite().logical_not().float()
         self._late = read
 
     def _judge(self) -> Rejection | None:

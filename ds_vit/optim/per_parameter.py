@@ -15,8 +15,8 @@ from ds_vit.parallel.zero_map import ZeroMap
 class PerParameterOptimizer(torch.optim.Optimizer):
     """Base of LAMB, LARS and Muon.
 
-    DeepSpeed replaces the parameters in `param_groups` by flat tensors and calls `step` once (BF16_Optimizer, no ZeRO),
-    once a group (ZeRO-1, ZeRO-2) or once a sub-group (ZeRO-3). Call `attach` in between.
+    The parameters in `param_groups` are replaced by flat tensors, and `step` is called once, once a group (ZeRO-1 and
+    ZeRO-2 with offload) or once a sub-group (ZeRO-3). Call `attach` in between.
     """
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:

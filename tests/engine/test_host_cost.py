@@ -13,9 +13,8 @@ from project import ROOT
 from torch.utils._python_dispatch import TorchDispatchMode
 
 TIMM = 2852
-WORDS = (
-    ["--model", "vit_tiny_patch16_224", "--img-size", "32", "--model-kwargs", "patch_size=8", "depth=24", "embed_dim=64", "num_heads=2"]
-)
+SMALL = ("patch_size=8", "depth=24", "embed_dim=64", "num_heads=2")
+WORDS = ["--model", "vit_tiny_patch16_224", "--img-size", "32", "--model-kwargs", *SMALL]
 TASKS = {
     "classification": ["-b", "1"],
     "mae": ["--task", "mae", "-b", "1"],
