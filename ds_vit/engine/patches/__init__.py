@@ -2,6 +2,7 @@
 
 More are replaced elsewhere: engine/flat_gradient.py sums gradients and steps below ZeRO-3, `Engine` wraps
 `_take_model_step` without ZeRO, to clip before it, and `ZeroMap.on_overflow` wraps what ZeRO calls before it drops
-gradients. Private attributes are also used in engine/base.py (norms), parallel/zero_map.py (where ZeRO keeps weights and gradients, and how weights return to the
-model), parallel/groups.py (groups of a secondary partition) and config/deepspeed_keys.py (removed keys).
+gradients. Private attributes are also used in engine/base.py (norms), parallel/zero_map.py (where ZeRO keeps weights
+and gradients, and how weights return to the model), parallel/groups.py (groups of a secondary partition) and
+config/deepspeed_keys.py (removed keys).
 """
