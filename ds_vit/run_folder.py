@@ -8,7 +8,7 @@ classes.json                    the names of the classes, a list in the order of
 checkpoints/                    see ds_vit/checkpoint/folder.py
 model.safetensors               the final weights; ema.safetensors their average (or shards and an index);
                                 with --task mae the encoder's, and decoder.safetensors next to it
-best.safetensors                those of the best checkpoint
+best.safetensors                those of the best checkpoint; its text tower or decoder in best-text.safetensors, …
 profile/                        traces of some steps, and summary.md (--profile-steps)
 samples/                        the samples of each step, a file for each rank (--log-samples)
 eval.json                       what `ds-vit eval` measured
@@ -34,12 +34,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-WEIGHTS = {"raw": "model", "ema": "ema", "teacher": "teacher"}
-"""Kind of weights → how the names of its files begin, here and in a checkpoint's folder."""
-
-
 BEST = "best"
 """How the names of the files of the best checkpoint's weights begin."""
+WEIGHTS = {"raw": "model", "ema": "ema", "teacher": "teacher", BEST: BEST}
+"""Kind of weights → how the names of its files begin, here and in a checkpoint's folder."""
 
 
 class _Entry:

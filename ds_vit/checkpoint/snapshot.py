@@ -220,10 +220,10 @@ class Saver:
             with contextlib.suppress(OSError):  # a run that resumes there evaluates again
                 folders.write_figures(self.parent, step, figures)
 
-    def save_weights(self, folder: Path) -> None:
+    def save_weights(self, folder: Path, step: int) -> None:
         """Write the weights, and their average where there is one, into a folder: `model.safetensors` and
         `ema.safetensors`, or shards with an index (all ranks). Parameters with a separate file go to
-        `<name>.safetensors` and `ema-<name>.safetensors`.
+        `<name>.safetensors` and `ema-<name>.safetensors`. The headers have the step.
 
         Raises:
             NotSaved: on every rank; names the ranks that failed.
@@ -240,7 +240,7 @@ class Saver:
             host |= dict.fromkeys(self._averages, average)
         kinds = tuple(host)
         temporary = folder / ".weights.partial"
-        entries, error = self._write(temporary, kinds, host)
+        entries, error = self._write(temporary, kinds, host, {"step": str(step)})
         if not error:
             names = [entry.name for entry in entries]
             error = self._on_first_rank(lambda: move_files(temporary, folder, names, self._indices(kinds)))
@@ -249,9 +249,9 @@ class Saver:
             raise NotSaved(f"the weights could not be written to {folder}: {error}")
 
     def save_best(self, folder: Path) -> None:
-        """Write the weights of the best checkpoint as `best.safetensors`, or shards with an index; parameters
-        with a separate file are left out. Without a best checkpoint, old files are removed (a collective; only rank 0
-        reads and writes).
+        """Write the weights of the best checkpoint as `best.safetensors`, or shards with an index, and parameters
+        with a separate file as `best-<name>.safetensors`; the headers have the step. Without a best checkpoint, old
+        files are removed (a collective; only rank 0 reads and writes).
 
         Raises:
             NotSaved: on every rank, with the error.
@@ -270,10 +270,11 @@ class Saver:
         except UserError as damage:
             raise OSError(str(damage)) from None
         of_best = next(iter(self._averages), "model")
-        specs = self._specs((of_best, *self._apart))[of_best]
-        save_weights(
-            folder, {spec.name: weights[spec.name] for spec in specs}, name=BEST, metadata=self._metadata["model"]
-        )
+        metadata = {**self._metadata["model"], "step": str(folders.step_of(name))}
+        kinds = (of_best, *(name for name in self._apart if not name.startswith(_EMA_PREFIX)))
+        for kind, specs in self._specs(kinds).items():
+            state = {spec.name: weights[spec.name] for spec in specs}
+            save_weights(folder, state, name=BEST if kind == of_best else f"{BEST}-{kind}", metadata=metadata)
 
     # ---- in the thread -----------------------------------------------------------------------------------------
 
@@ -303,9 +304,13 @@ class Saver:
         return index_files({kind: self._gather(tuple(kinds)).files[kind] for kind in kinds})
 
     def _write(
-        self, temporary: Path, kinds: tuple[str, ...], host: Mapping[str, Sequence[torch.Tensor]]
+        self,
+        temporary: Path,
+        kinds: tuple[str, ...],
+        host: Mapping[str, Sequence[torch.Tensor]],
+        more: Mapping[str, str] | None = None,
     ) -> tuple[list[FileEntry], str]:
-        """All files of these kinds in a temporary folder (a collective).
+        """All files of these kinds in a temporary folder, with `more` in the headers of weights (a collective).
 
         Returns:
             On every rank: the files of all ranks, and the errors by rank.
@@ -313,7 +318,8 @@ class Saver:
         error = self._on_first_rank(lambda: make_empty(temporary))
         if error:
             return [], error
-        results = gather_objects(self._gather(kinds).run(host, temporary, self._group, self._metadata), self._group)
+        metadata = {kind: {**entries, **(more or {})} for kind, entries in self._metadata.items()}
+        results = gather_objects(self._gather(kinds).run(host, temporary, self._group, metadata), self._group)
         errors = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(results) if error]
         return [entry for entries, _ in results for entry in entries], "; ".join(errors)
 

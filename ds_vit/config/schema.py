@@ -220,7 +220,9 @@ class ModelSettings:
         "auto", "the samples that compute a branch (auto: the faster)", FREE, choices=("auto", "all", "kept")
     )
     pretrained: bool = flag(False, "start from the weights of this --model (cache, Hub or folder)", FREE | EVALUATION)
-    initial_checkpoint: str = flag("", "weights to start from, in timm's names", FREE | EVALUATION, metavar="FILE")
+    initial_checkpoint: str = flag(
+        "", "weights to start from: a run, or a file in timm's names", FREE | EVALUATION, metavar="RUN|FILE"
+    )
     resample_patch_embed: bool = flag(False, "resample patch kernels of another patch size", FREE | EVALUATION)
     grad_checkpointing: str = flag(
         "",

@@ -93,7 +93,7 @@ def build_parser(program: str) -> argparse.ArgumentParser:
 
 def evaluate_weights(
     source: str | Path,
-    weights: str = "raw",
+    weights: str = "",
     checkpoint: str = "",
     *,
     output: str | Path | None = None,
@@ -106,8 +106,7 @@ def evaluate_weights(
 
     Args:
         source: a run's output folder, a checkpoint folder, or a file or folder that `--initial-checkpoint` accepts.
-        weights: "raw", or "ema" for the moving average.
-        checkpoint: which one of a run's; see `find_weights`.
+        weights, checkpoint: which of a run's; see `find_weights`.
         output: the file to write; default `eval.json` in the run's folder or next to the weights.
         process: this rank, where it is known already.
         again: as for `process_group`.
@@ -115,8 +114,8 @@ def evaluate_weights(
         settings: flags by their recipe names; they have the last word over the run's config.yaml.
 
     Returns:
-        What the file holds, on every rank: source, weights ("raw" or "ema"), file, model, num_parameters, layout
-        {pp, dp, tp}, precision, data_dir or dataset, val_split, the task's figures (top1, top5 and loss of a
+        What the file holds, on every rank: source, weights ("raw", "ema" or "teacher"), file, model, num_parameters,
+        layout {pp, dp, tp}, precision, data_dir or dataset, val_split, the task's figures (top1, top5 and loss of a
         classifier), images, skipped_images, seconds.
 
     Raises:
@@ -136,6 +135,7 @@ def evaluate_weights(
         raise UserError(f"{file.parent} is not a folder that can be written to; name a file with --output")
     if process.rank == 0:
         found.verify()
+        print(f"weights: {found}", flush=True)
     return _run(config, explicit, process, found, file, str(source), sources, again=again)
 
 

@@ -38,7 +38,7 @@ from ds_vit.fault_tolerance.errors import UserError, read_text
 from ds_vit.models import ContrastiveModel, SequentialViT, take_apart
 from ds_vit.monitoring.metrics import make_console
 from ds_vit.run_folder import written_whole
-from ds_vit.weights.files import add_weights_arguments, find_weights, tokenizer_name
+from ds_vit.weights.files import add_weights_arguments, find_weights, tokenizer_name, weights_line
 from ds_vit.weights.source import MODEL_FLAGS, Exported, load_source
 
 _MOST_WORKERS = 4  # timm's default
@@ -125,7 +125,7 @@ def predict_each(
     images: Sequence[str | os.PathLike[str]],
     *,
     top_k: int | None = None,
-    weights: str = "raw",
+    weights: str = "",
     checkpoint: str = "",
     labels: str | Path | Sequence[str] | None = None,
     batch_size: int = 32,
@@ -139,8 +139,7 @@ def predict_each(
         source: a run's output folder, a checkpoint folder, or a file or folder that `--initial-checkpoint` accepts.
         images: files, and folders of them.
         top_k: how many classes an image; default 5, or all where there are fewer.
-        weights: "raw", or "ema" for the moving average.
-        checkpoint: which one of a run's; see `find_weights`.
+        weights, checkpoint: which of a run's; see `find_weights`.
         labels: a file of class names, one a line; default those that lie with the weights. Of weights with a text
             tower the texts to compare images with, or a file of them.
         batch_size: images at once.
@@ -183,7 +182,7 @@ def embed(
     images: Sequence[str | os.PathLike[str]] = (),
     *,
     texts: str | Path | Sequence[str] = (),
-    weights: str = "raw",
+    weights: str = "",
     checkpoint: str = "",
     batch_size: int = 32,
     workers: int | None = None,
@@ -272,9 +271,10 @@ def _predict_texts(
         raise UserError(f"--batch-size must be at least 1, not {batch_size}")
     features, (scale, *bias) = _encode_texts(exported, texts, batch_size, _find_device(device))
     exported = replace(exported, labels=tuple(texts), bce=bool(bias))
+    outputs = _outputs(exported, files, batch_size, workers, device)
 
     def logits() -> Outputs:
-        for one in _outputs(exported, files, batch_size, workers, device):
+        for one in outputs:
             if isinstance(one, Unreadable):
                 yield one
             else:
@@ -289,28 +289,38 @@ def _predict_texts(
 Outputs = Iterator[tuple[str, torch.Tensor] | Unreadable]
 
 
-@torch.inference_mode()
 def _outputs(
     exported: Exported,
     files: Sequence[str],
     batch_size: int,
     workers: int | None,
-    device_name: str,
+    device: str,
     *,
     pre_logits: bool = False,
 ) -> Outputs:
-    """The logits of each file, or the classifier's input (`pre_logits`), fp32 on the CPU, in their order."""
+    """The logits of each file, or the classifier's input (`pre_logits`), fp32 on the CPU, in their order.
+
+    Raises:
+        UserError: at once: an invalid argument.
+    """
     if batch_size < 1:
         raise UserError(f"--batch-size must be at least 1, not {batch_size}")
     if workers is not None and workers < 0:
         raise UserError(f"--workers must be at least 0, not {workers}")
     if workers is None:
         workers = 0 if len(files) <= 2 * batch_size else min(_MOST_WORKERS, len(os.sched_getaffinity(0)))
-    device, source = _find_device(device_name), ImageFiles(list(files))
+    return _forward(exported, ImageFiles(list(files)), batch_size, workers, _find_device(device), pre_logits=pre_logits)
+
+
+@torch.inference_mode()
+def _forward(
+    exported: Exported, source: ImageFiles, batch_size: int, workers: int, device: torch.device, *, pre_logits: bool
+) -> Outputs:
+    """As `_outputs`, of an opened source."""
     loader = eval_loader(
         source,
         image=exported.image,
-        batch=min(batch_size, len(files)),
+        batch=min(batch_size, len(source)),
         load_targets=False,
         on_bad_image="skip",
         num_workers=workers,
@@ -438,6 +448,7 @@ def _predict(source: str, images: Sequence[str], output: str | None = None, **wo
     form = _form(images, words.pop("json", False), output)
     exported, rows = predict_each(source, images, **words)
     with _opened(output, mode="w", newline="", encoding="utf-8") as file:
+        print(weights_line(source, **words), file=sys.stderr, flush=True)
         num_images, unreadable = _WRITE[form](exported, rows, file)
     return _report(num_images, unreadable, output)
 
@@ -453,6 +464,7 @@ def _embed(source: str, output: str, images: Sequence[str] = (), **words: Any) -
         if found.text_features is not None:
             arrays |= {"text_features": found.text_features, "texts": np.array(found.texts)}
         np.savez(file, **arrays)
+    print(weights_line(source, **words), file=sys.stderr)
     return _report(len(found.images), found.unreadable, output, len(found.texts))
 
 

@@ -13,6 +13,7 @@ import signal
 import time
 from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, field
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
@@ -143,7 +144,9 @@ class CheckpointManager:
             apart=task.weight_files(),
             averages=task.average_files(),
             left_out=[name for name in shapes if name.split(".")[0] in task.teachers],
-            metadata=names_as_metadata(task.class_names, task.tokenizer.name if task.tokenizer else ""),
+            metadata=names_as_metadata(
+                task.class_names, task.tokenizer.name if task.tokenizer else "", task.figures[0]
+            ),
         )
         self._saved_step: int | None = None  # of the last save that was started, or resumed from
         self._complete_step: int | None = None  # of the last save that was completed, or resumed from
@@ -311,14 +314,15 @@ class CheckpointManager:
             return "this step could not be saved"
         return f"saved in {self.parent}" if step else "nothing was trained yet"
 
-    def save_weights(self, folder: Path) -> None:
-        """Write the weights, their average and the best checkpoint's into the run's folder (a collective).
+    def save_weights(self, folder: Path, step: int) -> None:
+        """Write the weights of a step, their average and the best checkpoint's into the run's folder (a collective).
 
         A failure counts in `num_failed`, and a line says why.
         """
-        for save in (self._saver.save_weights, *([self._saver.save_best] if self.config.interval else [])):
+        best = [partial(self._saver.save_best, folder)] if self.config.interval else []
+        for save in (partial(self._saver.save_weights, folder, step), *best):
             try:
-                save(folder)
+                save()
             except NotSaved as error:
                 self.num_failed += 1
                 self._say(f"WARNING: {error}; the checkpoints are intact")

@@ -100,7 +100,7 @@ class Trainer:
         self.watchdog.beat(self.step, "saving", patience=4)
         self.checkpoints.finish(self.step)
         self.watchdog.beat(self.step, "saving the weights", patience=4)
-        self.checkpoints.save_weights(self.folder.path)
+        self.checkpoints.save_weights(self.folder.path, self.step)
 
     def _take_steps(self) -> None:
         first, skipped = self.step, self.checkpoints.skipped_batches

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from ds_vit import config as flags
 from ds_vit.data.settings import PIXEL_FLAGS
 from ds_vit.weights.export import FORMATS, TOLERANCE, export
-from ds_vit.weights.files import add_weights_arguments
+from ds_vit.weights.files import add_weights_arguments, weights_line
 from ds_vit.weights.imports import import_weights
 from ds_vit.weights.source import MODEL_FLAGS
 
@@ -42,6 +42,7 @@ def main(argv: Sequence[str]) -> int:
         print(import_weights(**given))
         return 0
     difference = export(**given)
+    print(weights_line(**given))
     print(difference)
     for note in difference.notes:
         print(f"note: {note}")

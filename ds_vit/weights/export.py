@@ -199,7 +199,7 @@ def export(
     source: str | Path,
     to: str,
     *,
-    weights: str = "raw",
+    weights: str = "",
     checkpoint: str = "",
     output: str | Path | None = None,
     labels: str | Path | None = None,
@@ -214,8 +214,7 @@ def export(
             of --task bridgetower `BridgeTowerForContrastiveLearning`), "onnx" (model.onnx, batch of any size) or
             "open_clip" (a folder that `open_clip.create_model_and_transforms("local-dir:…")` reads). "timm" and "onnx"
             have the image tower only.
-        weights: "raw", or "ema" for the moving average.
-        checkpoint: which one of a run's; see `find_weights`.
+        weights, checkpoint: which of a run's; see `find_weights`.
         output: the folder to write, which must not hold anything; default `export-<to>` in the folder of the weights.
         labels: a file of class names, one a line, in the order of the logits; None for those stored with the weights.
         settings: model and pixel flags by their recipe names; they override the run's config.yaml.

@@ -9,9 +9,10 @@ checkpoint is preferred. The tensors are mapped into memory: only values that ar
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,28 +22,21 @@ from safetensors import SafetensorError
 from timm.models import load_state_dict
 from torch.utils.serialization import config as torch_config
 
-from ds_vit.checkpoint.folder import Damaged, marked, open_checkpoint
+from ds_vit.checkpoint.folder import Damaged, marked, open_checkpoint, step_of
 from ds_vit.checkpoint.tensors import TensorFiles
 from ds_vit.config import load_recipe
 from ds_vit.fault_tolerance.errors import UserError, first_line
 from ds_vit.models import MAIN_TOWER
-from ds_vit.run_folder import WEIGHTS, RunFolder, weights_in
-from ds_vit.tasks import task_of
+from ds_vit.run_folder import BEST, WEIGHTS, RunFolder, weights_in
+from ds_vit.tasks import Figure, task_of
 from ds_vit.weights.hf_names import from_hf, is_hf
 from ds_vit.weights.two_tower_names import from_two_towers, is_two_towers
 
 _SAFETENSORS = (".safetensors", ".json")
 _TORCH = (".pth", ".pt", ".bin", ".tar", ".ckpt")
-_IN_FOLDER = (
-    "teacher.safetensors.index.json",
-    "teacher.safetensors",
-    "model.safetensors.index.json",
-    "model.safetensors",
-    "open_clip_model.safetensors",
-    "pytorch_model.bin",
-    "open_clip_pytorch_model.bin",
-)
-_TEXT = {"model": "text", "ema": "ema-text"}  # the text tower of a run, next to its image tower
+_OF_OTHERS = ("open_clip_model.safetensors", "pytorch_model.bin", "open_clip_pytorch_model.bin")
+_TEXT = {"model": "text", "ema": "ema-text", BEST: f"{BEST}-text"}  # of a run, next to its image tower
+_UNREADABLE = (AttributeError, EOFError, KeyError, OSError, RuntimeError, SafetensorError, TypeError, ValueError)
 _DEEPSPEED = ("*_optim_states.pt", "mp_rank_*_model_states.pt")
 
 
@@ -71,9 +65,9 @@ def deepspeed_checkpoint(folder: Path) -> Path | None:
 def _file_of(path: Path) -> Path:
     """The file to open for a path; UserError if there is none."""
     if path.is_dir():
-        candidates = [path / name for name in _IN_FOLDER if (path / name).is_file()]
-        if candidates:
-            return candidates[0]
+        ours = (weights_in(path, kind) for kind in (BEST, "teacher", "raw"))
+        if found := [file for file in (*ours, *(path / name for name in _OF_OTHERS)) if file and file.is_file()]:
+            return found[0]
         if deepspeed_checkpoint(path):
             raise UserError(
                 f"initial checkpoint {path} is one of DeepSpeed's own, which are pickles; if you trust it, convert it: "
@@ -95,8 +89,8 @@ def _shards(path: Path) -> list[Path]:
     if path.suffix == ".json":
         files = [path.parent / name for name in sorted(set(json.loads(path.read_text())["weight_map"].values()))]
     if path.name.startswith("ema.safetensors"):
-        raw = [path.parent / name for name in _IN_FOLDER[2:4] if (path.parent / name).is_file()]
-        files = [*(_shards(raw[0]) if raw else []), *files]
+        raw = weights_in(path.parent, "raw")
+        files = [*(_shards(raw) if raw else []), *files]
     if text := _TEXT.get(path.name.split(".")[0]):
         candidates = (path.with_name(f"{text}.safetensors{ending}") for ending in (".index.json", ""))
         files = [*files, *(file for found in candidates if found.is_file() for file in _shards(found))]
@@ -115,7 +109,7 @@ def open_weights(path: str | Path) -> dict[str, torch.Tensor]:
         raise UserError(f"initial checkpoint {path} cannot be read: its ending {path.suffix!r} is none of {kinds}")
     try:
         tensors = dict(TensorFiles(_shards(path))) if path.suffix in _SAFETENSORS else read_torch(path)
-    except (AttributeError, EOFError, KeyError, OSError, RuntimeError, SafetensorError, TypeError, ValueError) as error:
+    except _UNREADABLE as error:
         if isinstance(error.__cause__, pickle.UnpicklingError):
             raise UserError(
                 f"initial checkpoint {path} holds more than tensors and is not loaded, because unpickling it could run "
@@ -128,21 +122,30 @@ def open_weights(path: str | Path) -> dict[str, torch.Tensor]:
     return from_hf(tensors) if is_hf(tensors) else tensors
 
 
-def names_as_metadata(class_names: Sequence[str], tokenizer: str = "") -> dict[str, str]:
+def names_as_metadata(class_names: Sequence[str], tokenizer: str = "", figure: Figure | None = None) -> dict[str, str]:
     """Names for the header of a safetensors file, whose values are strings.
 
     Args:
         class_names: of the classes; the function of that name reads them.
         tokenizer: `Tokenizer.name` of a text tower; `tokenizer_name` reads it.
+        figure: decides which weights of the run are the best; `StoredWeights` reads it.
     """
     names = {"class_names": json.dumps(list(class_names))} if class_names else {}
+    names |= {"figure": f"{figure.name} {figure.unit}"} if figure else {}
     return {**names, "tokenizer": tokenizer} if tokenizer else names
+
+
+def _header(path: Path) -> dict[str, str]:
+    """The entries of the header of weights; empty if they are not safetensors, or cannot be read."""
+    file = _file_of(path)
+    with contextlib.suppress(*_UNREADABLE):  # `open_weights` reports it
+        return TensorFiles(_shards(file)).metadata if file.suffix in _SAFETENSORS else {}
+    return {}
 
 
 def tokenizer_name(path: str | Path) -> str:
     """The name of the tokenizer that a text tower was trained with; empty if the weights do not say it."""
-    file = _file_of(Path(path))
-    return TensorFiles(_shards(file)).metadata.get("tokenizer", "") if file.suffix in _SAFETENSORS else ""
+    return _header(Path(path)).get("tokenizer", "")
 
 
 def class_names(path: str | Path) -> tuple[str, ...]:
@@ -154,11 +157,10 @@ def class_names(path: str | Path) -> tuple[str, ...]:
     Raises:
         UserError: the weights or the config.json cannot be read.
     """
-    file = _file_of(Path(path))
-    header = TensorFiles(_shards(file)).metadata if file.suffix in _SAFETENSORS else {}
+    header = _header(Path(path))
     if "class_names" in header:
         return tuple(json.loads(header["class_names"]))
-    config = config_beside(file)
+    config = config_beside(Path(path))
     numbered = config.get("id2label") or {}
     names = config.get("label_names") or [numbered[number] for number in sorted(numbered, key=int)]
     default = all(name == f"LABEL_{number}" for number, name in enumerate(names))
@@ -177,9 +179,6 @@ def config_beside(path: Path, name: str = "config.json") -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-_POINTERS = ("latest", "best")  # text files in checkpoints/ that hold a folder's name
-
-
 @dataclass(frozen=True)
 class StoredWeights:
     """Weights on disk, in timm's names.
@@ -189,6 +188,8 @@ class StoredWeights:
         recipe: the config.yaml of the run that wrote them; None if no run did.
         folder: default for results.
         kind: "raw", "ema" or "teacher".
+
+    As a string: the file, and as far as the run says it, the step of the weights and how it was evaluated there.
     """
 
     path: Path
@@ -204,6 +205,19 @@ class StoredWeights:
         classes = RunFolder(self.recipe.parent).classes if self.recipe else None
         return tuple(json.loads(classes.read_text())) if classes and classes.is_file() else ()
 
+    def __str__(self) -> str:
+        header, text = _header(self.path), str(self.path)
+        if self.recipe is None or "figure" not in header:
+            return text
+        step = step_of(self.path.parent.name) or int(header.get("step", 0))
+        text += f", step {step}" if step else ""
+        name, unit = header["figure"].split(" ")
+        with contextlib.suppress(OSError, ValueError):  # no file of rows, or a row that a killed run left incomplete
+            rows = RunFolder(self.recipe.parent).rows("eval_ema" if self.kind == "ema" else "eval")
+            values = [row[name] for row in rows if row["step"] == step and row.get(name) is not None]
+            text += f", {name} {values[-1]:.4g} {unit}".rstrip() if values else ""
+        return text
+
     def verify(self) -> None:
         """Compare the weights of a checkpoint with its manifest; other files have none.
 
@@ -215,29 +229,31 @@ class StoredWeights:
             return
         try:
             checkpoint = open_checkpoint(folder)
-            checkpoint.verify([name for name in checkpoint.files if name.startswith(WEIGHTS[self.kind])])
+            stem = self.path.name.partition(".")[0]
+            checkpoint.verify([name for name in checkpoint.files if name.startswith(stem)])
         except Damaged as error:
             raise UserError(f"{folder} is damaged: {error}; name another one with --checkpoint") from None
 
 
-def _places(run: RunFolder, checkpoint: str) -> list[Path]:
-    """The folders that `checkpoint` means in a run, the preferred one first."""
-    pointer = checkpoint or _POINTERS[0]
-    if pointer not in _POINTERS:
-        places = [path for path in (run.checkpoints / checkpoint, Path(checkpoint)) if path.is_dir()]
-    else:
-        name = marked(run.checkpoints, pointer)
-        places = [run.checkpoints / name] if name else []
-        if places and not places[0].is_dir():
-            raise UserError(
-                f"{run.checkpoints / pointer} names {name}, which does not exist; name a folder with --checkpoint"
-            )
-    if not checkpoint:
-        return [run.path, *places]
-    if not places:
-        there = ", ".join(sorted(path.name for path in run.checkpoints.glob("step-*"))) or "none"
-        raise UserError(f"--checkpoint {checkpoint}: not found; the checkpoints in {run.checkpoints} are: {there}")
-    return places[:1]
+def _places(run: RunFolder, weights: str, checkpoint: str) -> Iterator[tuple[Path, str]]:
+    """The folders to look into, each with the kind of its files (of `WEIGHTS`), the preferred one first.
+
+    Args:
+        run: the folder of a run, or another one that holds weights.
+        weights, checkpoint: as for `find_weights`.
+    """
+    raw = "ema" if weights == "ema" else "raw"
+    for asked in [checkpoint] if checkpoint else {"": [BEST, "latest"], BEST: [BEST]}.get(weights, ["latest"]):
+        if not checkpoint:
+            yield run.path, BEST if asked == BEST else raw
+        if asked not in (BEST, "latest"):
+            yield from ((place, raw) for place in (run.checkpoints / asked, Path(asked)) if place.is_dir())
+        elif name := marked(run.checkpoints, asked):
+            if not (run.checkpoints / name).is_dir():
+                raise UserError(
+                    f"{run.checkpoints / asked} names {name}, which does not exist; name a folder with --checkpoint"
+                )
+            yield run.checkpoints / name, raw
 
 
 def _recipe_of(place: Path) -> Path | None:
@@ -251,15 +267,16 @@ def _has_teacher(recipe: Path | None) -> bool:
     return recipe is not None and task_of(load_recipe(str(recipe))).feature_tower != MAIN_TOWER
 
 
-def find_weights(source: str | Path, kind: str = "raw", checkpoint: str = "") -> StoredWeights:
-    """Find weights on disk.
+def find_weights(source: str | Path, weights: str = "", checkpoint: str = "") -> StoredWeights:
+    """Find weights on disk; everything that reads the weights of a run finds them here.
 
     Args:
         source: a run's output folder, one of its checkpoint folders, or a file or folder that `--initial-checkpoint`
             accepts.
-        kind: "raw", or "ema" for the moving average. The raw weights of a run with a teacher are the teacher's.
-        checkpoint: of a run: "latest", "best", the name of a folder in checkpoints/ or a path; empty for the final
-            weights, or the latest checkpoint's if the run is not complete.
+        weights: "best" or "last" (also "raw"), or "ema" for the moving average at the end; empty for the best, or the
+            last if there are no best. The weights of a run with a teacher are the teacher's. While a run is not
+            complete, they are those of its checkpoints.
+        checkpoint: of a run: "latest", "best", the name of a folder in checkpoints/ or a path.
 
     Raises:
         UserError: there is nothing of that kind; names what there is.
@@ -270,32 +287,46 @@ def find_weights(source: str | Path, kind: str = "raw", checkpoint: str = "") ->
     is_run = source.is_dir() and RunFolder(source).holds_run
     if checkpoint and not is_run:
         raise UserError(f"--checkpoint {checkpoint} has no effect: {source} is not a run's folder; drop it")
+    if checkpoint and weights in ("best", "last"):
+        raise UserError(f"--weights {weights} and --checkpoint {checkpoint} are both given; keep one")
     if source.is_file() or not (is_run or weights_in(source, "raw")):
-        if kind != "raw":
-            raise UserError(f"--weights {kind} has no effect on {source}, which holds one set of weights; drop it")
+        if weights not in ("", "raw"):
+            raise UserError(f"--weights {weights} has no effect on {source}, which holds one set of weights; drop it")
         folder = source if source.is_dir() else source.parent
         recipe = _recipe_of(source.parent)
         of_run = recipe is not None and RunFolder(recipe.parent).deepspeed.is_file()  # others write a config.yaml too
-        return StoredWeights(source, recipe if of_run else None, folder, kind)
-    places = _places(RunFolder(source), checkpoint) if is_run else [source]
-    for place in places:
+        return StoredWeights(source, recipe if of_run else None, folder, "raw")
+    tried = []
+    for place, found in _places(RunFolder(source), weights, checkpoint):
+        tried.append((place, found))
         recipe = _recipe_of(place)
         # A teacher is the average of its student: in checkpoints, too.
-        kinds = ("teacher", "ema") if kind == "raw" and _has_teacher(recipe) else (kind,)
-        for found in kinds:
-            if path := weights_in(place, found):
-                return StoredWeights(path, recipe, folder=source, kind=found)
-    where = " or ".join(str(place) for place in places)
-    hint = "; it has raw weights" if any(weights_in(place, "raw") for place in places) else ""
-    raise UserError(f"there is no {WEIGHTS[kind]}.safetensors (or its index.json) in {where}{hint}")
+        of_teacher = found != "ema" and _has_teacher(recipe)
+        for stem in ("teacher", "ema") if of_teacher and found == "raw" else (found,):
+            if path := weights_in(place, stem):
+                kind = "teacher" if of_teacher else "ema" if stem == "ema" else "raw"
+                return StoredWeights(path, recipe, source, kind)
+    if not tried:
+        there = ", ".join(sorted(path.name for path in RunFolder(source).checkpoints.glob("step-*"))) or "none"
+        raise UserError(f"--checkpoint {checkpoint}: not found; the checkpoints in {source}/checkpoints are: {there}")
+    where = " or ".join(dict.fromkeys(str(place) for place, _ in tried))
+    hint = "; it has raw weights: drop --weights" if any(weights_in(place, "raw") for place, _ in tried) else ""
+    raise UserError(f"there is no {WEIGHTS[tried[-1][1]]}.safetensors (or its index.json) in {where}{hint}")
+
+
+def weights_line(source: str | Path, weights: str = "", checkpoint: str = "", **_: Any) -> str:
+    """The first line of what a command says: the weights that it reads; the arguments are its own."""
+    return f"weights: {find_weights(source, weights, checkpoint)}"
 
 
 def add_weights_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `find_weights` to a command line."""
     parser.add_argument("source", metavar="RUN", help="a run's folder, a checkpoint, or a file of weights")
-    parser.add_argument("--weights", choices=("raw", "ema"), help="the weights, or their moving average [raw]")
     parser.add_argument(
-        "--checkpoint",
-        metavar="NAME",
-        help="latest, best, a folder in the run's checkpoints/ or a path [the final weights, else latest]",
+        "--weights",
+        choices=("best", "last", "ema", "raw"),
+        help="a run's best weights, its last (raw is the same), or their moving average [best, else last]",
+    )
+    parser.add_argument(
+        "--checkpoint", metavar="NAME", help="a run's checkpoint: latest, best, a folder in its checkpoints/ or a path"
     )

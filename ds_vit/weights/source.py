@@ -128,7 +128,7 @@ def _load_towers(weights: StoredWeights, values: Mapping[str, Any], task: type[T
     if checkpoint.newly_initialised:
         raise UserError(
             f"{weights.path} lacks {enumerate_some(checkpoint.newly_initialised)}: the text tower of a run is in "
-            "text.safetensors in the same folder"
+            "text.safetensors in the same folder (of best.safetensors in best-text.safetensors); a checkpoint has both"
         )
     torch.manual_seed(0)
     text = whole.text

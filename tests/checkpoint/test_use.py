@@ -14,9 +14,11 @@ import torch
 from curves import read_rows, train_in, train_rows
 from interrupting import TINY, train_with
 from project import ROOT
+from runs import resolved
 from safetensors.torch import load_file
 
-from ds_vit.checkpoint.folder import checkpoints
+from ds_vit import cli
+from ds_vit.checkpoint.folder import checkpoints, mark_best
 from ds_vit.checkpoint.tensors import TensorFiles
 from ds_vit.weights import export
 
@@ -66,6 +68,61 @@ def test_a_checkpoint_is_evaluated_and_exported(ranks, run, tmp_path, kind):
     model = timm.create_model(f"local-dir:{found.folder}", pretrained=True)
     file = output / "checkpoints" / name / ("ema.safetensors" if kind == "ema" else "model.safetensors")
     assert all(torch.equal(model.state_dict()[key], tensor) for key, tensor in load_file(str(file)).items())
+
+
+def evaluate_on_rank(run: str) -> list[tuple[str, dict[str, object]]]:
+    """On a rank: the first line and the figures by the API, of a run by default and of its last weights."""
+    import contextlib
+    import io
+
+    from ds_vit.api import evaluate
+
+    found = []
+    for which in ({}, {"weights": "last"}):
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            figures = dict(evaluate(run, **which))
+        found.append((out.getvalue().splitlines()[0], figures))
+    return found
+
+
+def test_a_run_stands_for_its_best_weights(ranks, tmp_path, capsys):
+    # Catches: the last weights in silence where better ones exist; figures of another step in the line that names them.
+    output = tmp_path / "run"
+    argv = words(1, "-b", 128, "--no-aug", "--epochs", 2, "--checkpoint-interval", "epoch", "--output", output)
+    rows = train_in(ranks, 1, argv)
+    mark_best(output / "checkpoints", "step-00000011")  # whichever is
+    train_in(ranks, 1, [*argv, "--resume", "auto"])
+    lines, figures = {}, {(row["kind"], row["step"]): row for row in rows if row["kind"].startswith("eval")}
+    for weights, kind, step in (("best", "eval", 11), ("last", "eval", 22), ("ema", "eval_ema", 22)):
+        name = {"last": "model"}.get(weights, weights)
+        file = f"{output}/{name}.safetensors"
+        lines[weights] = f"weights: {file}, step {step}, top1 {figures[kind, step]['top1']:.4g} %"
+        if weights != "best":
+            assert cli.main(["export", str(output), "--to", "timm", "--weights", weights]) == 0
+            assert capsys.readouterr().out.splitlines()[0] == lines[weights]
+            shutil.rmtree(output / "export-timm")
+    assert cli.main(["export", str(output), "--to", "timm"]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == lines["best"]
+    of_step = load_file(output / "checkpoints" / "step-00000011" / "model.safetensors")
+    exported = load_file(output / "export-timm" / "model.safetensors")
+    assert all(torch.equal(exported[name], tensor) for name, tensor in of_step.items())
+    [found] = ranks.run(1, evaluate_on_rank, str(output))
+    for (line, result), weights, step in zip(found, ("best", "last"), (11, 22), strict=True):
+        assert line == lines[weights]
+        assert result["loss"] == pytest.approx(figures["eval", step]["loss"], rel=1e-6)
+    assert found[0][1]["loss"] != pytest.approx(found[1][1]["loss"], rel=1e-4)
+    # Training starts from the same weights, and says so.
+    best = lines["best"].removeprefix("weights: ")
+    start = resolved([*argv, "--output", tmp_path / "next", "--initial-checkpoint", output])
+    assert (
+        start.model.initial_checkpoint.fingerprint
+        == resolved(
+            [*argv, "--output", tmp_path / "next", "--initial-checkpoint", output / "best.safetensors"]
+        ).model.initial_checkpoint.fingerprint
+    )
+    assert f"weights from {best}: " in "\n".join(start.notes)
+    student = resolved([*argv, "--output", tmp_path / "next", "--kd-checkpoint", output])
+    assert f"teacher from {best}, at " in "\n".join(student.notes)
 
 
 def train_in_small_files(argv: list[str]) -> tuple[int, list[str], int]:

@@ -242,8 +242,9 @@ def test_the_teacher_is_evaluated_and_exported(ranks, tmp_path, folder):
     import torch
 
     from ds_vit.tools.predict import embed
+    from ds_vit.weights.files import find_weights
 
-    words = ("--max-steps", 4, "--val-fraction", 0.2, "--val-split", "validation")
+    words = ("--max-steps", 4, "--val-fraction", 0.2, "--val-split", "validation", "--eval-knn", 3)
     case = {**ONE, "layout": "dp2", "stage": 3, "persists": 0, "centering": "ema"}
     output = tmp_path / "run"
     train(ranks, folder, output, case, *words, "--set", "bf16.enabled=true")
@@ -256,6 +257,11 @@ def test_the_teacher_is_evaluated_and_exported(ranks, tmp_path, folder):
     student = load_file(str(output / "model.safetensors"))
     assert any(not torch.equal(student[name], tensor) for name, tensor in state.items())
     assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in state.values()), "kept in fp32"
+    best = find_weights(output)
+    assert (str(best), best.kind) == (f"{output}/best.safetensors, step 4, knn_top1 100 %", "teacher")
+    head, of_teacher = (load_file(str(output / f"{name}.safetensors")) for name in ("best-head", "teacher_head"))
+    assert head.keys() == of_teacher.keys()
+    assert all(torch.equal(head[name], tensor) for name, tensor in of_teacher.items()), "the teacher's head too"
     images = sorted((folder / "train" / "all").iterdir())[:3]
     of_run = embed(output, images).features
     assert of_run == pytest.approx(embed(output / "teacher.safetensors", images).features)

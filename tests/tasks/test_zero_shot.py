@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from curves import read_rows
+from curves import read_rows, train_in
 from PIL import Image
 from project import write_config
 from runs import refusal, resolved
 from safetensors.torch import load_file, save_file
 
 from ds_vit import cli
+from ds_vit.checkpoint.folder import mark_best
 from ds_vit.data import CaptionKeys, evaluation_keys, finish_images, open_source
 from ds_vit.data.loader import eval_loader
 from ds_vit.fault_tolerance.errors import UserError
@@ -28,6 +29,7 @@ from ds_vit.run_folder import RunFolder
 from ds_vit.tasks.retrieval import DIRECTIONS, RANKS, Retrieval, places_of_partners
 from ds_vit.tasks.zero_shot import ZeroShotAccuracy, class_words, open_zero_shot, read_templates, write_prompts
 from ds_vit.tools.evaluate import main as evaluate_main
+from ds_vit.tools.predict import embed
 
 NUM_IMAGES, TEMPLATES = 41, ("a photo of the digit {}.", "{}", "the number {}, drawn by hand")
 LAYOUTS = {
@@ -430,6 +432,30 @@ def test_predict_and_embed(folder, evaluated, towers, tmp_path, capsys):
     assert "give texts, --labels" in capsys.readouterr().err
     assert cli.main(["predict", str(run), str(images), "--labels", str(tmp_path / "texts.txt"), "--json"]) == 0
     assert {each["name"] for each in json.loads(capsys.readouterr().out)["images"][0]["classes"]} == {*texts}
+
+
+def test_the_best_weights_are_those_of_both_towers(ranks, folder, tmp_path):
+    # Catches: the best image tower next to the text tower of the end.
+    run, images = tmp_path / "run", folder / "pairs" / "validation"
+    words = ("--lr", 0.01, "--max-steps", 4, "--checkpoint-interval", 2, "--keep-checkpoints", 0, "--output", run)
+    train_in(ranks, 1, command(folder, *words))
+    mark_best(run / "checkpoints", "step-00000002")  # whichever is
+    train_in(ranks, 1, command(folder, *words, "--resume", "auto"))
+    found = {key: embed(run, [images], texts=["a cat"], **which) for key, which in TOWERS_OF.items()}
+    for one, other, same in (("", "checkpoint", True), ("last", "end", True), ("", "last", False)):
+        for name in ("features", "text_features"):
+            assert np.allclose(getattr(found[one], name), getattr(found[other], name), atol=1e-6) == same, (one, name)
+    (run / "best-text.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"in best-text.safetensors\); a checkpoint has both"):
+        embed(run, [images], texts=["a cat"])
+
+
+TOWERS_OF = {
+    "": {},
+    "checkpoint": {"checkpoint": "step-00000002"},
+    "last": {"weights": "last"},
+    "end": {"checkpoint": "step-00000004"},
+}
 
 
 def test_another_tokenizer_than_the_runs_is_refused(folder, evaluated, tmp_path, capsys):

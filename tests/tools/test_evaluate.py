@@ -284,26 +284,39 @@ def test_which_weights_are_found(tmp_path):
         assert weights.recipe == run / "config.yaml"
         return str(weights.path.relative_to(run / "checkpoints"))
 
-    assert found() == "step-00000008/model.safetensors.index.json"
+    assert found() == found("best") == "step-00000004/model.safetensors", "those of an incomplete run"
+    assert found("raw") == "step-00000008/model.safetensors.index.json"
     assert found("raw", "best") == "step-00000004/model.safetensors"
     assert found("ema", "best") == "step-00000004/ema.safetensors"
     assert found("raw", "step-00000004") == "step-00000004/model.safetensors"
     assert find_weights(run / "checkpoints" / "step-00000004").recipe == run / "config.yaml"
+    assert found("last") == "step-00000008/model.safetensors.index.json"
     with pytest.raises(ValueError, match=r"no ema\.safetensors.*it has raw weights"):
         find_weights(run, "ema")
+    with pytest.raises(ValueError, match="--weights last and --checkpoint best are both given; keep one"):
+        find_weights(run, "last", "best")
     (run / "model.safetensors").touch()
-    assert find_weights(run).path == run / "model.safetensors"
+    assert found() == found("best") == "step-00000004/model.safetensors", "the run has a best checkpoint"
+    (run / "checkpoints" / "best").unlink()
+    assert find_weights(run).path == run / "model.safetensors", "there are no best weights"
+    with pytest.raises(ValueError, match=rf"no best\.safetensors \(or its index\.json\) in {run}; it has raw weights"):
+        find_weights(run, "best")
+    (run / "best.safetensors").touch()
+    assert find_weights(run).path == find_weights(run, "best").path == run / "best.safetensors"
+    assert find_weights(run, "last").path == find_weights(run, "raw").path == run / "model.safetensors"
     assert find_weights(run).folder == run
-    with pytest.raises(ValueError, match="holds one set of weights"):
-        find_weights(run / "model.safetensors", "ema")
+    for weights in ("ema", "best", "last"):
+        with pytest.raises(ValueError, match=f"--weights {weights} has no effect on .*holds one set of weights"):
+            find_weights(run / "model.safetensors", weights)
     with pytest.raises(ValueError, match="is not a run's folder"):
         find_weights(run / "model.safetensors", "raw", "latest")
     with pytest.raises(ValueError, match="does not exist"):
         find_weights(tmp_path / "absent")
     (run / "checkpoints" / "latest").write_text("step-00000012")
+    assert find_weights(run, "last").path == run / "model.safetensors", "which needs no checkpoint"
     (run / "model.safetensors").unlink()
     with pytest.raises(ValueError, match="names step-00000012, which does not exist"):
-        find_weights(run)
+        find_weights(run, "last")
 
 
 def test_the_command_of_one_process(ranks, run_folder, by_timm):

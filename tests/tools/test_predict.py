@@ -56,11 +56,16 @@ def said(capsys, *words):
     return code, out, err
 
 
+def weights_of(run):
+    """The first line of stderr."""
+    return f"weights: {run}/model.safetensors, step 2, top1 {RunFolder(run).read_summary()['last_top1']:.4g} %\n"
+
+
 def test_a_table_of_files(run, data, by_timm, capsys):
     """Names of other classes, an image's share given to its neighbour, markup that swallows a name."""
     files = [path for name in NAMES for path in sorted(data.glob(f"val/{name.replace('[', '[[]')}/*.jpg"))[:1]]
     code, out, err = said(capsys, "predict", run, *files, "--top-k", 2)
-    assert (code, err) == (0, "")
+    assert (code, err) == (0, weights_of(run))
     assert "vit_tiny_patch16_224, probabilities by softmax" in out
     rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in out.splitlines() if line[:1] == "│"]
     expected = []
@@ -74,7 +79,7 @@ def test_a_table_of_files(run, data, by_timm, capsys):
 def test_csv_of_a_folder_counts_as_evaluation_does(run, data, by_timm, capsys):
     """An image that is lost or doubled at the end of a batch; other pixels than evaluation's."""
     code, out, err = said(capsys, "predict", run, data / "val", "--batch-size", 8, "--workers", 1)
-    assert (code, err) == (0, "")
+    assert (code, err) == (0, weights_of(run))
     header, *rows = csv.reader(io.StringIO(out))
     assert header == ["image", "class1", "probability1", "class2", "probability2", "class3", "probability3"]
     source = FolderSource(str(data / "val"))
@@ -96,7 +101,8 @@ def test_images_that_cannot_be_read_are_named_and_counted(run, data, tmp_path, b
     output = tmp_path / "classes.json"
     code, out, err = said(capsys, "predict", run, *files, "--batch-size", 2, "--output", output)
     assert (code, out) == (65, "")
-    lines = err.splitlines()
+    assert err.startswith(weights_of(run))
+    lines = err.splitlines()[1:]
     assert lines[0] == f"{tmp_path}/text.jpg: cannot be read (13 bytes; not an image that Pillow knows)"
     assert lines[1].startswith(f"{tmp_path}/cut.jpg: cannot be read (300 bytes; ")
     assert lines[2:] == ["2 of 7 images could not be read and are left out", f"{output}: 5 images"]
@@ -135,7 +141,7 @@ def test_features_are_what_the_classifier_gets(run, data, tmp_path, by_timm, cap
     """Logits, tokens that are not pooled, or rows under another file's name."""
     output = tmp_path / "features.npz"
     code, out, err = said(capsys, "embed", run, data / "val", "--batch-size", 8, "--output", output)
-    assert (code, out, err) == (0, "", f"{output}: 39 images\n")
+    assert (code, out, err) == (0, "", f"{weights_of(run)}{output}: 39 images\n")
     with np.load(output, allow_pickle=False) as found:
         assert sorted(found) == ["features", "images"]
         assert found["features"].dtype == np.float32

@@ -15,6 +15,7 @@ from ds_vit.config.units import Interval
 from ds_vit.data import SampleOrder
 from ds_vit.fault_tolerance.signals import Deadline, Interrupted, Signals
 from ds_vit.monitoring.throughput import Throughput
+from ds_vit.tasks import Figure
 from ds_vit.training import checkpoint_manager, skipped_images
 from ds_vit.training.checkpoint_manager import CheckpointConfig, CheckpointManager
 from ds_vit.training.skipped_images import SkippedImages
@@ -94,7 +95,10 @@ def manager(monkeypatch, tmp_path, said) -> CheckpointManager:
         identity={},
         flags={},
     )
-    task = SimpleNamespace(weight_files=dict, average_files=dict, teachers=(), class_names=(), tokenizer=None)
+    figures = (Figure("top1", "top-1", "%"),)
+    task = SimpleNamespace(
+        weight_files=dict, average_files=dict, teachers=(), class_names=(), tokenizer=None, figures=figures
+    )
     task.load_state_dict = lambda _: None
     groups = SimpleNamespace(ballots=None, files=None)
     engine = SimpleNamespace(groups=groups, zero_map=None, restore_progress=lambda *_: None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -39,6 +38,7 @@ from ds_vit.training.resolve.data import DataConfig
 from ds_vit.training.resolve.deepspeed import DeepSpeedSettings
 from ds_vit.training.resolve.teacher import describe_teacher, open_teacher
 from ds_vit.weights import InitialCheckpoint, find_pretrained
+from ds_vit.weights.files import find_weights
 from ds_vit.weights.initial_checkpoint import enumerate_some
 
 
@@ -189,10 +189,11 @@ def _initial_weights(
         return None, [
             f"--model {config.model} names weights, and training starts from nothing: add --pretrained to use them"
         ]
-    path: str | Path = config.initial_checkpoint
-    source = config.initial_checkpoint
     if config.pretrained:
         path, source = find_pretrained(whole)
+    else:
+        stored = find_weights(config.initial_checkpoint)
+        path, source = stored.path, str(stored)
     initial = InitialCheckpoint(path, whole, resample_patch_embed=config.resample_patch_embed, classes=classes)
     notes = [f"weights from {source}: {initial.summary}"]
     if initial.left_out:

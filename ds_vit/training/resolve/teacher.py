@@ -79,7 +79,7 @@ def open_teacher(
     stored = _stored(config)
     path: str | Path
     if stored:
-        path, source = stored.path, config.kd_checkpoint
+        path, source = stored.path, str(stored)
     else:
         path, source = find_pretrained(teacher, "--kd-model-name", "--kd-checkpoint")
     checkpoint = InitialCheckpoint(path, teacher, classes=classes, tower=TEACHER)
