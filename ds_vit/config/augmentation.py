@@ -14,6 +14,7 @@ from ds_vit.config.flag import (
     ASCENDING,
     EPOCHS,
     FROM_0_BELOW_1,
+    NOTED,
     PROBABILITY,
     Range,
     Rule,
@@ -66,7 +67,7 @@ class AugmentConfig:
         "exact", "decode as Pillow does, or within two grey levels", section="data", choices=("exact", "fast")
     )
     augment_on: str = flag(
-        "cpu", "augment in the loader's processes, or on the device", section="data", choices=("cpu", "device")
+        "cpu", "augment in the loader's processes, or on the device", NOTED, section="data", choices=("cpu", "device")
     )
     no_aug: bool = flag(False, "resize and crop only")
     train_crop_mode: str = flag("", "training crop", choices=("rrc", "rkrc", "rkrr"))

@@ -12,11 +12,14 @@ from ds_vit.fault_tolerance.errors import UserError, did_you_mean
 
 
 class Scope(enum.Flag):
-    """What a flag is part of. Without FREE it is part of the run's identity: a resumed run must keep its value."""
+    """What a flag is part of. Without FREE and NOTED it belongs to the run: a resumed run must keep its value."""
 
     IDENTITY = 0
     FREE = enum.auto()
     """It may change when a run is resumed."""
+    NOTED = enum.auto()
+    """It may change, and a line says so: the curve does not depend on it, or what it resolves to is compared instead
+    (data, teacher, trained parameters, batch, learning rates)."""
     START = enum.auto()
     """It belongs to one start of the run and is not written to config.yaml."""
     EVALUATION = enum.auto()
@@ -27,7 +30,7 @@ class Scope(enum.Flag):
     """Readers of trained weights (predict, embed, export) take it from the run's config.yaml."""
 
 
-FREE, START, EVALUATION = Scope.FREE, Scope.START | Scope.FREE, Scope.EVALUATION
+FREE, NOTED, START, EVALUATION = Scope.FREE, Scope.NOTED, Scope.START | Scope.FREE, Scope.EVALUATION
 RECORDED = Scope.RECORDED | EVALUATION
 WEIGHTS = Scope.WEIGHTS | RECORDED
 

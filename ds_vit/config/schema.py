@@ -21,6 +21,7 @@ from ds_vit.config.flag import (
     FREE,
     FROM_0_BELOW_1,
     IMAGES,
+    NOTED,
     PIXELS,
     PROBABILITY,
     RATE,
@@ -76,7 +77,7 @@ class RunSettings:
     )
     pp: int = flag(1, "pipeline stages", FREE | EVALUATION, span=_DEGREE)
     tp: int = flag(1, "tensor-parallel ranks", FREE | EVALUATION, span=_DEGREE)
-    tp_across_hosts: bool = flag(False, "let tensor-parallel groups span two hosts", EVALUATION)
+    tp_across_hosts: bool = flag(False, "let tensor-parallel groups span two hosts", FREE | EVALUATION)
     sequence_parallel: bool = flag(False, "shard the tokens between the layers that --tp shards", FREE | EVALUATION)
     class_parallel: str = flag(
         "auto", "shard the classifier over classes under --tp", FREE | EVALUATION, choices=("auto", "on", "off")
@@ -92,7 +93,7 @@ class RunSettings:
     seed: int = flag(42, "seed of everything random", EVALUATION, span=Range(-(2**63), 2**63 - 1))
     resume: str = flag("none", "checkpoint to resume from: none, auto or a path", START)
     allow_batch_change: bool = flag(False, "resume with another global batch", START)
-    allow_schedule_change: bool = flag(False, "resume with another learning-rate schedule", START)
+    allow_schedule_change: bool = flag(False, "resume with another schedule, augmentation, loss or optimizer", START)
     checkpoint_interval: str = flag(
         "epoch",
         "500 (steps), 30m or epoch between checkpoints (0: only when interrupted)",
@@ -116,32 +117,32 @@ class RunSettings:
         False, "also log to Weights & Biases", FREE | EVALUATION, short=("--log-wandb",), key="wandb.enabled"
     )
     wandb_project: str = flag("", "--wandb: project of the run", FREE | EVALUATION, key="wandb.project")
-    eval_interval: int = flag(1, "epochs between evaluations (0: only at the end)", neutral=(0,), span=EPOCHS)
-    eval_metric: str = flag("", "metric that decides which weights are best: loss, top5, … (default: the task's first)")
+    eval_interval: int = flag(1, "epochs between evaluations (0: only at the end)", NOTED, neutral=(0,), span=EPOCHS)
+    eval_metric: str = flag("", "metric that decides which weights are best (default: the task's first)", NOTED)
     validation_batch_size: int | None = flag(
         None, "images a rank in evaluation", FREE | EVALUATION, short=("-vb",), span=IMAGES
     )
     eval_only: bool = flag(False, "evaluate the initial weights and stop", EVALUATION)
     eval_knn: int = flag(
-        0, "evaluate the features by N nearest neighbours too", EVALUATION, span=Range(0, 10**6), const=20
+        0, "evaluate the features by N nearest neighbours too", NOTED | EVALUATION, span=Range(0, 10**6), const=20
     )
-    eval_linear_probe: bool = flag(False, "also evaluate the features by a linear classifier", EVALUATION)
+    eval_linear_probe: bool = flag(False, "also evaluate the features by a linear classifier", NOTED | EVALUATION)
     zeroshot: str = flag(
         "",
         "--task clip, siglip: data to classify by the names of its classes, as --dataset or --data-dir name it",
-        FREE | EVALUATION,
+        NOTED | EVALUATION,
         task="clip siglip",
         metavar="NAME|DIR",
     )
     zeroshot_templates: str = flag(
         "simple",
         "--zeroshot: sentences of a class: none, simple, openai or a file",
-        FREE | EVALUATION,
+        NOTED | EVALUATION,
         task="clip siglip",
         metavar="none|simple|openai|FILE",
     )
     stall_seconds: float | None = flag(
-        None, "end a run without progress for this long (300 with several ranks; 0: never)", EVALUATION, span=SECONDS
+        None, "end a run without progress for so long (several ranks: 300; 0: never)", FREE | EVALUATION, span=SECONDS
     )
     dry_run: bool = flag(False, "show the run, its memory and its files without starting it", START | EVALUATION)
     verbose: bool = flag(False, "show all of DeepSpeed's log", FREE | EVALUATION)
@@ -235,8 +236,8 @@ class ModelSettings:
     )
     compile: bool = flag(False, "run the blocks through torch.compile", FREE | EVALUATION)
     compile_mode: str = flag("default", "mode of torch.compile", FREE | EVALUATION, choices=COMPILE_MODES)
-    freeze: Sequence[str] = flag((), "timm parameter names (patterns) that are not trained", nargs="+")
-    linear_probe: bool = flag(False, "train only the classifier head")
+    freeze: Sequence[str] = flag((), "timm parameter names (patterns) that are not trained", NOTED, nargs="+")
+    linear_probe: bool = flag(False, "train only the classifier head", NOTED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,7 +247,7 @@ class DataSettings:
     dataset: str = flag(
         "",
         "digits, glyphs, torch/cifar10, wds/SHARDS, hfds/FOLDER, csv/FILE, …; empty: folders in --data-dir",
-        RECORDED,
+        NOTED | RECORDED,
     )
     data_dir: str | Sequence[str] = flag(
         "", "folder with train/ and val/ (or .tar files); several are mixed", FREE | RECORDED, nargs="+", metavar="DIR"
@@ -272,19 +273,20 @@ class DataSettings:
     data_weights: Sequence[float] = flag(
         (),
         "share of an epoch for each --data-dir (default: each image once)",
+        NOTED,
         nargs="+",
         span=Range(0, 10**9, above=True),
     )
-    train_split: str = flag("train", "name of the training split", RECORDED)
-    val_split: str = flag("validation", "name of the evaluation split; '': no evaluation", RECORDED, neutral=("",))
-    val_fraction: float | None = flag(None, "share of the training split to evaluate on", RECORDED, span=SHARE)
+    train_split: str = flag("train", "name of the training split", NOTED | RECORDED)
+    val_split: str = flag("validation", "name of the evaluation split; '': none", NOTED | RECORDED, neutral=("",))
+    val_fraction: float | None = flag(None, "share of the training split to evaluate on", NOTED | RECORDED, span=SHARE)
     dataset_download: bool = flag(False, "let torchvision download the dataset", FREE | EVALUATION)
     workers: int | str = flag(
         4, "loader processes a rank (0: none; auto)", FREE | RECORDED, short=("-j",), span=_WORKERS, metavar="auto|N"
     )
     allow_empty_classes: bool = flag(False, "allow class folders without a readable image", FREE | RECORDED)
     on_bad_image: str = flag(
-        "skip", "replace an image that cannot be decoded, or end the run", RECORDED, choices=("error", "skip")
+        "skip", "replace an image that cannot be decoded, or end the run", NOTED | RECORDED, choices=("error", "skip")
     )
     exif_rotation: str = flag("off", "turn images as their EXIF orientation says", WEIGHTS, choices=("on", "off"))
     max_bad_images: float = flag(
@@ -298,9 +300,9 @@ class ImageSettings:
 
     mean: Sequence[float] | None = flag(None, "pixel mean", WEIGHTS, nargs="+", span=Range(0, 1), rule=_CHANNELS)
     std: Sequence[float] | None = flag(None, "pixel deviation", WEIGHTS, nargs="+", span=ABOVE_0_TO_1, rule=_CHANNELS)
-    interpolation: str = flag("", "resize filter of evaluation (default: the model's)", WEIGHTS)
-    crop_pct: float | None = flag(None, "centre crop of evaluation (default: the model's)", WEIGHTS, span=ABOVE_0_TO_1)
-    crop_mode: str = flag("", "evaluation crop", WEIGHTS, choices=("center", "squash", "border"))
+    interpolation: str = flag("", "resize filter of evaluation (default: the model's)", NOTED | WEIGHTS)
+    crop_pct: float | None = flag(None, "evaluation crop (default: the model's)", NOTED | WEIGHTS, span=ABOVE_0_TO_1)
+    crop_mode: str = flag("", "evaluation crop", NOTED | WEIGHTS, choices=("center", "squash", "border"))
     aug_repeats: int = flag(0, "repeated augmentation: copies of a sample", neutral=(1,), span=Range(0, 1000))
 
 
@@ -318,10 +320,10 @@ class DistillationSettings:
     """A fixed teacher, and the loss against it."""
 
     kd_model_name: str = flag(
-        "", "teacher to distil from: timm name, hf-hub:ORG/NAME or local-dir:FOLDER", task="classification"
+        "", "teacher to distil from: timm name, hf-hub:ORG/NAME or local-dir:FOLDER", NOTED, task="classification"
     )
     kd_checkpoint: str = flag(
-        "", "weights of the teacher: a run, or a file for --kd-model-name", task="classification", metavar="RUN|FILE"
+        "", "its weights: a run, or a file for --kd-model-name", NOTED, task="classification", metavar="RUN|FILE"
     )
     kd_distill_type: str = flag(
         "logit",
@@ -360,23 +362,23 @@ class OptimizerSettings:
     weight_decay: float | None = flag(None, "weight decay", span=RATE, key="optimizer.params.weight_decay")
     clip_grad: float | None = flag(None, "largest norm of the gradient", span=Range(0, 10**9), key="gradient_clipping")
     layer_decay: float | None = flag(None, "layer-wise learning-rate decay", neutral=(1.0,), span=ABOVE_0_TO_1)
-    lr_scale_by_batch: str = flag("none", "scale --lr with the global batch", choices=("none", "linear", "sqrt"))
-    lr_base_size: int = flag(256, "global batch of the unscaled learning rate", span=IMAGES)
-    model_ema: bool = flag(False, "keep an exponential moving average of the weights, and evaluate it too")
-    model_ema_decay: float = flag(0.9998, "decay of the average", span=FROM_0_BELOW_1)
-    model_ema_warmup: bool = flag(False, "let the decay of the average grow from 0")
-    norm_dtype: str = flag("float32", "type of the norms in a 16-bit model", EVALUATION, choices=("float32", "model"))
-    tf32: bool = flag(False, "let fp32 matrix products use a GPU's TF32 cores", EVALUATION)
-    on_nonfinite: str = flag("stop", "a step whose gradient is not finite", choices=("stop", "skip"))
+    lr_scale_by_batch: str = flag("none", "scale --lr with the global batch", NOTED, choices=("none", "linear", "sqrt"))
+    lr_base_size: int = flag(256, "global batch of the unscaled learning rate", NOTED, span=IMAGES)
+    model_ema: bool = flag(False, "keep an exponential moving average of the weights, and evaluate it too", NOTED)
+    model_ema_decay: float = flag(0.9998, "decay of the average", NOTED, span=FROM_0_BELOW_1)
+    model_ema_warmup: bool = flag(False, "let the decay of the average grow from 0", NOTED)
+    norm_dtype: str = flag("float32", "norms in a 16-bit model", NOTED | EVALUATION, choices=("float32", "model"))
+    tf32: bool = flag(False, "let fp32 matrix products use a GPU's TF32 cores", NOTED | EVALUATION)
+    on_nonfinite: str = flag("stop", "a step whose gradient is not finite", NOTED, choices=("stop", "skip"))
     spike_factor: float | None = flag(
-        None, "largest loss or gradient norm in multiples of its recent mean", span=Range(1, 10**9, above=True)
+        None, "largest loss or gradient norm in multiples of its recent mean", NOTED, span=Range(1, 10**9, above=True)
     )
-    rollback: int = flag(0, "times to return to the last checkpoint at a bad step, and skip its samples", span=STEPS)
-    grad_stats_interval: int = flag(0, "steps between gradient statistics by layer (0: none)", span=STEPS)
+    rollback: int = flag(0, "times to return to the last checkpoint at a bad step, skipping it", NOTED, span=STEPS)
+    grad_stats_interval: int = flag(0, "steps between gradient statistics by layer (0: none)", FREE, span=STEPS)
     batch_size: int | None = flag(
         None,
         'micro-batch a rank where the JSON says "auto" (128)',
-        EVALUATION,
+        FREE | EVALUATION,
         span=IMAGES,
         short=("-b",),
         key="train_micro_batch_size_per_gpu",
@@ -396,16 +398,16 @@ class OptimizerSettings:
 class ScheduleSettings:
     """The length of the run and the learning rate."""
 
-    epochs: int | None = flag(None, "length of training and of the schedule (300)", span=EPOCHS_FROM_1)
+    epochs: int | None = flag(None, "length of training and of the schedule (300)", NOTED, span=EPOCHS_FROM_1)
     max_steps: int | None = flag(None, "stop after this many optimizer steps", FREE, span=STEPS_FROM_1)
-    sched: str = flag("cosine", "learning-rate schedule", neutral=("constant",), choices=SCHEDULES)
-    warmup_steps: int | None = flag(None, "warm-up in optimizer steps", neutral=(0,), span=STEPS)
+    sched: str = flag("cosine", "learning-rate schedule", NOTED, neutral=("constant",), choices=SCHEDULES)
+    warmup_steps: int | None = flag(None, "warm-up in optimizer steps", NOTED, neutral=(0,), span=STEPS)
     warmup_epochs: float | None = flag(
-        None, "warm-up in epochs (5, at most a tenth of the run)", neutral=(0.0,), span=EPOCHS
+        None, "warm-up in epochs (5, at most a tenth of the run)", NOTED, neutral=(0.0,), span=EPOCHS
     )
-    warmup_lr: float = flag(1e-5, "learning rate that warm-up starts from", neutral=(0.0,), span=RATE)
-    min_lr: float = flag(0.0, "learning rate that the schedule ends at", span=RATE)
-    wsd_decay_fraction: float = flag(0.1, "share of the run in which wsd decays", span=ABOVE_0_TO_1)
+    warmup_lr: float = flag(1e-5, "learning rate that warm-up starts from", NOTED, neutral=(0.0,), span=RATE)
+    min_lr: float = flag(0.0, "learning rate that the schedule ends at", NOTED, span=RATE)
+    wsd_decay_fraction: float = flag(0.1, "share of the run in which wsd decays", NOTED, span=ABOVE_0_TO_1)
 
 
 SECTIONS: Mapping[str, tuple[type, ...]] = {
@@ -468,6 +470,10 @@ KEY_OF_FLAG: Mapping[str, str] = {name: f.metadata["key"] for name, f in FIELDS.
 def names_with(scope: Scope) -> tuple[str, ...]:
     """The flags of a scope."""
     return tuple(name for name, f in FIELDS.items() if scope in f.metadata["scope"])
+
+
+HELD = frozenset(FIELDS) - KEY_OF_FLAG.keys() - {*names_with(Scope.FREE), *names_with(Scope.NOTED)}
+"""The flags that a resumed run must have as before; the JSON's numbers are compared as they are resolved."""
 
 
 def names_of_task(task: str) -> frozenset[str]:

@@ -143,7 +143,7 @@ class Distillation(Classification):
 
     def identity(self) -> dict[str, Any]:
         """As `Task.identity`: how the teacher is learnt from; its weights have a fingerprint (`ModelConfig.fixed`)."""
-        return {name: getattr(self.config, name) for name in sorted(self.flags - {"kd_model_name", "kd_checkpoint"})}
+        return super(Classification, self).identity()
 
     # ---- a step ----------------------------------------------------------------------------------------------------
 

@@ -19,8 +19,7 @@ import torch
 from torch import nn
 
 from ds_vit.config import RunConfig
-from ds_vit.config.flag import Scope
-from ds_vit.config.schema import names_with
+from ds_vit.config.schema import HELD
 from ds_vit.data import (
     CropConfig,
     ImageConfig,
@@ -273,7 +272,7 @@ class Task(ABC):
 
     def identity(self) -> dict[str, Any]:
         """Values of flags, by their recipe names, that have to be the same in a run that resumes."""
-        values = {name: getattr(self.config, name) for name in sorted(self.flags - set(names_with(Scope.FREE)))}
+        values = {name: getattr(self.config, name) for name in sorted(self.flags & HELD)}
         values = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}  # as JSON
         return values if self.tokenizer is None else {**values, "tokenizer": self.tokenizer.name}
 

@@ -48,7 +48,7 @@ from ds_vit.training.checkpoint_manager import CheckpointConfig, CheckpointManag
 from ds_vit.training.cost import Prediction
 from ds_vit.training.evaluation import Evaluations, Phases, Watch, build_and_evaluate
 from ds_vit.training.inputs import InputConfig, InputPipeline, reads_of
-from ds_vit.training.resolve import Resolved, resolve_run, resolved_flags
+from ds_vit.training.resolve import Resolved, resolve_run
 from ds_vit.training.start import settings_of, show_dry_run, show_start
 from ds_vit.training.step_log import StepLog
 from ds_vit.training.summary import show_end, summarise
@@ -139,7 +139,7 @@ def checkpoint_config(resolved: Resolved) -> CheckpointConfig:
         resume=resolved.resume,
         schedule=resolved.rates,
         identity=resolved.identity,
-        flags=resolved_flags(resolved),
+        flags=resolved.settings,
     )
 
 

@@ -12,7 +12,7 @@ from ds_vit.checkpoint.folder import Checkpoint, Damaged, newest, open_checkpoin
 from ds_vit.config import FIELDS, RunConfig, default_of, spelling
 from ds_vit.config.batch import BatchSizes, nearest_batch, nearest_dp, ways_to_share
 from ds_vit.config.flag import Scope
-from ds_vit.config.schema import names_with
+from ds_vit.config.schema import HELD, names_with
 from ds_vit.data import SampleOrder
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.optim.build import identity_remedies
@@ -23,6 +23,7 @@ from ds_vit.tasks import TASKS
 # What to do where something differs that must be the same in the run that resumes; a flag's is to give it.
 _REMEDIES = {
     "img_size_schedule": "give the same --img-size-schedule, --epochs and --max-steps, say --allow-schedule-change",
+    "train_img_sizes": "give the same --train-img-sizes, say --allow-schedule-change",
     "task_schedules": "give the same --epochs and --max-steps, say --allow-schedule-change",
     "shapes": "give the same --model-kwargs",
     "teacher": "give the same teacher by --kd-model-name or --kd-checkpoint",
@@ -37,10 +38,10 @@ _REMEDIES = {
 # What --allow-schedule-change and --allow-batch-change may change, for the note that says so.
 _MAY_CHANGE = {
     "img_size_schedule": "the size of the images changes",
+    "train_img_sizes": "the sizes of the images change",
     "task_schedules": "the schedules of the task change",
 }
-# Flags that may change without a note.
-_FREE = frozenset(names_with(Scope.FREE))
+_FREE = frozenset(names_with(Scope.FREE))  # flags that may change without a note
 
 
 @dataclass(frozen=True)
@@ -156,23 +157,25 @@ def check_micro_batch(batch: BatchSizes, resume: Resume, asked: int | None) -> N
 
 
 def check_same_run(resume: Resume, identity: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
-    """Reject another model, other data, another seed or optimizer; name the other flags that have changed.
+    """Reject another model, other data, another seed or optimizer, and other settings that the curve depends on; name
+    the other flags that have changed.
 
     Args:
         resume: the checkpoint.
         identity: of this run.
-        config: this run's flags, resolved.
+        config: this run's `Resolved.settings`, and --allow-schedule-change: resume with all of them.
 
     Returns:
         Lines for people about settings that differ and may.
 
     Raises:
-        UserError: names the first difference, both values, and what to do.
+        UserError: names the differences, both values, and what to do.
     """
     saved, notes = resume.checkpoint.state, []
-    may_change = config.get("allow_schedule_change") or config.get("allow_batch_change")
+    allow = bool(config.get("allow_schedule_change"))
+    may_change = allow or config.get("allow_batch_change")
     for key in {**identity, **saved["run"]}:  # those of the task first
-        old, new = saved["run"].get(key, _default_of(key)), identity.get(key)
+        old, new = saved["run"].get(key, _default_of(key, None)), identity.get(key)
         if old != new and key in _MAY_CHANGE and old and new and may_change:
             notes.append(f"{_MAY_CHANGE[key]} from {old} to {new}; the curve changes with it")
         elif old != new:
@@ -180,15 +183,21 @@ def check_same_run(resume: Resume, identity: Mapping[str, Any], config: Mapping[
                 f"--resume {resume.checkpoint.path}: {key.replace('_', ' ')}: {_difference(key, old, new)}; "
                 f"{_REMEDIES.get(key) or f'give the same {spelling(key)}'}, or start a new run"
             )
-    config = json.loads(json.dumps(config))  # as the checkpoint's went through JSON, which has no tuples
-    before = {name: saved["config"].get(name, _default_of(name)) for name in {*saved["config"], *config}}
-    changed = [
-        f"{name} {before[name]} → {config.get(name)}"
-        for name in sorted(before.keys() - _FREE)
-        if before[name] != config.get(name)
-    ]
+    config, old = json.loads(json.dumps(config)), saved["config"]  # through JSON, which has no tuples
+    before = {name: old.get(name, _default_of(name, config.get(name))) for name in {*config, *(FIELDS.keys() & old)}}
+    changed = [name for name in sorted(before.keys() - _FREE) if before[name] != config.get(name)]
+    # Without augmentation, training resizes by the filter of evaluation.
+    held = (HELD | {"interpolation"} if config.get("no_aug") else HELD) - identity.keys()
+    if (broken := [name for name in changed if name in held or name not in FIELDS]) and not allow:
+        names = {name: spelling(name) if name in FIELDS else name for name in broken}
+        differences = (f"{names[name]} is {before[name]} there and {config.get(name)} here" for name in broken)
+        raise UserError(
+            f"--resume {resume.checkpoint.path}: {'; '.join(differences)}; give the same, say --allow-schedule-change "
+            "to resume with the new ones, or start a new run"
+        )
     if changed:
-        notes.append(f"settings that differ from the checkpoint's run: {'; '.join(changed)}")
+        shown = "; ".join(f"{name} {before[name]} → {config.get(name)}" for name in changed)
+        notes.append(f"settings that differ from the checkpoint's run: {shown}")
     has_average = "ema" in resume.checkpoint.kinds
     if config.get("model_ema") and not has_average:
         notes.append("the checkpoint has no moving average: it starts from the checkpoint's weights")
@@ -197,9 +206,9 @@ def check_same_run(resume: Resume, identity: Mapping[str, Any], config: Mapping[
     return notes
 
 
-def _default_of(name: str) -> Any:
-    """The value, as JSON has it, of a flag in a run that is older than the flag."""
-    return json.loads(json.dumps(default_of(name))) if name in FIELDS else None
+def _default_of(name: str, otherwise: Any) -> Any:
+    """The value, as JSON has it, of a setting in a run that is older than it: a flag's default, else `otherwise`."""
+    return json.loads(json.dumps(default_of(name))) if name in FIELDS else otherwise
 
 
 def _difference(key: str, old: Any, new: Any) -> str:

@@ -91,7 +91,7 @@ def test_runs_that_are_refused_before_any_rank_starts(argv, said):
         resolved([*RUN, *config(1), *argv])
 
 
-def test_a_size_stays_at_its_step_when_a_run_goes_on():
+def test_a_size_stays_at_its_step_when_a_run_goes_on(monkeypatch):
     """Shares of another number of steps: images that shrink again in the middle of a run, without a word."""
     run = [*RUN, *config(1), *VIT, "--sched", "constant"]
     plans = [resolved([*run, "--max-steps", steps]) for steps in (5, 10)]
@@ -100,7 +100,11 @@ def test_a_size_stays_at_its_step_when_a_run_goes_on():
     check_same_run(resume, plans[0].identity, {})
     with pytest.raises(UserError, match=r"12 from step 3, .* there and .* 12 from step 5, .*--allow-schedule-change"):
         check_same_run(resume, plans[1].identity, {})
-    [note, *_] = check_same_run(resume, plans[1].identity, {"allow_schedule_change": True})
+    # As the command line asks for it.
+    state |= {"schedule": plans[0].rates, "global_batch": plans[0].data.batch.global_batch}
+    monkeypatch.setattr("ds_vit.training.resolve.find_resume", lambda config: resume)
+    words = ["--max-steps", 10, "--resume", "step-5", "--allow-schedule-change"]
+    [note, *_] = resolved([*run, *words]).changes
     assert "the size of the images changes from 8 from step 1, 12 from step 3" in note
 
 

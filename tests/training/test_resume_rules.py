@@ -12,10 +12,13 @@ import pytest
 from curves import assert_same_curve, read_rows, train_in, train_rows
 from interrupting import TINY
 from project import ROOT
-from runs import refusal, run_quietly
+from runs import refusal, resolved, run_quietly
 
 from ds_vit.checkpoint.folder import Checkpoint, newest
+from ds_vit.config import FIELDS, spelling
 from ds_vit.config.batch import BatchSizes
+from ds_vit.config.flag import Scope
+from ds_vit.config.schema import HELD
 from ds_vit.config.units import Interval, parse_seconds
 from ds_vit.data import SampleOrder
 from ds_vit.fault_tolerance.errors import UserError
@@ -177,10 +180,58 @@ def test_a_run_from_before_a_flag_has_its_default():
 
 def test_only_changes_are_named():
     # Catches: tuples named as changed after JSON has made lists of them; a change without a note.
-    flags = {"mean": (0.5, 0.5, 0.5), "smoothing": 0.1, "workers": 4}
+    flags = {"mean": (0.5, 0.5, 0.5), "crop_pct": 0.9, "workers": 4}
     assert check_same_run(resume_of(config=flags), {}, flags) == []
-    [note] = check_same_run(resume_of(config=flags), {}, flags | {"smoothing": 0.2, "workers": 8})
-    assert note.endswith(": smoothing 0.1 → 0.2")
+    [note] = check_same_run(resume_of(config=flags), {}, flags | {"crop_pct": 1.0, "workers": 8})
+    assert note.endswith(": crop_pct 0.9 → 1.0")
+
+
+# Settings that the curve depends on, of every kind.
+MOVE_THE_CURVE = """
+    aa aug_repeats bce_loss bce_sum bce_target_thresh color_jitter color_jitter_prob cutmix cutmix_minmax decode drop
+    drop_path gaussian_blur_prob grayscale_prob hflip layer_decay mean mixup mixup_off_epoch mixup_prob
+    mixup_switch_prob model_kwargs no_aug ratio recount remode reprob scale smoothing std train_crop_mode
+    train_interpolation vflip img_size_schedule train_img_sizes seed model num_classes img_size task
+    mask_ratio norm_pix_loss kd_distill_type kd_temperature lock_text text_depth global_crops_scale ibot_weight
+"""
+
+
+def test_what_moves_the_curve_is_held():
+    # Catches: augmentation that changes in the middle of a curve; a layout, a folder or workers that must not change.
+    assert set(MOVE_THE_CURVE.split()) <= HELD
+    free = "pp tp tp_across_hosts workers output compile grad_checkpointing stall_seconds log_images max_steps data_dir"
+    assert HELD.isdisjoint(free.split())
+    for name in FIELDS.keys() - {"task"}:  # the task has other checks
+        before, now = resume_of(config={name: "before"}), {"task": "classification", name: "now"}
+        before.checkpoint.state["config"]["task"] = "classification"
+        if name in HELD:
+            line = (
+                f"{spelling(name)} is before there and now here; give the same, say --allow-schedule-change to resume"
+            )
+            with pytest.raises(UserError, match=line):
+                check_same_run(before, {}, now)
+            now["allow_schedule_change"] = True
+        notes = check_same_run(before, {}, now)
+        is_free = Scope.FREE in FIELDS[name].metadata["scope"]
+        assert [f"{name} before → now" in note for note in notes][:1] == ([] if is_free else [True]), name
+
+
+def test_the_filter_of_evaluation_is_held_where_training_resizes_by_it():
+    # Catches: other pixels in the middle of a run without augmentation.
+    old = {"interpolation": "bicubic", "no_aug": False}
+    [note] = check_same_run(resume_of(config=old), {}, old | {"interpolation": "bilinear"})
+    assert note.endswith("interpolation bicubic → bilinear")
+    old |= {"no_aug": True}
+    with pytest.raises(UserError, match="--interpolation is bicubic there and bilinear here"):
+        check_same_run(resume_of(config=old), {}, old | {"interpolation": "bilinear"})
+
+
+def test_a_checkpoint_that_is_older_than_a_setting():
+    # Catches: a run that cannot resume because its checkpoint lacks a number, or has a flag that was removed since.
+    new = {"smoothing": 0.1, "optimizer.params.eps": 1e-8}
+    assert check_same_run(resume_of(config={"a_flag_of_old": 3}), {}, new) == []
+    with pytest.raises(UserError, match=r"--smoothing is 0.1 there and 0.2 here"):
+        check_same_run(resume_of(config={}), {}, new | {"smoothing": 0.2})
 
 
 COSINE = Schedule("cosine", 0.1, 30, warmup_steps=2)
@@ -234,13 +285,15 @@ def run(ranks, tmp_path_factory):
 
 
 DATA = json.loads(CPU.read_text())
-ADAMW = {"type": "AdamW", "params": {"lr": 1e-3}}
 WARMUP = {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}
 OTHER_JSON = {
     "sgd.json": DATA | {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}},
-    "warmup.json": DATA | {"optimizer": ADAMW, "scheduler": WARMUP},
+    "warmup.json": DATA | {"scheduler": WARMUP},
+    "betas.json": DATA
+    | {"optimizer": {"type": "AdamW", "params": DATA["optimizer"]["params"] | {"betas": [0.9, 0.5]}}},
 }
 OTHER_SHAPES = ("--model-kwargs", "patch_size=4", "embed_dim=48", "depth=2", "num_heads=2")
+SEVERAL = (("smoothing", 0.1, 0.0), ("reprob", 0.0, 0.25), ("drop-path", 0.2, 0.1), ("aa", "", "rand-m9"))
 REFUSED = {
     "model": (("--model", "vit_small_patch16_224"), ["vit_tiny_patch16_224 there and vit_small_patch16_224 here"]),
     "num classes": (("--num-classes", 12), ["10 there and 12 here; give the same --num-classes"]),
@@ -251,6 +304,22 @@ REFUSED = {
     "schedule": (
         ("--epochs", 2),
         ["over 90 steps, warm-up of 2", "over 180 steps", "--epochs, or --max-steps without it", "--allow-schedule"],
+    ),
+    "mixup": (
+        ("--mixup", 0.8),
+        ["--mixup is 0.0 there and 0.8 here; give the same, say --allow-schedule-change to resume with the new ones"],
+    ),
+    "several": (
+        ("--smoothing", 0, "--reprob", 0.25, "--drop-path", 0.1, "--aa", "rand-m9"),
+        [f"--{name} is {old} there and {new} here" for name, old, new in SEVERAL],
+    ),
+    "crops": (("--scale", 0.5, 1), ["--scale is [0.08, 1.0] there and [0.5, 1.0] here"]),
+    "the loss": (("--bce-loss",), ["--bce-loss is False there and True here"]),
+    "weight decay": (("--weight-decay", 0.5), ["optimizer.params.weight_decay is 0.05 there and 0.5 here"]),
+    "clipping": (("--clip-grad", 5), ["gradient_clipping is 1.0 there and 5.0 here; give the same, say --allow-sch"]),
+    "the JSON's betas": (
+        ("--deepspeed_config", "betas.json"),
+        ["optimizer.params.betas is [0.9, 0.999] there and [0.9, 0.5] here"],
     ),
     "JSON's scheduler": (
         ("--deepspeed_config", "warmup.json"),
@@ -270,6 +339,19 @@ def test_another_run_is_refused(run, tmp_path, capsys, what, monkeypatch):
     line = refusal(capsys, words("--output", tmp_path / "new", "--resume", run[0], *flags))
     assert [part for part in parts if part not in line] == []
     assert not (tmp_path / "new").exists()
+
+
+def test_other_settings_are_allowed_by_the_flag(run, tmp_path):
+    # Catches: a flag that a refusal names and that changes nothing; a change without a note.
+    argv = words("--output", tmp_path / "new", "--resume", run[0], "--mixup", 0.8, "--weight-decay", 0.5)
+    [note] = resolved([*argv, "--allow-schedule-change"]).changes
+    assert note.endswith(": mixup 0.0 → 0.8; optimizer.params.weight_decay 0.05 → 0.5")
+
+
+def test_the_same_command_on_more_ranks(run, tmp_path):
+    # Catches: `-b 16` of the run itself, refused because two ranks would have twice the batch.
+    argv = words("--output", tmp_path / "new", "--resume", run[0])
+    assert [resolved(argv, world=world).data.batch.micro_batch for world in (1, 2)] == [16, 8]
 
 
 def test_a_longer_run_with_another_schedule(ranks, run, tmp_path):

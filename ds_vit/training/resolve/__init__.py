@@ -150,6 +150,11 @@ class Resolved:
         }
 
     @property
+    def settings(self) -> dict[str, Any]:
+        """What a checkpoint says of the run: its flags, and the numbers of the JSON that the curve depends on."""
+        return {**resolved_flags(self), "batch_size": self.config.batch_size, **self.training.numbers}
+
+    @property
     def _task_schedules(self) -> str:
         """The names of the task's scheduled values, and over how many steps they are scheduled; "" without any."""
         horizon = self.training.horizon
@@ -253,7 +258,8 @@ def resolve_run(
     resolved = Resolved(config, process, layout, data, model, optimizer, deepspeed, resume, stop_at, workers=workers)
     if resume is None:
         return resolved
-    changes = check_same_run(resume, resolved.identity, resolved_flags(resolved))
+    of_start = {name: getattr(config, name) for name in names_with(Scope.START)}
+    changes = check_same_run(resume, resolved.identity, {**of_start, **resolved.settings})
     changes += check_same_schedule(resume, resolved.rates, data.batch.global_batch, allow=config.allow_schedule_change)
     return dataclasses.replace(resolved, changes=tuple(changes))
 

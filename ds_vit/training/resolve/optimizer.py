@@ -79,6 +79,15 @@ class OptimizerConfig:
         """Values that replace those of the JSON's `optimizer.params`."""
         return {"lr": self.lr} if self.decay is None else {"lr": self.lr, "weight_decay": self.decay}
 
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """The JSON's numbers by their keys, with the optimizer's defaults; not its rate, which a schedule sets."""
+        given = {**self.arguments, "weight_decay": self.weight_decay}
+        defaults = {name: each.default for name, each in inspect.signature(self.cls.__init__).parameters.items()}
+        names = [name for name, default in defaults.items() if name != "lr" and default is not inspect.Parameter.empty]
+        params = {f"optimizer.params.{name}": given.get(name, defaults[name]) for name in names}
+        return {"gradient_clipping": self.clip, **params}
+
 
 def resolve_optimizer(
     config: RunConfig, explicit: frozenset[str], deepspeed: DeepSpeedSettings, data: DataConfig, model: ModelConfig
