@@ -15,9 +15,12 @@ _SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 _BYTES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
+# Less than this in a number without a unit is a unit that was left out.
+_LEAST_SECONDS, _LEAST_BYTES = 60, 10**6
+
 
 def parse_seconds(text: str, flag: str) -> float:
-    """`"90"`, `"90s"`, `"15m"`, `"2h"` or `"1d"` in seconds.
+    """`"90"`, `"90s"`, `"15m"`, `"2h"` or `"1d"` in seconds; below 60 only with a unit.
 
     Raises:
         UserError: names the flag and what it takes.
@@ -28,6 +31,8 @@ def parse_seconds(text: str, flag: str) -> float:
     seconds = float(match[1]) * _SECONDS[match[2]]
     if not seconds or not SECONDS.holds(seconds):
         raise UserError(f"{flag} {text}: a time must be above 0 and at most {SECONDS.high:,} seconds")
+    if not match[2] and seconds < _LEAST_SECONDS:
+        raise UserError(f"{flag} {text} means {text} seconds; write {text}h, {text}m or {text}s")
     return seconds
 
 
@@ -81,7 +86,7 @@ class Interval:
 
 
 def parse_bytes(text: str, flag: str) -> int:
-    """`"8GiB"`, `"500 MB"`, `"1.5g"` or `"1000000"` in bytes.
+    """`"8GiB"`, `"500 MB"`, `"1.5g"` or `"1000000"` in bytes; below 1,000,000 only with a unit.
 
     Raises:
         UserError: names the flag and what it takes.
@@ -90,6 +95,8 @@ def parse_bytes(text: str, flag: str) -> int:
     found = float(match[1]) * _BYTES[match[2] or ""] if match else 0
     if not 0.5 < found <= 2**60:
         raise UserError(f"{flag} {text}: write a number of bytes above 0, at most 2^60, or 500MB, 8GB, 8GiB")
+    if match is not None and text.strip().isdecimal() and found < _LEAST_BYTES:
+        raise UserError(f"{flag} {text} means {text} bytes; write {text}GB, {text}MB or {text}B")
     return round(found)
 
 

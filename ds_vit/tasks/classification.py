@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -26,11 +27,17 @@ class Classification(ChainTask):
 
     name = "classification"
     flags = names_of_task("classification")
-    figures = (
+    figures: tuple[Figure, ...] = (
         Figure("top1", "top-1", "%"),
         Figure("top5", "top-5", "%"),
         Figure("loss", "loss", digits=5, higher_is_better=False, summed_up=False),
     )
+
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
+        if self.num_classes <= 5:  # every one is among the first five
+            label = f"top-5 of {self.num_classes}"
+            self.figures = tuple(replace(each, label=label) if each.name == "top5" else each for each in self.figures)
 
     def identity(self) -> dict[str, Any]:
         """As `Task.identity`: nothing, for its flags are those of distillation."""

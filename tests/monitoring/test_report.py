@@ -89,6 +89,7 @@ def test_what_tells_nothing_is_left_out(evil):
     record = replace(Record.read(evil), rows={"eval": [{"step": 1, "top1": 50.0, "top5": 100.0}]})
     assert record.metrics() == ["top1"]
     assert replace(record, classes=list("abcdef")).metrics() == ["top1", "top5"]
+    assert replace(record, config={"num_classes": 10}).metrics() == ["top1", "top5"], "of ten outputs for three classes"
     assert table("t", ("launch", "device", "ranks"), [("1", "-", "2"), ("2", "", "-")])["header"] == ["launch", "ranks"]
     assert table("t", ("", "run"), [("steps", "-")])["header"] == ["", "run"]
 

@@ -230,10 +230,8 @@ def test_templates_and_names(tmp_path):
 
 def test_the_first_prompts_are_shown(folder):
     # Catches: nobody sees that classes are named by numbers.
-    run = resolved(command(folder))
-    assert '--zeroshot: the first of 30 prompts are "a photo of the digit 0.", "0", "the number 0, drawn by hand"' in (
-        run.notes
-    )
+    first = '"a photo of the digit 0.", "0", "the number 0, drawn by hand"'
+    assert f"--zeroshot: the first of 30 prompts for 10 classes are {first}" in resolved(command(folder)).notes
 
 
 def test_a_folder_of_class_folders(tmp_path):

@@ -234,9 +234,12 @@ def test_refused_in_one_line(capsys, tmp_path, words, message):
 
 def test_amounts_of_memory():
     # Catches: GiB taken for GB.
-    assert [parse_bytes(text, "--memory") for text in ("8GiB", "500 MB", "1.5g", "12345", "2Ki")] == [
-        *(8 * 2**30, 500_000_000, 1_500_000_000, 12345, 2048)
+    assert [parse_bytes(text, "--memory") for text in ("8GiB", "500 MB", "1.5g", "1000000", "2Ki", "4B")] == [
+        *(8 * 2**30, 500_000_000, 1_500_000_000, 1_000_000, 2048, 4)
     ]
+    for text in ("4", "999999"):
+        with pytest.raises(UserError, match=f"--memory {text} means {text} bytes; write {text}GB, {text}MB or {text}B"):
+            parse_bytes(text, "--memory")
     for text in ("", "0", "8 apples", "-1GB", "GB"):
         with pytest.raises(UserError, match="write a number of bytes above 0"):
             parse_bytes(text, "--memory")

@@ -121,7 +121,9 @@ def test_intervals_and_seconds():
     }
     assert {text: Interval.parse(text, "--x") for text in wanted} == wanted
     assert [text for text, interval in wanted.items() if not interval] == ["0"]
-    assert [parse_seconds(text, "--x") for text in ("90", "90s", "2m", "2h", "1d")] == [90, 90, 120, 7200, 86400]
+    assert [parse_seconds(text, "--x") for text in ("90", "24s", "2m", "2h", "1d")] == [90, 24, 120, 7200, 86400]
+    with pytest.raises(UserError, match="--time-limit 24 means 24 seconds; write 24h, 24m or 24s"):
+        parse_seconds("24", "--time-limit")
 
 
 def test_the_folder_of_the_same_run(tmp_path):

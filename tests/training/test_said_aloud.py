@@ -71,6 +71,31 @@ def test_skipped_images(ranks, tmp_path, folder):
     assert "3 could not be decoded and were replaced (1 file: skipped_images.jsonl)" in out
 
 
+def test_counts_beyond_what_is_there(folder, capsys):
+    # Catches: outputs that no image is of, top-5 of three classes, a step or an epoch that the run does not reach.
+    argv = words("--data-dir", folder, "-b", 1, "--epochs", 2, "--mixup", 0.8)
+    classes = sum(path.is_dir() for path in (folder / "train").iterdir())
+    run = resolved(argv, world=2)
+    epoch, steps = run.data.order.steps_per_epoch, 2 * run.data.order.steps_per_epoch
+    more = ("--max-steps", steps + 1, "--check-replicas", steps + 1, "--mixup-off-epoch", 2, "--num-classes", 5)
+    length = f"is not reached: the run has {steps} steps, 2 epochs"
+    assert set(resolved([*argv, *more], world=2).notes) - set(run.notes) == {
+        f"--num-classes 5: the data has {classes} classes, and no image is of the other outputs",
+        f"--max-steps {steps + 1} {length}",
+        f"--check-replicas {steps + 1} {length}",
+        f"--mixup-off-epoch 2 {length}",
+    }
+    within = ("--max-steps", steps, "--check-replicas", steps, "--mixup-off-epoch", 1, "--num-classes", classes)
+    assert epoch > 1
+    assert resolved([*argv, *within], world=2).notes == run.notes
+    argv += ["-b", "2"]  # on one rank
+    line = refusal(capsys, [*argv, "--num-classes", classes - 1])
+    assert f"--num-classes {classes - 1} is smaller than the {classes} classes of the data" in line
+    for number, label in ((classes, f"top-5 of {classes}"), (5, "top-5 of 5"), (6, "top-5")):
+        figures = resolved([*argv, "--num-classes", number]).model.task.figures
+        assert [(figure.name, figure.label) for figure in figures[:2]] == [("top1", "top-1"), ("top5", label)]
+
+
 def test_a_class_of_which_nothing_is_readable(tmp_path, folder, capsys):
     # Catches: a class that is replaced by others without a word, all of its images read though the first is sound.
     argv = words("--data-dir", folder, "--on-bad-image", "skip")

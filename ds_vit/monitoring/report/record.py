@@ -130,7 +130,7 @@ class Record:
     def is_trivial(self, metric: str) -> bool:
         """Whether every model has 100 %: top-5 among at most five classes; `metric` may be a key of summary.json."""
         name = metric.removeprefix("best_").removeprefix("last_").removesuffix("_ema")
-        return name == "top5" and 0 < len(self.classes) <= 5
+        return name == "top5" and 0 < (self.config.get("num_classes") or len(self.classes)) <= 5
 
     @property
     def outcome(self) -> Row:

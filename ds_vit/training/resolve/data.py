@@ -100,7 +100,8 @@ def resolve_data(
     origins, zero_shot = _batch_origins(config, deepspeed, batch), _zero_shot(config)
     if zero_shot is not None:
         first = ", ".join(f'"{prompt}"' for prompt in zero_shot.prompts[:_SHOWN_PROMPTS])
-        notes.append(f"--zeroshot: the first of {len(zero_shot.prompts):,} prompts are {first}")
+        of_classes = f"{len(zero_shot.prompts):,} prompts for {zero_shot.source.num_classes:,} classes"
+        notes.append(f"--zeroshot: the first of {of_classes} are {first}")
     return DataConfig(train, val, batch, order, zero_shot, origins, tuple(notes))
 
 

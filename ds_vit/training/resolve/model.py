@@ -123,6 +123,9 @@ def resolve_model(
     classes = data.train_source.class_names if task_type.has_classes else ()
     initial, notes = (None, []) if resumes else _initial_weights(config, whole, classes)
     fixed, of_teacher = open_teacher(config, whole, classes) if spec.teacher else ({}, [])
+    if 0 < data.train_source.num_classes < num_classes:
+        there = f"the data has {data.train_source.num_classes} classes"
+        notes.append(f"--num-classes {num_classes}: {there}, and no image is of the other outputs")
     notes += [*of_teacher, *_unseen_pixels(whole)]
     if config.tp > 1:
         for name in tower_names(whole):

@@ -113,6 +113,7 @@ def resolve_optimizer(
     notes += check_weight_decay(cls, decay, path)
     per_epoch = data.order.steps_per_epoch
     total_steps, scheduled_steps = _count_steps(config, per_epoch)
+    notes += _unreached(config, per_epoch, total_steps)
     horizon = Horizon(scheduled_steps, per_epoch, decay or 0.0)
     factors = _rate_factors(config, cls, arguments, model, horizon)
     schedule, scheduler = None, {}
@@ -250,6 +251,21 @@ def _count_steps(config: RunConfig, steps_per_epoch: int) -> tuple[int, int]:
     if parse_steps(config.profile_steps, "--profile-steps").stop > run + 1:
         raise UserError(f"--profile-steps {config.profile_steps}: the run has {run} steps")
     return run, horizon
+
+
+def _unreached(config: RunConfig, steps_per_epoch: int, run: int) -> list[str]:
+    """Lines about counts of steps and epochs that the run ends before."""
+    counted = {"max_steps": 1, "check_replicas": 1, "mixup_off_epoch": steps_per_epoch}
+    if config.task == "dino":
+        counted["freeze_last_layer_epochs"] = steps_per_epoch
+    given = {name: getattr(config, name) or 0 for name in counted}
+    length = f"the run has {run:,} steps, {run / steps_per_epoch:.3g} epochs"
+    return [
+        f"{flags.spelling(name)} {given[name]} is not reached: {length}"
+        for name, steps in counted.items()
+        # What acts after an epoch needs a step of the next one.
+        if given[name] and given[name] * steps + ("epoch" in name) > run
+    ]
 
 
 def _check_one_schedule(config: RunConfig, explicit: frozenset[str], block: Mapping[str, Any], path: str) -> None:
