@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import io
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +28,6 @@ from ds_vit.engine.patches.zero import (
     limit_prefetch,
     match_norm_collectives,
 )
-from ds_vit.engine.start import WarningsOnly
 from ds_vit.engine.step_guard import StepGuard, StepResult
 from ds_vit.models import SequentialViT, Towers, timm_names
 from ds_vit.models.resolution import set_image_size
@@ -127,8 +124,7 @@ class Engine(ABC):
         self._whole_outputs = whole_outputs
         self._clip = float(own["gradient_clipping"])
         own_sums = optimizer is not None and takes_gradients(own)
-        # DeepSpeed has a second wrapper of ZeRO-1 for bf16 weights whose gradients are summed in fp32, which we do.
-        if own_sums:
+        if own_sums:  # for another type than the model's, DeepSpeed has other wrappers, and another copy of gradients
             own.get("data_types", {}).pop("grad_accum_dtype", None)
         if self.stage == 0:
             # Without ZeRO DeepSpeed throws the norm away, and in a pipeline clips by a wrong one; see _clip_gradients.
@@ -144,19 +140,14 @@ class Engine(ABC):
         arguments = {"model": model, "optimizer": optimizer, "config": own, "dist_init_required": False}
         if groups.layout.pp == 1:  # a pipeline brings its grid
             arguments["mpu"] = groups.grid
-        # BF16_Optimizer prints its memory line by line, past every log level.
-        quiet = any(isinstance(f, WarningsOnly) for f in logging.getLogger("DeepSpeed").filters)
         import_muon_uncompiled()
         self.on_close = contextlib.ExitStack()
-        with contextlib.redirect_stdout(io.StringIO()) if quiet else contextlib.nullcontext():
-            self.engine, *_ = deepspeed.initialize(**arguments)
+        self.engine, *_ = deepspeed.initialize(**arguments)
         if self.stage == 3:
             self.on_close.enter_context(cached_numa_cores())
             gather_whole_blocks(self.engine.optimizer, blocks_of(self.engine.module))
             limit_prefetch(self.engine.optimizer)
-        self.flat: FlatGradient | None = None
-        if own_sums:
-            self.flat = FlatGradient(self.engine, groups, config)
+        self.flat = FlatGradient(self.engine, groups, config) if own_sums else None
         if optimizer is not None:
             self._adapt_the_optimizer()
             if write_initial is not None:

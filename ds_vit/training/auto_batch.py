@@ -271,8 +271,9 @@ class TrialStep(contextlib.AbstractContextManager["TrialStep"]):
     def _bytes_of_zero(self) -> int:
         """What ZeRO holds in addition to the states while activations are at their peak."""
         states = self.stage.states(accumulated=True)  # of which there is the more to hold
-        # At stage 2 the partition that a second micro-batch is reduced into, next to the sum so far.
-        return states.buckets + states.gathered + (states.gradients if self.stage.rules.stage == 2 else 0)
+        rules = self.stage.rules
+        # At stage 2 with offload the partition that a second micro-batch is reduced into, next to the sum so far.
+        return states.buckets + states.gathered + (states.gradients if rules.stage == 2 and not rules.flat else 0)
 
     def _build(self, on_meta: list[Layer], start: int) -> list[Layer]:
         """The stage's layers on the device; those of blocks that are alike are one and the same."""
