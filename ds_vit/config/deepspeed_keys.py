@@ -201,6 +201,7 @@ def _is_missing(package: str) -> Callable[[Any], bool]:
 
 
 _QUANTIZED = "rounds values in transit, which changes the loss curve, and needs a CUDA build; delete it"
+_SECONDARY = "keeps a second copy of the weights near a rank, and ds_vit gathers them by layer; delete it"
 _LEAVES = "frees the weights of a ViT's layers before the backward pass; it is for mixtures of experts: delete it"
 # A compiler changes none of these reasons; tests/engine/test_offload_canaries.py shows them.
 _CPU_ADAM = "works only with DeepSpeed's CPU Adam, and here torch's fused optimizer steps on the CPU; delete it"
@@ -255,6 +256,7 @@ REJECTIONS = (
     Rejection(".zero_quantized_weights", bool, _QUANTIZED, (3,)),
     Rejection(".zero_quantized_nontrainable_weights", bool, _QUANTIZED, (3,)),
     Rejection(".zero_quantized_gradients", bool, _QUANTIZED, (3,)),
+    Rejection(".zero_hpz_partition_size", _not_one, _SECONDARY, (3,)),
     Rejection(".leaf_module", bool, _LEAVES, (3,)),
     Rejection(".stage3_module_granularity_threshold", bool, _LEAVES, (3,)),
     Rejection("fp16.fp16_master_weights_and_grads", bool, f'{_CPU_ADAM}, or use "{_MASTERS}" and "{_STATES}"'),
@@ -294,7 +296,9 @@ _IDLE_NAMES = """
     zero_optimization.pipeline_loading_checkpoint zero_optimization.stage3_gather_16bit_weights_on_model_save
     zero_optimization.gather_16bit_weights_on_model_save zero_optimization.stage3_gather_fp16_weights_on_model_save
     zero_optimization.allgather_partitions zero_optimization.cpu_offload_use_pin_memory
-    zero_optimization.save_muon_momentum_buffer_in_memory
+    zero_optimization.save_muon_momentum_buffer_in_memory zero_optimization.memory_efficient_linear
+    zero_optimization.stage3_max_reuse_distance zero_optimization.stage3_use_all_reduce_for_fetch_params
+    zero_optimization.log_trace_cache_warnings
 """
 # These have an effect in tensor-parallel models of DeepSpeed only; false is what holds anyway.
 _IDLE_IF_SET = """
@@ -302,20 +306,22 @@ _IDLE_IF_SET = """
 """
 _IN_STAGE_3 = """
     stage3_prefetch_bucket_size stage3_param_persistence_threshold stage3_model_persistence_threshold
-    stage3_max_live_parameters stage3_max_reuse_distance stage3_module_granularity_threshold
-    stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential sub_group_size zero_hpz_partition_size
-    zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients memory_efficient_linear
-    override_module_apply log_trace_cache_warnings enable_sanity_checks leaf_module
+    stage3_max_live_parameters stage3_module_granularity_threshold
+    stage3_allgather_sequential sub_group_size zero_hpz_partition_size
+    zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients
+    override_module_apply enable_sanity_checks leaf_module
 """
-# runtime/engine.py passes these to the optimizer of stages 1 and 2 only.
-_IN_STAGES_1_AND_2 = (
-    "use_multi_rank_bucket_allreduce allgather_bucket_size ignore_unused_parameters parameter_alignment"
-)
-_IN_EVERY_STAGE = "stage offload_param offload_optimizer reduce_bucket_size"
+# runtime/engine.py passes the first four to the optimizer of stages 1 and 2 only; engine/zero3.py has no buckets.
+_IN_STAGES_1_AND_2 = """
+    use_multi_rank_bucket_allreduce allgather_bucket_size ignore_unused_parameters parameter_alignment
+    contiguous_gradients
+"""
+_IN_EVERY_STAGE = "stage offload_param offload_optimizer"
 STAGES_OF: Mapping[str, tuple[int, ...]] = {
     **dict.fromkeys(_IN_STAGE_3.split(), (3,)),
     **dict.fromkeys(_IN_STAGES_1_AND_2.split(), (1, 2)),
     **dict.fromkeys(_IN_EVERY_STAGE.split(), (0, 1, 2, 3)),
+    "reduce_bucket_size": (0, 1, 2),
 }
 """The ZeRO stages at which a key of `zero_optimization` has an effect; the others have one at stages 1 to 3."""
 # How DeepSpeed sums gradients and checks them: at ZeRO-3 and with offload of the optimizer only.

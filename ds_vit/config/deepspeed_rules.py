@@ -94,22 +94,6 @@ def check_pipeline(data: Mapping[str, Any], path: str, pp: int) -> None:
             raise UserError(f'{path}: "{key}" crashes DeepSpeed 0.19.8 with --pp {pp}; delete it')
 
 
-def check_secondary_partition(data: Mapping[str, Any], path: str, *, dp: int, tp: int) -> None:
-    """Reject a `zero_hpz_partition_size` that does not divide the data-parallel ranks.
-
-    DeepSpeed forms its groups of consecutive ranks of the world.
-    """
-    size = value_of(data, "zero_optimization.zero_hpz_partition_size") or 1
-    if zero_stage(data) != 3 or size <= 1:
-        return
-    key = f"zero_optimization.zero_hpz_partition_size {size}"
-    if tp > 1:
-        raise UserError(f"{path}: {key} does not work with --tp {tp}; delete the key, or use --tp 1")
-    if dp % min(size, dp):
-        fits = ", ".join(str(n) for n in range(2, dp + 1) if dp % n == 0)
-        raise UserError(f"{path}: {key} does not divide the {dp} data-parallel ranks; it may be {fits}")
-
-
 def check_grad_norm(data: Mapping[str, Any], path: str, *, clip: float) -> None:
     """Reject `compute_grad_norm` false where clipping needs the norm."""
     if value_of(data, "zero_optimization.compute_grad_norm") is not False:

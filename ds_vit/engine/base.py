@@ -20,18 +20,16 @@ from torch import nn
 from ds_vit.config.deepspeed_keys import takes_gradients
 from ds_vit.device import has_fused_step
 from ds_vit.engine.flat_gradient import FlatGradient
-from ds_vit.engine.patches.process import cached_numa_cores, import_muon_uncompiled
+from ds_vit.engine.patches.process import import_muon_uncompiled
 from ds_vit.engine.patches.zero import (
-    gather_whole_blocks,
     grow_scale_after_step,
     hold_scheduler_on_skipped_steps,
-    limit_prefetch,
     match_norm_collectives,
 )
 from ds_vit.engine.step_guard import StepGuard, StepResult
+from ds_vit.engine.zero3 import ZeroUnits
 from ds_vit.models import SequentialViT, Towers, timm_names
 from ds_vit.models.resolution import set_image_size
-from ds_vit.models.sequential import blocks_of
 from ds_vit.optim.build import rules_of
 from ds_vit.optim.ema import TeacherAverage
 from ds_vit.optim.rate_factors import RateFactors
@@ -132,6 +130,8 @@ class Engine(ABC):
         if optimizer is not None and not rules_of(type(optimizer)).shown_to_deepspeed:
             own.pop("optimizer", None)
         own["zero_allow_untested_optimizer"] = True
+        if self.stage == 3:
+            own["zero_optimization"]["contiguous_gradients"] = False  # a bucket that nobody would use
         own["zero_force_ds_cpu_optimizer"] = False  # DeepSpeed's own CPU Adam needs a JIT build
         if "steps_per_print" not in own:
             own["steps_per_print"] = 2**63 - 1
@@ -143,10 +143,9 @@ class Engine(ABC):
         import_muon_uncompiled()
         self.on_close = contextlib.ExitStack()
         self.engine, *_ = deepspeed.initialize(**arguments)
-        if self.stage == 3:
-            self.on_close.enter_context(cached_numa_cores())
-            gather_whole_blocks(self.engine.optimizer, blocks_of(self.engine.module))
-            limit_prefetch(self.engine.optimizer)
+        self.units = ZeroUnits(self.engine, trains=optimizer is not None) if self.stage == 3 else None
+        if self.units is not None:
+            self.on_close.callback(self.units.close)
         self.flat = FlatGradient(self.engine, groups, config) if own_sums else None
         if optimizer is not None:
             self._adapt_the_optimizer()
@@ -188,13 +187,19 @@ class Engine(ABC):
             grow_scale_after_step(optimizer)
             flats = flat_groups(optimizer) if self.stage < 3 else ()
             self.zero_map = build_zero_map(self.engine, groups, names, self._task.is_fixed, flats)
+        sums = flat or self.units
+        judges = sums is not None and self._device_can_judge()
+        if self.units is not None:
+            self.units.count(self.zero_map)
+            if judges:
+                self.units.defer_norm_check(lambda: self.guard.device_judges)
         self.guard = StepGuard(
             self.zero_map,
             self._current_norm,
             self._current_loss,
             self.clipped_by,
             judged=self._norm_is_judged(),
-            square_norms=flat.square_norms if flat is not None and self._device_can_judge() else None,
+            square_norms=sums.square_norms if sums is not None and judges else None,
         )
         self._keep_bounds()
         if self.engine.lr_scheduler is not None:
@@ -394,7 +399,7 @@ class Engine(ABC):
         """Whether a step whose norm is not finite can be rejected without reading a number on the host.
 
         It can where the optimizer's kernel takes a flag for it, and nobody else has to know before the next step: no
-        loss scale, no scheduler of DeepSpeed's, no other pipeline stage. ZeRO-3 asks on its own.
+        loss scale, no scheduler of DeepSpeed's, no other pipeline stage.
         """
         engine, optimizer = self.engine, self.engine.optimizer
         return (
@@ -402,6 +407,7 @@ class Engine(ABC):
             and self.groups.layout.pp == 1
             and getattr(self.zero_map.base, "_step_supports_amp_scaling", False)
             and getattr(optimizer, "compute_grad_norm", True)
+            and not getattr(optimizer, "offload_optimizer", False)
             and not engine.fp16_enabled()
             and self._grad_scaler is None
             and engine.lr_scheduler is None

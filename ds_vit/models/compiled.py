@@ -115,7 +115,7 @@ def compile_block(layer: Layer, function: Compiled) -> None:
 
 @contextmanager
 def _own_linear() -> Iterator[None]:
-    """Restore torch's linear function, which DeepSpeed replaces at ZeRO-3 for the whole process.
+    """Restore torch's linear function, which DeepSpeed replaces at ZeRO-3 under autocast for the whole process.
 
     DeepSpeed's frees weights between forward and backward pass. A graph saves no copy of them, and cannot trace it.
     """

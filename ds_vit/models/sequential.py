@@ -187,11 +187,6 @@ def giving_features(module: nn.Module, wanted: bool = True) -> Iterator[None]:
         switch(False)
 
 
-def blocks_of(module: nn.Module) -> list[nn.Module]:
-    """timm's blocks inside a `SequentialViT`, a pipeline stage or a layer, in their order."""
-    return [layer.block for _, layer in _layers_of(module) if isinstance(layer, BlockLayer)]
-
-
 def timm_names(module: nn.Module) -> dict[str, str]:
     """From the names of `module.named_parameters()` to timm's, for a `SequentialViT`, a pipeline stage or a layer."""
     return {

@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import io
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,21 +104,3 @@ def _grid(layout: Layout) -> Any:
 
     with contextlib.redirect_stdout(io.StringIO()):  # it prints the topology
         return PipelineParallelGrid(topology=ProcessTopology(axes=list(AXES), dims=list(layout.dims)))
-
-
-def secondary_partition_group(config: Mapping[str, Any]) -> Any | None:
-    """The ranks around this one that keep a copy of ZeRO-3's weights between them (a collective); None for no copy.
-
-    `zero.Init` creates the groups of `zero_hpz_partition_size` again for every layer, and DeepSpeed 0.19.8 fails the
-    second time. They are created once for all layers, and for this run only: groups of an earlier run in this process
-    may be of a world that no longer exists.
-    """
-    zero = config.get("zero_optimization", {})
-    size = int(zero.get("zero_hpz_partition_size", 1))
-    if zero.get("stage", 0) != 3 or size <= 1:
-        return None
-    from deepspeed.utils import groups
-
-    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
-    groups._create_zero_param_parallel_group(size)
-    return groups._get_zero_param_intra_parallel_group()

@@ -213,21 +213,9 @@ class ZeroMap:
         if self.stage < 3:
             optimizer.update_lp_params()
             return
-        optimizer._partition_all_parameters()
         for sub_group in range(len(optimizer.fp16_groups)):
             optimizer._reassign_or_swap_out_partitioned_parameters(sub_group)
-        self._gather_persistent()
-
-    def _gather_persistent(self) -> None:
-        """Gather ZeRO-3's small parameters, which stay whole, from their shards (a collective)."""
-        optimizer = self._optimizer
-        optimizer._partition_all_parameters()
-        if optimizer.persistent_parameters:
-            optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
-        optimizer.invalidate_secondary_tensor()
-        # DeepSpeed keeps the nearer copy (zero_hpz_partition_size) of what is not trained for ever.
-        for shard in self.frozen:
-            shard.parameter.ds_secondary_tensor = None
+        optimizer._partition_all_parameters()  # what stays gathered between steps is old
 
     def twins(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], values: Sequence[torch.Tensor]) -> Twins:
         """Frozen parameters that hold other values of trained ones, in the model's type; a teacher's for example.
@@ -249,7 +237,7 @@ class ZeroMap:
                     number, offset, _ = position[self._optimizer.get_param_id(parameter)]
                     _, length = _zero3_share(parameter)
                     copies.append((_stored(twin).view(-1)[:length], values[number].narrow(0, offset, length)))
-            return Twins(copies, self._gather_persistent)
+            return Twins(copies, self._optimizer._partition_all_parameters)
         own_flats = [_laid_out_like(group, twins) for group in self._flats]
         self.frozen = [replace(shard, tensor=shard.parameter.detach().view(-1)) for shard in self.frozen]
         if self.stage == 0:

@@ -21,12 +21,6 @@ from ds_vit.planner.hardware import Accelerator, Link
 from ds_vit.planner.memory import DEFAULT_BUCKET, MemoryRules
 from ds_vit.planner.pipeline import seconds_of_step
 
-_ZERO3_SECONDS = 120e-6
-"""Time of the host for each parameter that ZeRO-3 gathers or frees, forward, backward and with its gradient.
-
-From ViTs that differ only in depth: 42 µs on one rank and 160 µs on two, cores of an AMD EPYC, DeepSpeed 0.19.8; the
-published rates of ViT-L/16 on two H200 come to 118 µs.
-"""
 _UPDATE_BYTES = 42
 """A parameter: gradient read for its norm, read and written to clip it; gradient, master, two moments read, all but the
 first written, weight written."""
@@ -125,11 +119,8 @@ def step_time(
         one = works[min(1, len(works) - 1)].given * batch.micro_batch / link.reached + link.latency_seconds
         sending = (2 if p == 2 else 4) * m * one
     of_rank = max(sum(work.parameters for work in part) for part in parts)
-    tensors = max(sum(work.tensors for work in part) for part in parts)
     of_gradient = rules.sent_as
-    data, overlapped = _traffic(of_rank, tensors, rules, m, machine.ring(rules.layout), of_gradient)
-    if stage == 3:
-        data += m * sum(3 * work.tensors * _ZERO3_SECONDS for work in works)
+    data, overlapped = _traffic(of_rank, len(works), rules, m, machine.ring(rules.layout), of_gradient)
     copied_per_second = machine.accelerator.copied_per_second
     behind = machine.accelerator.hidden_share * (slowest.once * 2 / 3) * m if _overlaps(rules) else 0.0
     return StepTime(
@@ -212,26 +203,20 @@ def _copied(rules: MemoryRules, m: int, of_gradient: int, parameters: int) -> fl
 
     Summing up reads two gradients and writes one. DeepSpeed's ZeRO copies a gradient five times on its way to its
     owner: into a bucket, out of it into a flat tensor, the mean, back, and into the owner's share (`stage_1_and_2.py`,
-    0.19.8; the last two on the owner only); flat gradients are copied once. ZeRO-3 gathers weights.
+    0.19.8; the last two on the owner only); flat gradients are copied once. ZeRO-3 copies into a buffer, and the
+    owner's share out of it; it gathers each weight for both passes (`engine/zero3.py`).
     """
     summed = 0 if m == 1 else 3 * of_gradient * m
     of_zero = 3 + 2 / rules.layout.dp
     brought = 1.0 if rules.flat else of_zero * (m if rules.stage > 1 else 1)
-    gathered = 2 * rules.of_type * m * _gathers(rules, parameters) if rules.stage == 3 else 0
+    if rules.stage == 3:
+        brought = (1 + 1 / rules.layout.dp) * m
+    gathered = 2 * rules.of_type * m * 2 if rules.stage == 3 else 0
     return summed + brought * 2 * of_gradient + gathered
 
 
-def _gathers(rules: MemoryRules, parameters: int) -> float:
-    """How often ZeRO-3 gathers a weight in a micro-batch: again for the backward pass where it was freed.
-
-    It keeps one that is used again within `stage3_max_reuse_distance`, and between a weight's two passes lie at most
-    all of them twice (`partitioned_param_coordinator.py`, 0.19.8). Counted on two ranks: once, where all may be kept.
-    """
-    return 1 + max(0.0, 1 - rules.live / (2 * parameters))
-
-
 def _traffic(
-    parameters: int, tensors: int, rules: MemoryRules, m: int, ring: Link, of_gradient: int
+    parameters: int, layers: int, rules: MemoryRules, m: int, ring: Link, of_gradient: int
 ) -> tuple[float, float]:
     """Seconds of traffic between the replicas in a step: (exposed, overlappable)."""
     n, zero = rules.layout.dp, rules.zero
@@ -242,15 +227,15 @@ def _traffic(
     bucket = (
         elements_of_bucket(rules.json, parameters) if rules.flat else zero.get("reduce_bucket_size", DEFAULT_BUCKET)
     )
-    pieces = math.ceil(parameters / bucket) if bucket != "auto" else 1
+    pieces = math.ceil(parameters / bucket) if rules.stage < 3 and bucket != "auto" else 1
     summed = 2 * (around * of_gradient + (n - 1) * ring.latency_seconds * pieces)
     scattered = around * of_gradient / ring.scatter_share + (n - 1) * ring.scatter_latency_seconds * pieces
     wait = (n - 1) * ring.gather_latency_seconds
     if rules.stage == 0:
         return 0.0, summed
-    if rules.stage == 3:  # weight and bias of a module together
-        together = gathered + wait * tensors / 2
-        return 0.0, m * (together * _gathers(rules, parameters) + scattered)
+    if rules.stage == 3:  # all weights of a layer together, for both passes
+        waits = (n - 1) * ring.scatter_latency_seconds * (layers - 1)
+        return 0.0, m * (2 * (gathered + wait * layers) + scattered + waits)
     # Stage 1 sums whole gradients, stage 2 those of each micro-batch, each part to its owner; with offload both by
     # default whole buckets on all ranks. Both gather the weights after the update.
     to_all = zero.get("use_multi_rank_bucket_allreduce", True) or not zero.get("reduce_scatter", True)

@@ -272,7 +272,6 @@ class LayerWork:
         forward: pass.
         backward: pass, without running the layer again.
         given: bytes of the tokens that it outputs, of an image.
-        tensors: number of its parameter tensors.
         parameters: their elements.
         regions: number of tensor-parallel parts, after each of which the tokens are summed over the group.
         is_block: whether it can be recomputed.
@@ -281,7 +280,6 @@ class LayerWork:
     forward: Pass
     backward: Pass
     given: int
-    tensors: int
     parameters: int
     regions: int
     is_block: bool
@@ -304,13 +302,12 @@ def work_of_layers(model: TimmViT, layers: Sequence[Layer], dtype: torch.dtype) 
             outputs = layer(inputs)
         with _Counter() as backward:
             outputs = _run_backward(layer, outputs)
-        sizes, is_block = [parameter.numel() for parameter in layer.parameters()], isinstance(layer, BlockLayer)
+        is_block = isinstance(layer, BlockLayer)
         work = LayerWork(
             forward.counted().times(layer.images_per_sample[0]),
             backward.counted().times(layer.images_per_sample[0]),
             given=outputs[0].numel() * outputs[0].element_size() // _IMAGES,
-            tensors=len(sizes),
-            parameters=sum(sizes),
+            parameters=sum(parameter.numel() for parameter in layer.parameters()),
             regions=sum(isinstance(module, Entered) for module in layer.modules()) if is_block else 0,
             is_block=is_block,
         )

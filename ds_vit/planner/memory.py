@@ -35,9 +35,7 @@ from ds_vit.planner.counting import Kept, Temporary, kept_by_layers, temporary_m
 _AUTOCAST_OF_FP32 = 36 / 64
 DEFAULT_BUCKET = 500_000_000  # elements; DeepSpeed's reduce_bucket_size
 _ALIGNMENT = 8
-_DEFAULT_LIVE = 1e9  # elements; stage3_max_live_parameters and stage3_max_reuse_distance
 _DEFAULT_PERSISTENT = 1e5  # elements; stage3_param_persistence_threshold
-_DEFAULT_PREFETCH = 5e7  # elements; stage3_prefetch_bucket_size
 
 
 def layers_of_rank(
@@ -165,9 +163,9 @@ class RankMemory:
         average: of the weights, with --model-ema or a teacher.
         activations: that wait for the backward pass at the fullest moment.
         buckets: in which ZeRO collects gradients.
-        gathered: weights that ZeRO-3 has gathered at a time; those that autocast has cast.
-        going_back: activations, temporary memory and the gradients so far, at the fullest moment of the backward pass
-            or of a teacher's forward pass, with what that has gathered beyond `gathered`.
+        gathered: weights that autocast has cast.
+        going_back: activations, temporary memory, the gradients so far and the weights that ZeRO-3 has gathered, at the
+            fullest moment of the backward pass or of a teacher's forward pass.
         updating: gradients and copies of them while the optimizer steps.
     """
 
@@ -223,9 +221,7 @@ class MemoryRules:
         flat: gradients are written into flat memory bucket by bucket (engine/flat_gradient.py).
         sent_as: bytes of a gradient while the ranks sum it.
         bucket: bytes in which DeepSpeed collects gradients where they are not flat.
-        live: parameters that ZeRO-3 may have gathered at a time.
-        persists: largest parameter that ZeRO-3 keeps gathered all the time.
-        prefetch: parameters that ZeRO-3 gathers ahead of use.
+        persists: largest layer that ZeRO-3 keeps gathered until the step.
         whole_matrices: the optimizer gathers matrices that ZeRO has partitioned (Muon).
         in_host: the fields of `RankMemory` that offload keeps in host memory.
     """
@@ -249,18 +245,16 @@ class MemoryRules:
         stage = self.stage = int(zero.get("stage", 0))
         self.autocast = "autocast" in precision.name
         self.of_type, in_fp32 = 4 if precision.compute == "float32" else 2, sums_in_fp32(json)
-        self.of_gradient = 4 if in_fp32 else self.of_type
         self.of_master = 2 if (json.get("bf16") or {}).get("bf16_master_weights_and_grads") else 4
+        names_type = (json.get("data_types") or {}).get("grad_accum_dtype") is not None or self.of_master < 4
+        self.of_gradient = 4 if in_fp32 or (stage == 3 and not names_type) else self.of_type
         self.flat = takes_gradients(json)
         self.sent_as = {None: self.of_type, "fp32": 4}.get(json.get("communication_data_type"), 2)
         bucket = 0 if self.flat else int(zero.get("reduce_bucket_size", DEFAULT_BUCKET))
         bucket *= self.of_gradient if stage == 1 else self.of_type
-        bucket *= 2 if zero.get("overlap_comm") and stage < 3 else 1
-        self.bucket = bucket * (2 if self.autocast and stage in (1, 3) else 1)  # one for each type that it knows
-        live = (zero.get(f"stage3_max_{what}", _DEFAULT_LIVE) for what in ("live_parameters", "reuse_distance"))
-        self.live = int(max(map(float, live)))
+        bucket *= 2 if zero.get("overlap_comm") else 1
+        self.bucket = bucket * (2 if self.autocast and stage == 1 else 1)  # one for each type that it knows
         self.persists = int(float(zero.get("stage3_param_persistence_threshold", _DEFAULT_PERSISTENT)))
-        self.prefetch = int(float(zero.get("stage3_prefetch_bucket_size", _DEFAULT_PREFETCH)))
         self.whole_matrices = optimizer is not None and issubclass(optimizer, Muon)
         in_host = {"optimizer": ("masters", "optimizer"), "param": ("weights",)}
         offloaded = [key for key in in_host if (zero.get(f"offload_{key}") or {}).get("device") == "cpu"]
@@ -275,6 +269,7 @@ class _Run(NamedTuple):
         again: additional bytes of an image, of what is recomputed.
         back: of its layers.
         trained: parameters.
+        sizes: parameters of each layer.
         forward_only: nothing goes back through them, and nothing waits while they run.
     """
 
@@ -282,7 +277,13 @@ class _Run(NamedTuple):
     again: float
     back: Sequence[Temporary]
     trained: int
+    sizes: tuple[int, ...]
     forward_only: bool
+
+    @property
+    def parameters(self) -> int:
+        """All of them."""
+        return sum(self.sizes)
 
 
 @dataclass(frozen=True)
@@ -310,7 +311,14 @@ class StageMemory:
             together = list(found)
             if not are_recomputed:
                 runs += [
-                    _Run(of_saved * one.kept.bytes, 0.0, (one.back,), one.trained, one.runs_forward_only)
+                    _Run(
+                        of_saved * one.kept.bytes,
+                        0.0,
+                        (one.back,),
+                        one.trained,
+                        (one.parameters,),
+                        one.runs_forward_only,
+                    )
                     for one in together
                 ]
                 continue
@@ -327,7 +335,8 @@ class StageMemory:
                         again -= of_dear * first.dear_saved
                 backs = list(dict.fromkeys(layer.back for layer in group))
                 forward_only = all(layer.runs_forward_only for layer in group)
-                runs.append(_Run(waiting, again, backs, sum(layer.trained for layer in group), forward_only))
+                trained, sizes = sum(layer.trained for layer in group), tuple(layer.parameters for layer in group)
+                runs.append(_Run(waiting, again, backs, trained, sizes, forward_only))
         return runs
 
     @cached_property
@@ -352,8 +361,6 @@ class StageMemory:
         if rules.whole_matrices:  # matrices, their updates, and both again while they travel between ranks
             copies += 4 * (3 if dp > 1 else 2) * trained // dp
         gathered = 2 * trained if rules.autocast and stage < 3 else 0  # what autocast has cast for this step
-        if stage == 3 and dp > 1:
-            gathered = rules.of_type * self._gathered[0]
         copies += round(rules.of_master * rules.rates * trained / share)
         return RankMemory(
             parameters=number,
@@ -363,10 +370,19 @@ class StageMemory:
             optimizer=rules.of_master * sum(layer.states for layer in self.layers) // share,
             average=4 * trained // share if rules.average else 0,
             activations=0,
-            buckets=self._buffers(accumulated) if rules.flat else rules.bucket if trained else 0,
+            buckets=self._buffers(accumulated) if rules.flat or stage == 3 else rules.bucket if trained else 0,
             gathered=gathered if trained else 0,
             updating=gradients + copies,
         )
+
+    def _of_units(self, accumulated: bool) -> int:
+        """The buffers through which ZeRO-3 gathers weights and reduces gradients, a layer at a time."""
+        rules, dp = self.rules, self.rules.layout.dp
+        largest = max((layer.trained for layer in self.layers), default=0)
+        if dp == 1:
+            return 4 * largest if accumulated else 0
+        landing = rules.of_type * max((layer.parameters for layer in self.layers), default=0)
+        return landing + rules.sent_as * (largest + largest // dp)
 
     @cached_property
     def _bucket(self) -> int:
@@ -378,28 +394,20 @@ class StageMemory:
     def _buffers(self, accumulated: bool) -> int:
         """Bytes next to the flat gradients: of what is sent in another type or for others, and of what is added."""
         rules = self.rules
+        if rules.stage == 3:
+            return self._of_units(accumulated)
         shared = rules.stage == 2 and rules.layout.dp > 1
         sends = rules.layout.dp > 1 and (shared or rules.sent_as != rules.of_gradient)
         adds = accumulated and not shared
         return self._bucket * ((2 * rules.sent_as if sends else 0) + (rules.of_type if adds else 0))
 
     @cached_property
-    def _gathered(self) -> tuple[int, int]:
-        """Elements that ZeRO-3 has gathered at a time: in passes of what is trained, in a teacher's forward pass."""
-        rules = self.rules
-        again = [layer.parameters for layer in self.layers if not layer.runs_forward_only]
-        taught = [layer.sizes for layer in self.layers if layer.runs_forward_only]
-        # A teacher's are released after its forward pass, except what stays gathered all the time.
-        stays = sum(size for sizes in taught for size in sizes if size <= rules.persists)
-        # A layer's weights are gathered while those of the ones before are still held.
-        of_trained = min(sum(again), rules.live) + max(again, default=0) + stays
-        every = [size for layer in self.layers for size in layer.sizes]
-        own = max((sum(size for size in sizes if size > rules.persists) for sizes in taught), default=0)
-        apart = sum(size for size in every if size > rules.persists)
-        ahead = min(rules.prefetch + max(every, default=0), apart - own) if rules.prefetch else 0
-        # What is gathered together comes in one buffer, which is freed when the last layer in it has run.
-        buffers = 2 * ahead if ahead >= own else max(ahead, own - ahead)
-        return of_trained, sum(every) - apart + own + buffers
+    def _stays(self) -> int:
+        """Elements of the layers that ZeRO-3 keeps gathered until the step."""
+        return sum(self._kept(layer.parameters) for layer in self.layers)
+
+    def _kept(self, elements: int) -> int:
+        return elements if self.rules.stage == 3 and self.rules.layout.dp > 1 and elements <= self.rules.persists else 0
 
     def of(self, batch: BatchSizes) -> RankMemory:
         """With this micro-batch and accumulation."""
@@ -433,7 +441,7 @@ class StageMemory:
         held = rules.flat or rules.stage == 3 or batch.accumulation > under_way
         waiting, done = self.waiting, 0
         fullest = rules.of_gradient * (share if held else 0) + batch.micro_batch * waiting * under_way
-        fullest += rules.loss(batch.micro_batch)
+        fullest += rules.loss(batch.micro_batch) + rules.of_type * self._stays
         width = _AUTOCAST_OF_FP32 if rules.autocast else 1.0  # over what layers make in the types that they have
         made_by = functools.cache(lambda back: back.of(batch.micro_batch) * width)  # blocks that are alike share one
         for run in reversed(self._runs):
@@ -444,9 +452,8 @@ class StageMemory:
                 so_far += rules.of_gradient * min(done, share)
             made = max(map(made_by, run.back))
             images = self.waiting * (under_way - 1) + run.again + (0 if run.forward_only else waiting)
-            if run.forward_only and rules.stage == 3 and rules.layout.dp > 1:
-                of_trained, of_teacher = self._gathered
-                made += rules.of_type * (of_teacher - of_trained)
+            if rules.stage == 3 and rules.layout.dp > 1:
+                made += rules.of_type * (self._stays + run.parameters - sum(map(self._kept, run.sizes)))
             fullest = max(fullest, so_far + made + batch.micro_batch * images)
             waiting -= run.waiting
             done += run.trained

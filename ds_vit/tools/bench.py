@@ -33,7 +33,7 @@ from ds_vit.monitoring.throughput import peak_tflops
 from ds_vit.planner.counting import count_flops
 from ds_vit.tasks import Horizon, find_task
 from ds_vit.tools.counting import StepCounts, count_step
-from ds_vit.tools.peers import check_comparable, check_peer, default_peer, own_linear, peer_step
+from ds_vit.tools.peers import check_comparable, check_peer, default_peer, peer_step
 from ds_vit.training.program import process_group
 
 if TYPE_CHECKING:
@@ -303,9 +303,8 @@ def make_ours(config: EngineConfig, device: torch.device, stack: contextlib.Exit
 
     def step() -> None:
         begin_step()
-        with own_linear() if engine.stage < 3 else contextlib.nullcontext():
-            micro_batches = itertools.islice(batches, engine.accumulation)
-            before.append(engine.train_step(micro_batches, lambda: before and before.pop().verdict()))
+        micro_batches = itertools.islice(batches, engine.accumulation)
+        before.append(engine.train_step(micro_batches, lambda: before and before.pop().verdict()))
 
     return step
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -69,14 +68,6 @@ def check_peer(name: str, world_size: int) -> None:
         raise UserError(f"--against {name}: there is no such peer; choose among {', '.join(PEERS)}")
     if world_size > 1 and name in ("timm", "timm-compiled"):
         raise UserError(f"--against {name} is one process, and the launcher started {world_size}; use ddp or fsdp2")
-
-
-@contextlib.contextmanager
-def own_linear() -> Iterator[None]:
-    """torch's linear map, for the whole block: at stage 3 DeepSpeed puts one of its own, two operations for one, in
-    place of the whole process's."""
-    with mock.patch.object(nn.functional, "linear", torch._C._nn.linear):
-        yield
 
 
 def check_comparable(engine: EngineConfig, peers: Sequence[str]) -> None:
@@ -153,12 +144,11 @@ def _classification_step(name: str, engine: EngineConfig, batch: Batch) -> Calla
     autocast = half and name != "fsdp2"
 
     def step() -> None:
-        with own_linear():
-            with torch.autocast(images.device.type, torch.bfloat16, enabled=autocast):
-                logits = peer(images)
-            loss = nn.functional.cross_entropy(logits.float(), targets, label_smoothing=config.smoothing)
-            timms.zero_grad()
-            loss.backward()
+        with torch.autocast(images.device.type, torch.bfloat16, enabled=autocast):
+            logits = peer(images)
+        loss = nn.functional.cross_entropy(logits.float(), targets, label_smoothing=config.smoothing)
+        timms.zero_grad()
+        loss.backward()
         if optimizer.clip:
             nn.utils.clip_grad_norm_(peer.parameters(), optimizer.clip)
         timms.step()
@@ -258,11 +248,10 @@ def _open_clip_step(engine: EngineConfig, batch: Batch) -> Callable[[], None]:
 
     def step() -> None:
         torchs.zero_grad()
-        with own_linear():
-            if pieces == 1:
-                backward(outputs(0))
-            else:
-                accumulate()
+        if pieces == 1:
+            backward(outputs(0))
+        else:
+            accumulate()
         if optimizer.clip:
             nn.utils.clip_grad_norm_(peer.parameters(), optimizer.clip)
         torchs.step()
@@ -323,18 +312,17 @@ def _lightly_step(engine: EngineConfig, batch: Batch) -> Callable[[], None]:
     samples, crops = len(batch["images"]), [batch[name] for name in ("images", "local_images") if name in batch]
 
     def step() -> None:
-        with own_linear():
-            with torch.autocast(device.type, torch.bfloat16, enabled=half):
-                with torch.no_grad():
-                    taught = teacher(crops[:1])
-                given = peer(crops)
-            value = loss(
-                list(taught.float().split(samples)),
-                list(given.float().split(samples)),
-                teacher_temp=config.teacher_temp,
-            )
-            torchs.zero_grad()
-            value.backward()
+        with torch.autocast(device.type, torch.bfloat16, enabled=half):
+            with torch.no_grad():
+                taught = teacher(crops[:1])
+            given = peer(crops)
+        value = loss(
+            list(taught.float().split(samples)),
+            list(given.float().split(samples)),
+            teacher_temp=config.teacher_temp,
+        )
+        torchs.zero_grad()
+        value.backward()
         if optimizer.clip:
             nn.utils.clip_grad_norm_(trained, optimizer.clip)
         torchs.step()

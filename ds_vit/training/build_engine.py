@@ -42,7 +42,7 @@ from ds_vit.models.checkpointing import recompute_from_host_memory
 from ds_vit.models.compiled import compile_block, compile_function, compiler_settings
 from ds_vit.models.kept_rows import wants_kept
 from ds_vit.optim.build import attach, build_optimizer, parameter_groups
-from ds_vit.parallel.groups import Groups, secondary_partition_group
+from ds_vit.parallel.groups import Groups
 from ds_vit.parallel.layout import Layout
 from ds_vit.parallel.tensor import cut_layer, gather_logits
 from ds_vit.tasks import MAIN_TOWER
@@ -98,6 +98,11 @@ class EngineConfig:
         return int(self.json.get("zero_optimization", {}).get("stage", 0))
 
     @property
+    def autocast(self) -> bool:
+        """Whether torch casts the operands of each operation."""
+        return "autocast" in self.precision.name
+
+    @property
     def text(self) -> str:
         """Degrees, ZeRO stage and precision, for a line or a table."""
         return f"{self.layout}, ZeRO-{self.zero_stage}, {self.precision.name}"
@@ -122,7 +127,7 @@ def build_engine(config: EngineConfig, device: torch.device, groups: Groups) -> 
             process_state.enter_context(tf32_products())
         if config.compile_mode:
             process_state.enter_context(compiler_settings())
-        if config.zero_stage == 3:
+        if config.zero_stage == 3 and config.autocast:
             process_state.enter_context(torch_linear_restored())
             process_state.enter_context(plain_linear_at_zero3())
         engine = _build_engine(config, device, groups)
@@ -304,11 +309,8 @@ def _compute_kept(layer: Layer, config: EngineConfig) -> None:
 
 def _partition(config: EngineConfig, groups: Groups) -> Converter:
     """ZeRO-3's share of each parameter."""
-    secondary = secondary_partition_group(config.json)
+    zero = {**config.json["zero_optimization"], "memory_efficient_linear": config.autocast}
+    json = {**config.json, "zero_optimization": zero}
     return lambda layer: deepspeed.zero.Init(
-        module=layer,
-        config_dict_or_path=dict(config.json),
-        data_parallel_group=groups.dp,
-        mpu=groups.grid,
-        zero_param_parallel_group=secondary,
+        module=layer, config_dict_or_path=json, data_parallel_group=groups.dp, mpu=groups.grid
     )

@@ -283,23 +283,6 @@ def test_files_that_deepspeed_refuses_too_late(ranks, config, said):
     assert said in complaint
 
 
-def secondary_groups_on_a_rank():
-    """What `zero.Init` says at a second layer with zero_hpz_partition_size."""
-    import deepspeed
-
-    zero = {"stage": 3, "zero_hpz_partition_size": 2}
-    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
-    deepspeed.zero.Init(module=torch.nn.Linear(4, 4), config_dict_or_path=config)
-    with pytest.raises(AssertionError) as caught:
-        deepspeed.zero.Init(module=torch.nn.Linear(4, 4), config_dict_or_path=config)
-    return str(caught.value)
-
-
-def test_secondary_groups_are_made_twice(ranks):
-    """parallel/groups.py secondary_partition_group makes them once, for all layers."""
-    assert all("already initialized" in said for said in ranks.run(2, secondary_groups_on_a_rank))
-
-
 def predivided_on_a_rank(factor):
     """The gradient norm after a step at stage 3 without reduce-scatter."""
     zero = {"stage": 3, "reduce_scatter": False, "reduce_bucket_size": 1000}
@@ -334,7 +317,7 @@ def leaf_without_gradient_of_its_input(leaf):
 
 
 def test_a_leaf_whose_input_has_no_gradient_loses_its_own(ranks):
-    """engine/patches/zero.py gathers around a compiled block itself: the first trained one may stand on frozen ones.
+    """engine/zero3.py gathers by layer itself: the first trained one may stand on frozen ones.
 
     deepspeed_rules.py refuses leaf_module and stage3_module_granularity_threshold.
     """
@@ -342,34 +325,6 @@ def test_a_leaf_whose_input_has_no_gradient_loses_its_own(ranks):
     [as_leaf] = ranks.run(1, leaf_without_gradient_of_its_input, True)
     assert min(as_parts) > 0
     assert as_leaf != as_parts
-
-
-def prefetched_on_a_rank(limited):
-    """On a rank: the most elements that ZeRO-3 has gathered ahead of use, with a prefetch bucket of one layer's 16."""
-    from ds_vit.engine.patches.zero import limit_prefetch
-
-    model = torch.nn.Sequential(
-        *(torch.nn.Identity() for _ in range(4)), *(torch.nn.Linear(4, 4, bias=False) for _ in range(9))
-    )
-    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 1000}
-    engine = initialize({"zero_optimization": {**zero, "stage3_prefetch_bucket_size": 16}}, model)
-    if limited:
-        limit_prefetch(engine.optimizer)
-    in_flight, ahead = engine.optimizer.parameter_offload.module.ds_inflight_param_registry, []
-    for layer in model:
-        layer.register_forward_pre_hook(lambda *_: ahead.append(sum(parameter.ds_numel for parameter in in_flight)))
-    for _ in range(3):
-        engine.backward(engine(torch.ones(1, 4)).square().sum())
-        engine.step()
-    return max(ahead)
-
-
-def test_prefetch_runs_ahead_of_its_bucket(ranks):
-    """engine/patches/zero.py limit_prefetch: a bucket is gathered at each module, one without parameters included."""
-    [as_it_is] = ranks.run(1, prefetched_on_a_rank, False)
-    [limited] = ranks.run(1, prefetched_on_a_rank, True)
-    assert as_it_is > 4 * 16
-    assert limited == 16
 
 
 def moved_in_fp16(stage, window):
@@ -395,7 +350,7 @@ def test_a_scale_that_grows_halves_the_step(ranks, stage):
     assert halved == pytest.approx(whole / 2, rel=1e-3)
 
 
-# Checksums of the DeepSpeed methods that engine/flat_gradient.py replaces or relies on, as they were read.
+# Checksums of the DeepSpeed methods that engine/flat_gradient.py and zero3.py replace or rely on, as they were read.
 READ = {
     "engine.DeepSpeedEngine.allreduce_gradients": "463ddeb324ece8a3",
     "engine.DeepSpeedEngine.zero_grad": "3fae900220129021",
@@ -407,6 +362,17 @@ READ = {
     "zero.stage_1_and_2.DeepSpeedZeroOptimizer.clear_backward_seen_flag": "34ffe6eb0b7435de",
     "zero.stage_1_and_2.DeepSpeedZeroOptimizer.step": "9520884fd916d178",
     "zero.stage_1_and_2.DeepSpeedZeroOptimizer.zero_grad": "f303979da7baa514",
+    "zero.stage3.DeepSpeedZeroOptimizer_Stage3.step": "c751b3209f83d3b9",
+    "zero.stage3.DeepSpeedZeroOptimizer_Stage3._pre_step": "6a560fa097ab03bb",
+    "zero.stage3.DeepSpeedZeroOptimizer_Stage3.zero_grad": "359a0a616c12d0c7",
+    "zero.stage3.DeepSpeedZeroOptimizer_Stage3.independent_gradient_partition_epilogue": "f1575b87b3d6c083",
+    "zero.stage3.DeepSpeedZeroOptimizer_Stage3._get_norm_groups": "6a068faa3149b1f4",
+    "zero.stage3.DeepSpeedZeroOptimizer_Stage3._prepare_fp32_grad_for_sub_group": "6c19570c775487ef",
+    "zero.stage3.DeepSpeedZeroOptimizer_Stage3._reassign_or_swap_out_partitioned_parameters": "af7b449bee8786ec",
+    "zero.stage3.DeepSpeedZeroOptimizer_Stage3.has_overflow": "1008a8e067cd7462",
+    "zero.parameter_offload.DeepSpeedZeRoOffload._remove_module_hooks": "c7edff9f0cac499b",
+    "engine.DeepSpeedEngine._forward_prologue": "7f3289ffc96f30e2",
+    "engine.DeepSpeedEngine._forward_epilogue": "2ffc78bd3da0c8c0",
 }
 
 
@@ -417,28 +383,6 @@ def test_a_replaced_method_is_still_what_was_read(name):
     # Its decorator for traces hides what it wraps.
     source = inspect.getsource(inspect.getclosurevars(function).nonlocals.get("func", function))
     assert hashlib.sha256(source.encode()).hexdigest()[:16] == READ[name]
-
-
-def test_the_accelerator_for_cpus_asks_numactl_each_time(monkeypatch):
-    """patches.process.cached_numa_cores: ZeRO-3 counts accelerators in every reduction of a bucket."""
-    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
-    from deepspeed.utils import numa
-
-    from ds_vit.engine.patches.process import cached_numa_cores
-
-    asked = []
-    monkeypatch.delenv("LOCAL_SIZE", raising=False)
-    monkeypatch.setattr(
-        numa.subprocess, "check_output", lambda words: asked.append(words) or b"available: 1 nodes\nnode 0 cpus: 0 1"
-    )
-    monkeypatch.setattr(numa, "get_numa_cores", inspect.unwrap(numa.get_numa_cores))
-    assert [CPU_Accelerator().device_count() for _ in range(2)] == [1, 1]
-    assert len(asked) == 2
-    with cached_numa_cores():
-        assert [CPU_Accelerator().device_count() for _ in range(2)] == [1, 1]
-    assert len(asked) == 3
-    assert CPU_Accelerator().device_count() == 1
-    assert len(asked) == 4, "restored"
 
 
 def test_zero3s_linear_map_adds_the_bias_to_a_rounded_product():

@@ -324,24 +324,6 @@ def test_offloaded(ranks, folders, reference, optimizer, stage, then, tmp_path):
     assert_same(reference("plain", optimizer), found, optimizer)
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize(("layout", "optimizer", "persists"), [("dp2", "sgd", 100), ("dp4", "lamb", 0)])
-def test_secondary_partition(ranks, folders, layout, optimizer, persists, tmp_path):
-    """One `zero.Init` a layer, and so the groups made twice; a copy that outlives a step, an average or a resume.
-
-    Frozen weights come from a file: after a resume they are the checkpoint's, and a copy from the start is another.
-    Nothing persists, or the small vectors do: those are gathered another way.
-    """
-    zero = {"stage": 3, "zero_hpz_partition_size": 2, "stage3_param_persistence_threshold": persists}
-    words = ["--freeze", "blocks.0", "blocks.1.attn.*", "--checkpoint-interval", 3]
-    one_rank = {**ONE_RANK, "optimizer": optimizer, "run": "random"}
-    case = {**one_rank, "layout": layout, "stage": 3, "accumulation": 2}
-    run, blocks = tmp_path / "run", {"zero_optimization": zero}
-    train(ranks, folders, case, run, *words, "--max-steps", 3, blocks=blocks)
-    found = train(ranks, folders, case, run, *words, "--resume", run, blocks=blocks)
-    assert_same(train(ranks, folders, one_rank, tmp_path / "one", *words), found, optimizer)
-
-
 def test_bf16_iterations_stay_near(ranks, folders, reference, tmp_path):
     """An ns_dtype without effect; more than the rounding of bf16, which the iteration makes larger."""
     params = {"ns_dtype": "bfloat16"}

@@ -1,5 +1,6 @@
 """The map of ZeRO's flat memory: every element of every parameter, where it is said to be, counted once."""
 
+import contextlib
 import dataclasses
 
 import oracle
@@ -53,13 +54,11 @@ def look(argv, weights, exact, break_=None):
             for view in shard.views():
                 view.add_(1.0)
     zero_map.refresh()
-    import deepspeed
-
     from ds_vit.models import timm_names
 
     names = timm_names(engine.module)
-    for local, p in engine.module.named_parameters():
-        with deepspeed.zero.GatheredParameters([p], enabled=hasattr(p, "ds_id")):
+    with engine.units.gathered() if engine.units else contextlib.nullcontext():
+        for local, p in engine.module.named_parameters():
             description = getattr(p, "tp_slice", None)
             expected = whole[names[local]] if description is None else description.take(whole[names[local]])
             padding = expected.numel() and description is not None and description.dim is not None
@@ -181,7 +180,7 @@ ATTRIBUTES = {
         {},
         (
             *("fp16_groups", "fp32_partitioned_groups_flat", "grad_position", "get_param_id", "optimizer"),
-            *("sub_group_to_group_id", "persistent_parameters", "invalidate_secondary_tensor"),
+            "sub_group_to_group_id",
             *("_partition_all_parameters", "_reassign_or_swap_out_partitioned_parameters"),
         ),
     ),

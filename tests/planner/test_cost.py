@@ -23,7 +23,7 @@ def machine(gpus, per_node=8):
 def work(is_block):
     forward = SimpleNamespace(seconds=lambda *_: 1.0, without_products=SimpleNamespace(seconds=lambda *_: 0.1))
     backward = SimpleNamespace(seconds=lambda *_: 2.0)
-    return LayerWork(forward, backward, given=1000, tensors=1, parameters=10**8, regions=2, is_block=is_block)
+    return LayerWork(forward, backward, given=1000, parameters=10**8, regions=2, is_block=is_block)
 
 
 def step(deepspeed, stage, layout, recomputed=(), layers=(True,)):
@@ -58,16 +58,15 @@ def test_when_gradients_are_hidden(stage, deepspeed, overlaps):
     assert bool(step(deepspeed, stage, Layout(1, 8, 1)).hidden) == overlaps
 
 
-def test_zero3_gathers_freed_weights_again():
-    # Catches: weights that are kept for the backward pass and counted twice.
-    def gathers(distance):
-        limits = dict.fromkeys(("stage3_max_reuse_distance", "stage3_max_live_parameters"), distance)
-        return step({"zero_optimization": limits}, 3, Layout(1, 8, 1))
-
-    kept, freed, half = gathers(10**9), gathers(1), gathers(10**8)
-    extra = (freed.data + freed.hidden) - (kept.data + kept.hidden)
-    assert extra > 0
-    assert (half.data + half.hidden) - (kept.data + kept.hidden) == pytest.approx(extra / 2, rel=1e-6)
+def test_zero3_gathers_weights_for_both_passes():
+    # Catches: weights that are gathered once, as if they were kept for the backward pass; a gather for each parameter.
+    ring = link("nvlink4")
+    gathered = 7 / 8 * 10**8 / ring.reached * 2 / ring.gather_share + 7 * ring.gather_latency_seconds
+    scattered = 7 / 8 * 10**8 / ring.reached * 2 / ring.scatter_share + 7 * ring.scatter_latency_seconds
+    assert step({}, 3, Layout(1, 8, 1)).data == 0.0
+    assert step(None, 3, Layout(1, 8, 1)).hidden <= 2 * gathered + scattered
+    two = step({"zero_optimization": {"overlap_comm": False}}, 3, Layout(1, 8, 1))
+    assert two.data + two.hidden == pytest.approx(2 * gathered + scattered, rel=1e-6)
 
 
 def test_sums_of_small_buckets_wait_more_often():

@@ -252,7 +252,6 @@ MOVES_MEMORY: dict[str, tuple[Any, tuple[int | str, ...]]] = {
     "offload_optimizer": ({"device": "cpu"}, (1, 3)),
     "offload_param": ({"device": "cpu"}, (3,)),
     "sub_group_size": (1000, (3,)),
-    "zero_hpz_partition_size": (2, (3,)),
     "stage3_param_persistence_threshold": (1000, (3,)),
 }
 

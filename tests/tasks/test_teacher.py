@@ -62,7 +62,6 @@ CASES = {
 
 def train_and_watch(argv, breaks=None):
     """On a rank: the teachers' own tensors after each step, whole; the tp ranks' slices as they are."""
-    import deepspeed
     import seam_tasks
     from accidents import spoil_batches
 
@@ -76,7 +75,7 @@ def train_and_watch(argv, breaks=None):
         result = step_of_engine(engine, *args)
         names = timm_names(engine.module)
         found = {names[own]: p for own, p in engine.module.named_parameters() if not p.requires_grad}
-        with deepspeed.zero.GatheredParameters(list(found.values())) if engine.stage == 3 else contextlib.nullcontext():
+        with engine.units.gathered() if engine.units else contextlib.nullcontext():
             seen.append({name: p.detach().clone() for name, p in found.items()})
         return result
 

@@ -33,8 +33,8 @@ LAYOUTS = {
 def words(output, stage=1, world=1, accumulation=1, changes=()):
     """The command line of a run."""
     data = json.loads((ROOT / "ds_configs" / f"cpu_zero{stage}_fp32.json").read_text()) | dict(changes)
-    if stage == 3:  # nothing is small enough to stay whole, nothing is kept for its next use or fetched ahead
-        names = ("param_persistence_threshold", "max_reuse_distance", "prefetch_bucket_size")
+    if stage == 3:  # nothing is small enough to stay whole, nothing is gathered ahead
+        names = ("param_persistence_threshold", "prefetch_bucket_size")
         data["zero_optimization"] |= {f"stage3_{name}": 0 for name in names}
     config = output.with_suffix(".json")
     config.write_text(json.dumps(data))
@@ -101,39 +101,34 @@ def test_frozen_blocks_at_stage_3(ranks, tmp_path):
 
 
 def weights_around_a_block(argv):
-    """On a rank: elements of blocks that are whole while a block runs and after the step, and how many pieces of memory
-    that they were gathered into are still held when the loss is taken."""
-    from torch.multiprocessing.reductions import StorageWeakRef
-
+    """On a rank: elements of blocks that have memory while a block runs, when the loss is taken and after the step."""
     from ds_vit.engine.plain import PlainEngine
-    from ds_vit.models.sequential import blocks_of
+    from ds_vit.models import BlockLayer
 
-    seen, gathered, blocks = {"inside": [], "held": [], "after": []}, [], []
+    seen, blocks = {"inside": [], "held": [], "after": []}, []
     own_init, own_step = PlainEngine.__init__, PlainEngine.train_step
 
     def whole():
-        return sum(p.numel() for block in blocks for p in block.parameters())
+        return sum(p.numel() for block in blocks for p in block.parameters() if p.untyped_storage().nbytes())
 
     def look(block, _):
-        gathered.extend(StorageWeakRef(p.untyped_storage()) for p in block.parameters())
         seen["inside"].append(whole())
 
     def init(self, model, optimizer, task, *args, **kwargs):
-        blocks.extend(blocks_of(model))
+        blocks.extend(layer.block for layer in model.modules() if isinstance(layer, BlockLayer))
         forward = task.step
 
         def step_with_a_look(*inputs):
             loss = forward(*inputs)
-            seen["held"].append(sum(not memory.expired() for memory in gathered))
+            seen["held"].append(whole())
             return loss
 
         task.step = step_with_a_look
         own_init(self, model, optimizer, task, *args, **kwargs)
         for block in blocks:
-            block.register_forward_pre_hook(look)  # behind DeepSpeed's own, which gathers
+            block.register_forward_pre_hook(look)
 
     def step(self, *args):
-        gathered.clear()
         result = own_step(self, *args)
         seen["after"].append(whole())
         return result
@@ -146,7 +141,7 @@ def weights_around_a_block(argv):
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", [[], ["--compile"]], ids=["eager", "compiled"])
 def test_stage_3_holds_one_block_whole(ranks, reference, tmp_path, mode):
-    """Weights that are gathered and never let go; views of them that a graph saves for its backward pass."""
+    """Weights that are gathered and never let go."""
     size = sum(tensor.numel() for name, tensor in reference[1].items() if name.startswith("blocks.0."))
     for seen in ranks.run(2, weights_around_a_block, [*words(tmp_path / "run", 3, 2), *mode]):
         assert set(seen["inside"]) == {size}

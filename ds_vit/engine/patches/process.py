@@ -6,7 +6,6 @@ An engine holds those that a run needs until it closes. Each has a canary in tes
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 from collections.abc import Iterator
 from typing import Any
@@ -71,20 +70,16 @@ def import_muon_uncompiled() -> None:
         importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
 
 
-def cached_numa_cores() -> contextlib.AbstractContextManager[None]:
-    """Have DeepSpeed's CPU accelerator run `numactl` once instead of in every reduction of a bucket at ZeRO-3."""
-    from deepspeed.utils import numa
-
-    return replaced(numa, "get_numa_cores", functools.cache(numa.get_numa_cores))
-
-
 def torch_linear_restored() -> contextlib.AbstractContextManager[None]:
-    """Restore torch's linear map, which ZeRO-3 replaces for the whole process, two operations in place of one."""
+    """Restore torch's linear map, which ZeRO-3 replaces for the whole process under autocast.
+
+    There torch's map saves a 16-bit copy of each weight for the backward pass; DeepSpeed's saves the parameter.
+    """
     return replaced(torch.nn.functional, "linear", torch.nn.functional.linear)
 
 
 def plain_linear_at_zero3() -> contextlib.AbstractContextManager[None]:
-    """Have ZeRO-3's linear map compute what torch's does, which every other stage uses; it saves as little as before.
+    """Have ZeRO-3's linear map under autocast compute what torch's does; it saves as little as before.
 
     DeepSpeed adds the bias to a product that is rounded already: in 16 bits the loss would depend on the ZeRO stage. It
     adds in place, so that a product that selective recomputation keeps would get the bias twice.

@@ -6,7 +6,7 @@ Each has a canary in tests/engine/test_deepspeed_canaries.py, which fails when D
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -57,58 +57,6 @@ def match_norm_collectives(optimizer: Any, device: torch.device) -> None:
 
     if missing:
         optimizer.scaled_global_norm = scaled_global_norm
-
-
-def gather_whole_blocks(optimizer: Any, modules: Iterable[torch.nn.Module]) -> None:
-    """Have ZeRO-3 gather all weights of each module around its call instead of each submodule's around its own.
-
-    A block has about twenty submodules with four hooks each, which run in every step, and a compiled block's graph
-    cannot run them. DeepSpeed's leaf modules do the same, but lose the gradients of a module whose input has none.
-
-    Args:
-        optimizer: of the engine; in evaluation, DeepSpeed's object in its place.
-        modules: not nested.
-    """
-    from deepspeed.runtime.zero.partition_parameters import register_external_parameter
-
-    hook_dicts = set()
-    for module in modules:
-        own = set(module.parameters(recurse=False))
-        for submodule in module.modules():
-            if submodule is not module:
-                hook_dicts |= {id(submodule._forward_pre_hooks), id(submodule._forward_hooks)}
-        for parameter in module.parameters():
-            if parameter not in own:
-                register_external_parameter(module, parameter)
-    offload = getattr(optimizer, "parameter_offload", optimizer)
-    for hook in (*offload.forward_hooks, *offload.backward_hooks):  # other hooks stay
-        if id(hook.hooks_dict_ref()) in hook_dicts:
-            hook.remove()
-
-
-def limit_prefetch(optimizer: Any) -> None:
-    """Have ZeRO-3 gather at most `stage3_prefetch_bucket_size` elements ahead of use, as DeepSpeed documents it.
-
-    DeepSpeed gathers so many more at each module, also at those without parameters. An embedding has about ten: at a
-    teacher's first block most of the teacher, and some of the student, would be gathered already. A parameter is
-    gathered whole, so the last one may exceed the limit.
-
-    Args:
-        optimizer: as for `gather_whole_blocks`.
-    """
-    from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
-
-    offload = getattr(optimizer, "parameter_offload", optimizer)
-    coordinator, in_flight = offload.get_param_coordinator(), offload.module.ds_inflight_param_registry
-    fetch, private = coordinator.fetch_sub_module, "_PartitionedParameterCoordinator__prefetch_bucket_sz"
-    limit = getattr(coordinator, private)
-
-    def fetch_sub_module(module: torch.nn.Module, forward: bool) -> None:
-        ahead = in_flight.keys() - set(iter_params(module)) if in_flight else ()
-        setattr(coordinator, private, max(0, limit - sum(parameter.ds_numel for parameter in ahead)))
-        fetch(module, forward)
-
-    coordinator.fetch_sub_module = fetch_sub_module
 
 
 def grow_scale_after_step(optimizer: Any) -> None:

@@ -1,0 +1,692 @@
+"""ZeRO-3 by layer: DeepSpeed partitions the weights and takes the step; gathering and reducing happen here.
+
+A unit is a `Layer` (embedding, block, head). On several ranks it has one buffer, of which its parameters are views that
+stay the same: releasing a unit frees the buffer's storage, gathering allocates and fills it. On one rank the parameters
+are views of their shards, and nothing is gathered.
+
+A unit is gathered for its forward pass, and again when the first of its outputs gets its gradient. Its backward pass
+ends when the next unit's begins: autograd runs the ready node that was created last, a unit's nodes are created one
+after the other, and none of them waits for a node that was created before the unit's. The gradients are then reduced
+into this rank's shard of a flat gradient, fp32, and the weights are released.
+
+Collectives run on two streams, one a direction, each with one buffer as large as the largest unit. Everything that
+reads or writes a unit's own memory runs on the stream of the model. The next unit is gathered into the buffer
+while the current one computes. On a CPU there are no streams; the next unit is gathered by gloo's threads.
+
+| JSON | meaning |
+|---|---|
+| `stage3_param_persistence_threshold` | units of up to so many elements stay gathered from first use to the step |
+| `stage3_model_persistence_threshold` | elements that may stay gathered so |
+| `stage3_prefetch_bucket_size` | 0: no unit is gathered ahead; otherwise the next one is, whole |
+| `stage3_max_live_parameters` | gathered elements beyond which no unit is gathered ahead |
+| `overlap_comm` | false: no streams, and no unit is gathered ahead |
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
+
+from ds_vit.device import is_accelerator
+from ds_vit.engine.patches.process import replaced
+from ds_vit.engine.step_guard import SquareNorms
+from ds_vit.models import Layer
+from ds_vit.parallel.zero_map import ZeroMap
+
+GRADIENT_VIEWS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
+"""Where DeepSpeed has its view of the flat gradient for each parameter."""
+_ALIGNED = 64
+"""Elements to whose multiple a parameter begins, as kernels like it."""
+
+
+class Order:
+    """The units in the order in which a pass reaches them, to know the next one from the pass before."""
+
+    def __init__(self) -> None:
+        self._before: list[Unit] = []
+        self._now: list[Unit] = []
+
+    def begin(self) -> None:
+        """A new pass."""
+        if self._now:
+            self._before, self._now = self._now, []
+
+    def after(self, unit: Unit) -> Unit | None:
+        """Note that the pass has reached `unit`, and give the one that followed it in the pass before."""
+        place = len(self._now)
+        self._now.append(unit)
+        if place + 1 < len(self._before) and self._before[place] is unit:
+            return self._before[place + 1]
+        return None
+
+
+class Unit:
+    """A layer's parameters: trained ones in the order of DeepSpeed's sub-groups, then frozen ones.
+
+    Attributes:
+        layer: that owns them.
+        parameters, trained: all, and those with a gradient.
+        sizes: elements of this rank's shard of each parameter, padding included.
+        total: of all.
+        segments: this rank's places in the flat gradient, for consecutive trained parameters together.
+        views: the same for each trained parameter.
+        shard: this rank's shard of the unit in one tensor, or None where it is in `pieces`.
+        elements: of the whole unit, padding included; 0 where its weights are always there.
+        keeps: it stays gathered until the step.
+        held: an output of its forward pass is a view of its weights, which stay until the end of the backward pass.
+        whole: its weights are there.
+        counted: this step has a gradient of it (one rank).
+    """
+
+    def __init__(self, layer: Layer, parameters: Sequence[nn.Parameter], num_trained: int) -> None:
+        self.layer, self.parameters, self.trained = layer, list(parameters), list(parameters[:num_trained])
+        self.forward = layer.forward
+        self.sizes = [p.ds_tensor.ds_numel for p in self.parameters]
+        self.total = sum(self.sizes)
+        self.segments: list[torch.Tensor] = []
+        self.views: list[torch.Tensor] = []
+        self.segment_sizes: list[int] = []
+        self.shard: torch.Tensor | None = None
+        self.pieces: list[torch.Tensor] = []
+        self.elements = 0
+        self.keeps = self.held = self.counted = False
+        self.whole = True
+
+    # ---- memory ----
+
+    def allocate(self, ranks: int, device: torch.device) -> None:
+        """Make the parameters views of a buffer, which has no memory yet."""
+        starts = [0, *itertools.accumulate(-(ranks * size // -_ALIGNED) * _ALIGNED for size in self.sizes)]
+        buffer = torch.empty(starts[-1], dtype=self.parameters[0].dtype, device=device)
+        self.elements, self.storage = ranks * self.total, buffer.untyped_storage()
+        self.bytes, self.whole = self.storage.nbytes(), False
+        self.targets: list[torch.Tensor] = []  # [rank, elements of its shard] of each parameter
+        for parameter, size, start in zip(self.parameters, self.sizes, starts, strict=False):
+            place = buffer.narrow(0, start, ranks * size)
+            self.targets.append(place.view(ranks, size))
+            parameter.data = place.narrow(0, 0, parameter.ds_numel).view(parameter.ds_shape)
+        self.storage.resize_(0)
+
+    def take_landing(self, landing: torch.Tensor, ranks: int, rank: int) -> None:
+        """Use this buffer to gather."""
+        self.landing = landing.narrow(0, 0, self.elements)
+        self.rows = self.landing.view(ranks, self.total)
+        self.own = self.rows[rank]
+        self.sent = self.own if self.shard is None or self.shard.device != landing.device else self.shard
+
+    def copy_out(self) -> None:
+        """Fill the parameters from the landing buffer."""
+        self.storage.resize_(self.bytes)
+        torch.split_with_sizes_copy(self.rows, self.sizes, 1, out=self.targets)
+        self.whole = True
+
+    def aliases(self, outputs: Iterable[Any]) -> bool:
+        """Whether an output of the forward pass is a view of the weights."""
+        start = self.storage.data_ptr()
+        stop = start + self.bytes
+        for output in outputs:  # noqa: SIM110 - a generator costs the host a call for each
+            if output is not None and start <= output.data_ptr() < stop:
+                return True
+        return False
+
+    # ---- gradients ----
+
+    def take_leaving(self, leaving: torch.Tensor, arriving: torch.Tensor, ranks: int) -> None:
+        """Use these buffers to reduce: the whole gradient, and this rank's shard of the sum."""
+        total = sum(self.segment_sizes)
+        self.leaving = leaving.narrow(0, 0, ranks * total)
+        self.leaving_rows = self.leaving.view(ranks, total)
+        self.arriving = self.leaving if ranks == 1 else arriving.narrow(0, 0, total)
+        self.arrived = list(self.arriving.split(self.segment_sizes))
+        # torch cuts rows and ZeRO elements, the same where the rows divide by the ranks.
+        self.uneven = [i for i, p in enumerate(self.trained) if p.ds_shape[0] % ranks]
+
+    def take_gradients(self) -> list[torch.Tensor]:
+        """The gradients of the trained parameters, which have none afterwards."""
+        grads = []
+        for parameter in self.trained:
+            grad = parameter.grad
+            grads.append(torch.zeros_like(parameter) if grad is None else grad)
+            parameter.grad = None
+        return grads
+
+
+class ZeroUnits:
+    """Takes over the weights and gradients of a DeepSpeed engine at ZeRO-3, in training or in evaluation only.
+
+    Args:
+        engine: DeepSpeed's, initialised.
+        trains: whether it has an optimizer.
+
+    Attributes:
+        units: in the order of the model.
+        most_live: the most elements that were gathered at once.
+    """
+
+    def __init__(self, engine: Any, *, trains: bool) -> None:
+        self.engine, self.module, self.device = engine, engine.module, engine.device
+        self.optimizer: Any = engine.optimizer if trains else None
+        self.units = list(_units_of(self.module, self.optimizer))
+        group = self.units[0].parameters[0].ds_process_group
+        self.group, self.ranks, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
+        overlaps = bool(engine.zero_overlap_comm())
+        self._ahead = overlaps and engine.zero_prefetch_bucket_size() > 0
+        self._max_live = engine.zero_max_live_parameters()
+        self.live = self.most_live = 0
+        self._gathered: dict[Unit, None] = {}
+        self._coming: Unit | None = None  # the unit in the landing buffer
+        self._work: Any = None
+        self._open: Unit | None = None  # the unit whose backward pass runs
+        self._backward_runs = False
+        self._accumulates = False  # there are gradients of this step
+        self._forward = {kind: Order() for kind in itertools.product((False, True), repeat=2)}
+        self._order, self._back = self._forward[False, False], Order()
+        self._gathering = self._reducing = None
+        if overlaps and is_accelerator(self.device):
+            self._gathering, self._reducing = torch.Stream(self.device), torch.Stream(self.device)
+            self._landed, self._copied_out, self._filled, self._sent = (torch.Event(self.device) for _ in range(4))
+        self._gather_options, self._reduce_options = AllgatherOptions(), ReduceScatterOptions()
+        _remove_hooks(engine, self.optimizer)
+        if self.optimizer is not None:
+            self._flatten_gradients()
+        self._place_weights()
+        self._keep_small(engine.zero_param_persistence_threshold(), engine.zero_model_persistence_threshold())
+        for unit in self.units:
+            unit.layer.forward = partial(self._run, unit)  # type: ignore[method-assign]
+        self._forward_of_module = self.module.forward
+        self.module.forward = self._run_module
+        self._replace_methods()
+
+    def close(self) -> None:
+        """Give the layers back their forward passes, and drop buffers, streams and the process group."""
+        for unit in self.units:
+            unit.layer.forward = unit.forward  # type: ignore[method-assign]
+        self.module.forward = self._forward_of_module
+        self._drop_coming()
+        vars(self).clear()
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """All weights are whole within the block, to be read (a collective)."""
+        self._begin_pass()
+        for unit in self.units:
+            if unit.elements:
+                self._gather(unit, None)
+        try:
+            yield
+        finally:
+            self._release_all(kept=True)
+
+    # ---- layout ----
+
+    def _flatten_gradients(self) -> None:
+        """Have the flat gradient in fp32 where the JSON asks for no other type, with DeepSpeed's views of it."""
+        optimizer = self.optimizer
+        flat, masters = optimizer.grad_partitions_flat_buffer, optimizer.fp32_partitioned_groups_flat
+        if self.engine._config.grad_accum_dtype is None and masters[0].dtype == torch.float32 != flat.dtype:
+            flat = torch.zeros_like(flat, dtype=torch.float32, pin_memory=flat.is_pinned())
+            optimizer.grad_partitions_flat_buffer = flat
+        self.flat = flat
+        self.grads = list(flat.split([master.numel() for master in masters]))
+        self._averaged = [
+            list(flat.split([p.ds_tensor.ds_numel for p in params]))
+            for params, flat in zip(optimizer.fp16_groups, self.grads, strict=True)
+        ]
+        views = {
+            p.ds_id: view
+            for params, views in zip(optimizer.fp16_groups, self._averaged, strict=True)
+            for p, view in zip(params, views, strict=True)
+        }
+        setattr(optimizer, GRADIENT_VIEWS, views)
+        if optimizer.offload_optimizer:
+            for master, grad in zip(masters, self.grads, strict=True):
+                master.grad = grad
+        for unit in self.units:
+            unit.views = [views[p.ds_id].view(p.ds_shape) if self.ranks == 1 else views[p.ds_id] for p in unit.trained]
+            unit.segments = [self.grads[number].narrow(0, start, n) for number, start, n in self._runs(unit)]
+            unit.segment_sizes = [segment.numel() for segment in unit.segments]
+        self._is_far = self.flat.device != self.device
+        self._writes_in_place = self.ranks == 1 and not self._is_far
+        sent = optimizer.communication_data_type if self.ranks > 1 else torch.float32
+        # A sum of 16 bits could overflow where its mean does not.
+        self._divides_first = sent == torch.float16 or not optimizer.postscale_gradients
+        self._sent_type = sent
+        self._is_buffered = False
+
+    def _make_buffers(self) -> None:
+        """Where gradients are laid out to be sent or added; on one rank only steps that add any need it."""
+        size, self._is_buffered = max(sum(unit.segment_sizes) for unit in self.units), True
+        whole = torch.empty(self.ranks * size, dtype=self._sent_type, device=self.device)
+        own = torch.empty(size, dtype=self._sent_type, device=self.device) if self.ranks > 1 else whole
+        for unit in self.units:
+            unit.take_leaving(whole, own, self.ranks)
+
+    def _runs(self, unit: Unit) -> Iterator[tuple[int, int, int]]:
+        """(sub-group, start, length) of consecutive trained parameters."""
+        found = [self.optimizer.grad_position[self.optimizer.get_param_id(p)] for p in unit.trained]
+        number, start, length = -1, 0, 0
+        for (group, offset, _), size in zip(found, unit.sizes, strict=False):
+            if (group, offset) != (number, start + length):
+                if length:
+                    yield number, start, length
+                number, start, length = group, offset, 0
+            length += size
+        if length:
+            yield number, start, length
+
+    @torch.no_grad()
+    def _place_weights(self) -> None:
+        """Give the parameters their memory, and a unit's shards one tensor if the masters are not the shards."""
+        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+        optimizer = self.optimizer
+        masters = [] if optimizer is None else [m.detach() for m in optimizer.fp32_partitioned_groups_flat]
+        flats = [] if optimizer is None else [f.detach() for f in optimizer.fp16_partitioned_groups_flat]
+        same = all(low.data_ptr() == high.data_ptr() for low, high in zip(flats, masters, strict=True))
+        # 16-bit weights, and the masters that they are copies of, by sub-group.
+        self._copies: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = [([], []) for _ in masters]
+        is_there = all(p.ds_tensor.device == self.device for unit in self.units for p in unit.parameters)
+        for unit in self.units:
+            for parameter in unit.parameters:
+                parameter.ds_status = ZeroParamStatus.AVAILABLE
+                parameter.all_gather = parameter.partition = _refuse
+                if self.ranks == 1 and is_there:
+                    parameter.data = parameter.ds_tensor.data.view(parameter.ds_shape)
+        if self.ranks == 1 and is_there:
+            if not same:
+                self._copies = [([low], [high]) for low, high in zip(flats, masters, strict=True)]
+            return
+        for unit in self.units:
+            runs = list(self._runs(unit)) if unit.trained else []
+            frozen = [p.ds_tensor.data.view(-1) for p in unit.parameters[len(unit.trained) :]]
+            pieces = [*(flats[number].narrow(0, start, length) for number, start, length in runs), *frozen]
+            if same and runs:
+                unit.pieces = pieces
+                unit.shard = pieces[0] if len(pieces) == 1 else None
+            else:
+                unit.shard = torch.cat(pieces)
+                unit.shard = unit.shard.pin_memory() if pieces[0].is_pinned() else unit.shard
+                for parameter, view in zip(unit.parameters, unit.shard.split(unit.sizes), strict=True):
+                    parameter.ds_tensor.data = view
+                offset = 0
+                for number, start, length in runs:
+                    low, high = self._copies[number]
+                    low.append(unit.shard.narrow(0, offset, length))
+                    high.append(masters[number].narrow(0, start, length))
+                    offset += length
+            unit.allocate(self.ranks, self.device)
+        if optimizer is not None and not same:  # their memory goes
+            optimizer.lp_param_buffer = None
+            optimizer.fp16_partitioned_groups_flat, optimizer.param_groups_fp16_flat_cpu_memory = [], []
+        dtype = self.units[0].parameters[0].dtype
+        landing = torch.empty(max(unit.elements for unit in self.units), dtype=dtype, device=self.device)
+        for unit in self.units:
+            unit.take_landing(landing, self.ranks, self.rank)
+
+    def _keep_small(self, threshold: int, of_all: int) -> None:
+        kept = 0
+        for unit in self.units:
+            unit.keeps = unit.elements <= threshold and kept + unit.elements <= of_all
+            kept += unit.elements if unit.keeps else 0
+
+    # ---- gathering ----
+
+    def _run_module(self, *args: Any) -> Any:
+        self._begin_pass()
+        return self._forward_of_module(*args)
+
+    def _begin_pass(self) -> None:
+        """Before each forward pass: whatever has changed the shards is done, and nothing gathered ahead is old."""
+        if self._open is not None:  # a backward pass was interrupted
+            self._open, self._backward_runs = None, False
+            self._zero_grad()
+            for unit in self.units:
+                unit.take_gradients()
+        self._order = self._forward[self.module.training, torch.is_grad_enabled()]
+        self._order.begin()
+        self._back.begin()
+        self._release_all(kept=False)
+        if self._gathering is not None:
+            self._compute = torch.accelerator.current_stream()
+            self._gathering.wait_stream(self._compute)
+
+    def _run(self, unit: Unit, *args: Any) -> Any:
+        """The forward pass of a unit's layer, also where a backward pass repeats it."""
+        repeats = self._backward_runs
+        if unit.elements:
+            self._gather(unit, None if repeats else self._order.after(unit))
+        outputs = unit.forward(*args)
+        if repeats:
+            return outputs
+        if torch.is_grad_enabled() and (unit.elements or unit.trained):
+            outputs = self._watch(unit, args[0], outputs)
+        if unit.elements:
+            unit.held = unit.held or unit.aliases(outputs if type(outputs) is tuple else (outputs,))
+            self._release(unit)
+        return outputs
+
+    def _watch(self, unit: Unit, inputs: Any, outputs: Any) -> Any:
+        """Open the unit when one of its outputs gets its gradient."""
+        given = set(map(id, inputs if type(inputs) is tuple else (inputs,)))
+        first = outputs[0] if type(outputs) is tuple else outputs
+        if id(first) in given and first.requires_grad:  # a layer that changes nothing: it needs a separate node
+            first = first.view_as(first)
+            outputs = (first, *outputs[1:]) if type(outputs) is tuple else first
+        for output in outputs if type(outputs) is tuple else (outputs,):
+            if output is not None and id(output) not in given and (node := output.grad_fn) is not None:
+                node.register_prehook(partial(self._begin_backward, unit))
+        return outputs
+
+    def _gather(self, unit: Unit, following: Unit | None) -> None:
+        if not unit.whole:
+            if self._coming is not unit:
+                self._start(unit)
+            self._wait()
+            unit.copy_out()
+            if self._gathering is not None:
+                self._copied_out.record(self._compute)
+            self._gathered[unit] = None
+            self.live += unit.elements
+            self.most_live = max(self.most_live, self.live)
+        if (
+            following is not None
+            and not following.whole
+            and self._ahead
+            and self._coming is not following
+            and self.live + following.elements <= self._max_live
+        ):
+            self._start(following)
+
+    def _start(self, unit: Unit) -> None:
+        """Begin to gather into the landing buffer; nobody waits."""
+        self._drop_coming()
+        self._coming = unit
+        if self._gathering is None:
+            self._work = self._send(unit)
+            return
+        self._gathering.wait_event(self._copied_out)
+        with self._gathering:
+            self._work = self._send(unit)
+            self._landed.record(self._gathering)
+
+    def _send(self, unit: Unit) -> Any:
+        if unit.shard is None:
+            torch.cat(unit.pieces, out=unit.own)
+        elif unit.sent is unit.own:  # offloaded
+            unit.own.copy_(unit.shard, non_blocking=True)
+        if self.ranks > 1:
+            return self.group._allgather_base(unit.landing, unit.sent, self._gather_options)
+        return None
+
+    def _wait(self) -> None:
+        """Order the current stream after what has been sent to the landing buffer."""
+        if self._gathering is not None:
+            self._compute.wait_event(self._landed)
+        if self._work is not None:
+            self._work.wait()
+        self._coming = self._work = None
+
+    def _drop_coming(self) -> None:
+        if self._coming is not None:
+            self._wait()
+
+    def _release(self, unit: Unit) -> None:
+        if unit.whole and not unit.keeps and not unit.held:
+            unit.storage.resize_(0)
+            unit.whole = False
+            del self._gathered[unit]
+            self.live -= unit.elements
+
+    def _release_all(self, *, kept: bool) -> None:
+        """Release what is gathered; the units that stay until the step only if `kept` is set."""
+        self._drop_coming()
+        for unit in list(self._gathered):
+            keeps, unit.held = unit.keeps, False
+            unit.keeps = keeps and not kept
+            self._release(unit)
+            unit.keeps = keeps
+
+    # ---- backward pass ----
+
+    def _begin_backward(self, unit: Unit, _: Any) -> None:
+        """An output of the unit has its gradient: no gradient of the unit before it is missing any more."""
+        if self._open is unit:
+            return
+        if self._open is not None:
+            self._end_backward(self._open)
+        self._open, self._backward_runs = unit, True
+        if unit.elements:
+            self._gather(unit, self._back.after(unit))
+
+    def _end_backward(self, unit: Unit) -> None:
+        if unit.trained:
+            self._reduce(unit)
+        if unit.elements:
+            self._release(unit)
+
+    @torch.no_grad()
+    def _reduce(self, unit: Unit) -> None:
+        grads = unit.take_gradients()
+        if self._writes_in_place and not unit.counted:
+            torch._foreach_copy_(unit.views, grads)
+            unit.counted = True
+            return
+        if not self._is_buffered:
+            self._make_buffers()
+        if not self._accumulates and not self._writes_in_place:
+            self.flat.zero_()
+        self._accumulates = True
+        for i in unit.uneven:
+            grads[i] = grads[i].reshape(-1)
+        if self._reducing is None:
+            torch._chunk_cat(grads, 0, self.ranks, out=unit.leaving_rows)
+            self._sum(unit)
+            return
+        self._compute.wait_event(self._sent)
+        torch._chunk_cat(grads, 0, self.ranks, out=unit.leaving_rows)
+        self._filled.record(self._compute)
+        self._reducing.wait_event(self._filled)
+        with self._reducing:
+            self._sum(unit)
+            self._sent.record(self._reducing)
+
+    def _sum(self, unit: Unit) -> None:
+        """Add the mean over the ranks to this rank's flat gradient."""
+        scale = 1 / self.ranks
+        if self.ranks > 1:
+            if self._divides_first:
+                unit.leaving.mul_(scale)
+                scale = 1.0
+            self.group._reduce_scatter_base(unit.arriving, unit.leaving, self._reduce_options).wait()
+        if not self._is_far:
+            torch._foreach_add_(unit.segments, unit.arrived, alpha=scale)
+            return
+        for segment, arrived in zip(unit.segments, unit.arrived, strict=True):  # added on the device
+            there = segment.to(self.device, non_blocking=True)
+            segment.copy_(there.add_(arrived, alpha=scale), non_blocking=True)
+
+    def _finish_backward(self) -> None:
+        """At the end of each backward pass, in place of DeepSpeed's epilogue."""
+        if self._open is not None:
+            self._end_backward(self._open)
+        self._open, self._backward_runs = None, False
+        self._release_all(kept=False)
+        self._join()
+        optimizer = self.optimizer
+        if not optimizer.offload_optimizer:
+            optimizer.averaged_gradients = dict(enumerate(self._averaged))
+        optimizer._epilogue_ran_this_backward = True
+
+    def _join(self) -> None:
+        """Whoever reads the flat gradient comes after the sums."""
+        if self._reducing is not None:
+            self._compute.wait_stream(self._reducing)
+            if self._is_far:  # the host reads it
+                self._reducing.synchronize()
+
+    # ---- step ----
+
+    def count(self, zero_map: ZeroMap) -> None:
+        """Know which gradients this rank counts in a norm, and their names.
+
+        Args:
+            zero_map: of the engine whose weights are placed.
+        """
+        self._names: list[str] = []
+        self._counted: list[torch.Tensor] = []
+        self._num_counted: list[int] = []
+        for shard, grad in zip(zero_map.shards, self.grads, strict=True):
+            found = [(segment, view) for segment, view in zip(shard.segments, shard.views(grad), strict=True)]
+            found = [(segment, view) for segment, view in found if zero_map.counts(segment)]
+            self._names += [segment.name for segment, _ in found]
+            self._counted += [view for _, view in found]
+            self._num_counted.append(len(found))
+
+    def square_norms(self) -> SquareNorms:
+        """Squared gradient norms of the step under way with the names of their parameters, to be read later."""
+        names, norms = self._names, self._norms_of_counted
+        return lambda: zip(names, norms.square().tolist(), strict=True)
+
+    @torch.no_grad()
+    def _norms(self) -> list[torch.Tensor]:
+        """The gradient norm of each sub-group over all ranks, in place of DeepSpeed's (a collective)."""
+        optimizer = self.optimizer
+        nothing = torch.zeros(0, dtype=torch.float64, device=self.flat.device)
+        counted = self._counted
+        norms = torch.stack(torch._foreach_norm(counted, 2, torch.float64)) if counted else nothing
+        self._norms_of_counted = norms
+        squares = torch.stack([part.sum() for part in norms.square().split(self._num_counted)]).to(self.device)
+        if self.ranks > 1:
+            dist.all_reduce(squares, group=self.group)
+        optimizer._model_parallel_all_reduce(tensor=squares, op=dist.ReduceOp.SUM)
+        return list(squares.sqrt().float().to(self.flat.device).unbind())
+
+    def _hand_over(self, number: int) -> None:
+        """A sub-group's gradient becomes its master's, in place of DeepSpeed's copies."""
+        master = self.optimizer.fp32_partitioned_groups_flat[number]
+        master.grad = self.grads[number].to(master.dtype)
+        self.optimizer.averaged_gradients[number] = None
+
+    @torch.no_grad()
+    def _write_back(self, number: int) -> None:
+        """Cast a sub-group's masters to the model's type."""
+        low, high = self._copies[number]
+        if low:
+            torch._foreach_copy_(low, high, non_blocking=True)
+
+    def _pre_step(self) -> None:
+        for unit in self.units if self._writes_in_place else ():
+            if unit.trained and not unit.counted:
+                torch._foreach_zero_(unit.segments)
+        self._zero_grad()
+
+    def _zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing is left in the parameters; the flat gradient begins anew in the next backward pass."""
+        optimizer = self.optimizer
+        optimizer.micro_step_id, optimizer._epilogue_ran_this_backward = 0, False
+        self._accumulates = False
+        for unit in self.units:
+            unit.counted = False
+
+    def defer_norm_check(self, deferred: Callable[[], bool]) -> None:
+        """Keep DeepSpeed from reading the norm before it calls the optimizer, in steps in which `deferred()` holds.
+
+        The optimizer's kernel receives `found_inf` instead, and leaves weights and state as they are.
+        """
+        from deepspeed.runtime.zero import stage3
+
+        invalid, take_step = stage3.is_invalid_grad_norm, self.optimizer.step
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            with replaced(stage3, "is_invalid_grad_norm", lambda norm: not deferred() and invalid(norm)):
+                return take_step(*args, **kwargs)
+
+        self.optimizer.step = step
+
+    # ---- DeepSpeed's methods ----
+
+    def _replace_methods(self) -> None:
+        engine, optimizer = self.engine, self.optimizer
+        for name in ("_forward_prologue", "_forward_epilogue"):
+            setattr(engine, name, partial(_without_walk, engine, getattr(engine, name)))
+        engine.save_checkpoint = engine.save_16bit_model = _refuse
+        if optimizer is None:
+            return
+        replaced: dict[str, Callable[..., Any]] = {
+            "_partition_all_parameters": partial(self._release_all, kept=True),
+            "independent_gradient_partition_epilogue": self._finish_backward,
+            "_pre_step": self._pre_step,
+            "zero_grad": self._zero_grad,
+            "_get_norm_groups": self._norms,
+            "_prepare_fp32_grad_for_sub_group": self._hand_over,
+            "_reassign_or_swap_out_partitioned_parameters": self._write_back,
+            "invalidate_secondary_tensor": lambda: None,
+            "check_overflow": lambda **_: None,  # the norm is finite exactly where all gradients are
+        }
+        for name, function in replaced.items():
+            setattr(optimizer, name, function)
+        optimizer.persistent_parameters = []
+        optimizer.parameter_offload.release_backward_leftovers = lambda: None
+
+
+def _refuse(*_: Any, **__: Any) -> None:
+    raise RuntimeError(
+        "ds_vit gathers ZeRO-3's weights by layer: read them in Engine.units.gathered(), or in a checkpoint"
+    )
+
+
+def _without_walk(engine: Any, method: Callable[..., Any], *args: Any) -> Any:
+    """Call a method of the engine that would visit every module for the sake of DeepSpeed's own gathering."""
+    engine.zero_optimization_partition_weights = lambda: False
+    try:
+        return method(*args)
+    finally:
+        del engine.zero_optimization_partition_weights
+
+
+def _units_of(module: nn.Module, optimizer: Any | None) -> Iterator[Unit]:
+    """The layers that have parameters.
+
+    Raises:
+        ValueError: a parameter outside of the layers or in two of them, or a layer within another one.
+    """
+    place = {}
+    for number, params in enumerate(() if optimizer is None else optimizer.fp16_groups):
+        place |= {id(p): (number, index) for index, p in enumerate(params)}
+    names = {id(p): name for name, p in module.named_parameters()}
+    for path, layer in module.named_modules():
+        if not isinstance(layer, Layer):
+            continue
+        if any(isinstance(inner, Layer) for inner in layer.modules() if inner is not layer):
+            raise ValueError(f"ZeRO-3 gathers weights by layer, and {path} contains another Layer; make them siblings")
+        own = list(layer.parameters())
+        for parameter in own:
+            if names.pop(id(parameter), None) is None:
+                raise ValueError(f"ZeRO-3 gathers weights by layer, and {path} shares a parameter with another Layer")
+        trained = sorted((p for p in own if id(p) in place), key=lambda p: place[id(p)])
+        if own:
+            yield Unit(layer, [*trained, *(p for p in own if id(p) not in place)], len(trained))
+    if names:
+        raise ValueError(f"ZeRO-3 gathers weights by layer, and {', '.join(names.values())} belongs to no Layer")
+
+
+def _remove_hooks(engine: Any, optimizer: Any | None) -> None:
+    """Remove DeepSpeed's hooks of modules and gradients, and its dictionaries, which run Python at each access."""
+    offload = engine.optimizer if optimizer is None else optimizer.parameter_offload
+    offload.partition_all_parameters()
+    offload._remove_module_hooks()
+    offload.forward_hooks, offload.backward_hooks = [], []
+    if optimizer is not None:
+        for hook in (*optimizer._grad_acc_hooks, *optimizer._leaf_module_hooks):
+            hook.remove()
+        optimizer._grad_acc_hooks, optimizer._leaf_module_hooks = [], []
+    for module in engine.module.modules():
+        module._parameters = dict(module._parameters)
