@@ -287,7 +287,7 @@ def test_idle_keys_are_named_and_do_not_reach_deepspeed():
 
 @pytest.mark.parametrize(
     ("stage", "offload", "is_idle"),
-    [(0, {}, True), (1, {}, True), (2, {}, True), (2, OFFLOADED, False), (3, {}, False)],
+    [(0, {}, True), (1, {}, True), (2, {}, True), (2, OFFLOADED, False)],
 )
 def test_keys_of_deepspeeds_sums(stage, offload, is_idle):
     """A key that engine/flat_gradient.py does not read, and that nothing names; scaling of sums, which it honours."""
@@ -296,6 +296,20 @@ def test_keys_of_deepspeeds_sums(stage, offload, is_idle):
     own = ["bf16.immediate_grad_update", "zero_optimization.contiguous_gradients", "zero_optimization.overlap_comm"]
     assert deepspeed_keys.idle_keys(data) == (own if is_idle else [])
     deepspeed_keys.check_values({**data, "prescale_gradients": True} if is_idle else data, "c.json")
+
+
+def test_keys_without_a_meaning_at_stage_3_are_named():
+    """A key of DeepSpeed's gathering and buckets that engine/zero3.py does not read, and that nothing names."""
+    without = ("contiguous_gradients", "memory_efficient_linear", "reduce_bucket_size", "stage3_max_reuse_distance")
+    read = ("overlap_comm", "stage3_prefetch_bucket_size", "stage3_max_live_parameters", "sub_group_size")
+    data = {"zero_optimization": {"stage": 3, **dict.fromkeys((*without, *read), 1)}}
+    assert deepspeed_keys.idle_keys(data) == [f"zero_optimization.{key}" for key in without]
+
+
+def test_a_second_partition_is_refused():
+    data = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}
+    with pytest.raises(UserError, match="zero_hpz_partition_size.* gathers them by layer; delete it"):
+        deepspeed_keys.check_values(data, "c.json")
 
 
 def test_deepspeeds_own_complaint_is_one_line():
