@@ -253,18 +253,6 @@ def teacher_on_rejected_steps():
     return mock.patch.object(PlainEngine, "_result", moves_always)
 
 
-def teacher_behind_full_copies():
-    """The shards of ZeRO-3 are written after the copies that stay gathered."""
-    from ds_vit.parallel.zero_map import Twins
-
-    def write(twins):
-        twins.gather()
-        for twin, value in twins.copies:
-            twin.copy_(value)
-
-    return mock.patch.object(Twins, "write", write)
-
-
 @contextlib.contextmanager
 def teacher_before_the_step():
     """The teacher moves towards the weights of the step before."""
