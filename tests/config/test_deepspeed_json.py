@@ -308,7 +308,7 @@ def test_keys_without_a_meaning_at_stage_3_are_named():
 
 def test_a_second_partition_is_refused():
     data = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}
-    with pytest.raises(UserError, match="zero_hpz_partition_size.* gathers them by layer; delete it"):
+    with pytest.raises(UserError, match=r"zero_hpz_partition_size.* gathers them by layer; delete it"):
         deepspeed_keys.check_values(data, "c.json")
 
 
