@@ -20,6 +20,7 @@ from ds_vit.fault_tolerance.errors import OtherRun
 from ds_vit.launching.process import SCHEME
 
 _RUN_KEY = "ds_vit/run"  # in the store where the ranks meet: the token of the run that it belongs to
+_ANSWER_SECONDS = 60.0  # for rank 0 between the two calls that create the store and write the token
 
 
 def quiet_deepspeed(verbose: bool) -> None:
@@ -74,7 +75,7 @@ def _meet(url: str, timeout: datetime.timedelta, **_: Any) -> Iterator[tuple[dis
     Raises:
         UserError: rank 0's port is in use, or another run's rank 0 has it.
     """
-    run, found = urllib.parse.unquote(urllib.parse.urlsplit(url).netloc), "unknown"
+    run, found = urllib.parse.unquote(urllib.parse.urlsplit(url).netloc), "no token of ds_vit"
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     problem = f"port {port} of the rendezvous is in use on {socket.gethostname()}, perhaps by another run"
     store = None
@@ -82,8 +83,10 @@ def _meet(url: str, timeout: datetime.timedelta, **_: Any) -> Iterator[tuple[dis
         # torch counts connections, and takes the first ones for the run's ranks; without a world size it counts none.
         store, rank, _ = next(dist.rendezvous("env://?world_size=-1", timeout=timeout))
         problem = f"rank {rank} of this run ({run}) reached another run at {address}:{port}"
+        if "TORCHELASTIC_USE_AGENT_STORE" not in os.environ:  # else it may exist long before rank 0
+            store.set_timeout(datetime.timedelta(seconds=_ANSWER_SECONDS))
         found = (store.compare_set(_RUN_KEY, "", run) if rank == 0 else store.get(_RUN_KEY)).decode()
-    except RuntimeError as error:  # torch's DistNetworkError, also of a run that ends
+    except RuntimeError as error:  # torch's DistNetworkError, also of a run that ends, and DistStoreError
         if store is None and "EADDRINUSE" not in str(error):
             raise
     if found != run:

@@ -85,12 +85,14 @@ def test_a_rank_of_another_run_is_rejected(agent, ranks, tmp_path):
     assert "(DS_VIT_RUN_ID=a); choose another with the launcher's --master_port" in line
 
 
-def meet_a_run_that_ends(folder: Path) -> str:
-    """On rank 0: a run that ends without an answer. On rank 1: a rank of another run, which has just connected."""
+def meet_a_silent_store(folder: Path, ends: bool) -> str:
+    """On rank 0: a store without a token, which may end. On rank 1: a rank of a run, which has just connected."""
+    from ds_vit.engine import start
+
     port = int(os.environ["MASTER_PORT"])
     if _leave_the_pool() == 0:
         store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-        wait_until((folder / "connected").exists, "nobody connected")
+        wait_until((folder / ("connected" if ends else "rejected")).exists, "nobody connected")
         del store
         (folder / "gone").touch()
         return ""
@@ -98,21 +100,27 @@ def meet_a_run_that_ends(folder: Path) -> str:
 
     def ask_late(store: dist.TCPStore, key: str) -> bytes:
         (folder / "connected").touch()
-        wait_until((folder / "gone").exists, "the store stays")
+        wait_until(lambda: not ends or (folder / "gone").exists(), "the store stays")
         return real(store, key)
 
-    with mock.patch.object(dist.TCPStore, "get", ask_late), mock.patch.object(program.time, "sleep"):
+    with (
+        mock.patch.object(dist.TCPStore, "get", ask_late),
+        mock.patch.object(program.time, "sleep"),
+        mock.patch.object(start, "_ANSWER_SECONDS", start._ANSWER_SECONDS if ends else 0.2),
+    ):
         code, _, said = _meet("b", 1, 1.0)
+    (folder / "rejected").touch()
     assert code == 2
     return said
 
 
-def test_a_run_that_ends_while_a_rank_of_another_asks(ranks, tmp_path):
+@pytest.mark.parametrize("ends", [True, False], ids=["a run that ends", "another program's store"])
+def test_a_store_that_gives_no_token(ends, ranks, tmp_path):
     # Catches: a wait of half an hour, or torch's page about a closed connection.
-    _, said = ranks.run(2, meet_a_run_that_ends, tmp_path, timeout=240)
+    _, said = ranks.run(2, meet_a_silent_store, tmp_path, ends, timeout=240)
     [line] = said.splitlines()
     assert "reached another run" in line
-    assert "(unknown); choose another" in line
+    assert "(no token of ds_vit); choose another" in line
 
 
 SEVERAL_HOSTS = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}
