@@ -410,19 +410,22 @@ def train_slices_apart(argv):
     return main(argv)
 
 
-def train_without_tags(argv):
-    """On a rank: shards without DeepSpeed's tag, so that a norm counts those of one rank of a group only."""
-    from ds_vit.parallel.tensor import cut
+def train_counting_one_shard(argv):
+    """On a rank: shards taken for copies, so that the norm counts those of one rank of a group only."""
+    from unittest import mock
+
+    from ds_vit.engine.base import Engine
+    from ds_vit.parallel.segment import Segment
     from ds_vit.train import main
 
-    shard = cut._shard
+    adapt = Engine._adapt_the_optimizer
 
-    def untagged(owner, name, *rest):
-        shard(owner, name, *rest)
-        getattr(owner, name).tensor_model_parallel = False
+    def adapt_with_copies(engine):
+        with mock.patch.object(Segment, "replicated", True):
+            adapt(engine)
 
-    cut._shard = untagged
-    return main([*argv, "--check-replicas", "0"])  # which would take the shards for copies
+    with mock.patch.object(Engine, "_adapt_the_optimizer", adapt_with_copies):
+        return main(argv)
 
 
 # name: (what differs from one rank's plain SGD run, arguments of the optimizer, blocks of the JSON, a rank's program)
@@ -434,7 +437,7 @@ BREAKAGES = {
     "a flat trust ratio": ({"optimizer": "lamb"}, {}, {}, train_naively),
     "a flat trust ratio in ZeRO-0": ({"optimizer": "lamb", "stage": 0}, {}, {}, train_naively),
     **{
-        f"untagged shards, ZeRO-{stage}": ({"layout": "tp2", "stage": stage}, {}, {}, train_without_tags)
+        f"shards counted as copies, ZeRO-{stage}": ({"layout": "tp2", "stage": stage}, {}, {}, train_counting_one_shard)
         for stage in (0, 1, 3)
     },
     "orthogonal slices": ({"optimizer": "muon", "layout": "tp2"}, {}, {}, train_slices_apart),
