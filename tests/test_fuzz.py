@@ -167,15 +167,15 @@ def norm_without_a_shard():
     """The gradient norm of a rank lacks the tensor shards of the other ranks."""
     import torch.distributed as dist
 
-    from ds_vit.engine.base import Engine
+    from ds_vit.engine.flat_gradient import FlatGradient
 
-    clip_gradients = Engine._clip_gradients
+    norm = FlatGradient._norm
 
-    def clip_by_own_norm(engine):
-        with mock.patch.object(dist, "all_reduce"):
-            return clip_gradients(engine)
+    def own_norm(flat):
+        with mock.patch.object(dist, "all_reduce") if flat._stage == 0 else contextlib.nullcontext():
+            return norm(flat)
 
-    with mock.patch.object(Engine, "_clip_gradients", clip_by_own_norm):
+    with mock.patch.object(FlatGradient, "_norm", own_norm):
         yield
 
 
