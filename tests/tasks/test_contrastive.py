@@ -255,7 +255,7 @@ def test_resumes_in_another_layout(ranks, tmp_path, reference, task):
 @pytest.mark.parametrize(("task", "layout"), [("clip", (2, 3, 4)), ("siglip", (2, 2, 4))], ids=["clip", "siglip"])
 def test_bf16_reads_scale_and_bias_in_fp32(ranks, tmp_path, task, layout):
     # Catches: a scale rounded to bf16, and features compared in bf16. By SGD at a small rate: AdamW amplifies rounding.
-    settings = {"blocks": {"bf16": {"enabled": True}}, **SGD["siglip"]}
+    settings = {"blocks": {"bf16": {"enabled": True}, "communication_data_type": "fp32"}, **SGD["siglip"]}
 
     def rows(name, *layout, breaks=None):
         return train(ranks, tmp_path / name, task, *layout, breaks=breaks, **settings)
@@ -264,7 +264,7 @@ def test_bf16_reads_scale_and_bias_in_fp32(ranks, tmp_path, task, layout):
     for key, most in (("loss", 1e-2), ("grad_norm", 5e-2)):
         allowed = largest_deviation(one, pieces, key)
         assert 0 < allowed < most
-        assert largest_deviation(one, ranks2, key) <= 2 * allowed
+        assert largest_deviation(one, ranks2, key) <= 4 * allowed
     # The same layout, and equal losses if the optimizer's values were not read: they start from the rounded ones.
     rounded = rows("rounded", *layout, breaks="logits rounded to bf16")
     assert largest_deviation(ranks2, rounded, "loss") > 2e-4
