@@ -358,7 +358,7 @@ def idle_keys(data: Mapping[str, Any]) -> list[str]:
         elif settings and settings.get("device", "none") == "none":
             idle.add(f"zero_optimization.{block}")
     idle |= {block for block in _SWITCHED if set(data.get(block, ())) - {"enabled"} and not switched_on(data[block])}
-    return sorted(idle)
+    return sorted(name for name in idle if name.rpartition(".")[0] not in idle)
 
 
 def without(data: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:

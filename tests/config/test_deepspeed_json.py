@@ -306,6 +306,11 @@ def test_keys_without_a_meaning_at_stage_3_are_named():
     assert deepspeed_keys.idle_keys(data) == [f"zero_optimization.{key}" for key in without]
 
 
+def test_a_key_of_an_idle_block_is_named_with_it():
+    # Catches: a block and a key in it that are both dropped.
+    assert deepspeed_keys.idle_keys({"bf16": {"check_grad_overflow": False}}) == ["bf16"]
+
+
 def test_a_second_partition_is_refused():
     data = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}
     with pytest.raises(UserError, match=r"zero_hpz_partition_size.* gathers them by layer; delete it"):

@@ -32,7 +32,7 @@ def sample() -> list[Case]:
 SAMPLE = sample()
 OTHERS = [case for case in CASES if case not in SAMPLE]
 # Values that say what holds anyhow: no line is owed.
-AT_THEIR_DEFAULT = ("cpu_offload", "cpu_offload_param", "dtype", "sequence_parallel_size")
+AT_THEIR_DEFAULT = ("cpu_offload", "cpu_offload_param", "dtype", "grad_accum_dtype", "sequence_parallel_size")
 
 
 def keys_of_deepspeed() -> Iterator[str]:
