@@ -1,0 +1,79 @@
+"""Training in 16 bits is as near to float64 as a plain loop in 16 bits: each task in each layout.
+
+The plain loops are independent of this project (tests/support/plain_loops.py). A selection in which every pair of
+choices occurs always runs, and docs/numerics.md has its table; `pytest --exhaustive` runs the full product.
+"""
+
+import functools
+
+import pytest
+from pairwise import cover
+from sixteen_bits import BATCH, MESHES, References, full_product, ratios, steps_of, train
+
+LIMITS = {1: (1.2, 1.3, 1.5), 2: (1.3, 1.4, 1.6)}
+"""By tp, whose partial sums travel in 16 bits: of gradients and weights; of losses, which scatter by 15 %; of the
+gradient of a single tensor."""
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory):
+    """The plain loops."""
+    return References(tmp_path_factory.mktemp("models"))
+
+
+@functools.cache  # asked for in each process of pytest
+def selection():
+    """Combinations in which every legal pair of choices occurs."""
+
+    def seconds(case):
+        pp, dp, tp = MESHES[case["mesh"]]
+        pass_ = 0.04 * (2.5 if case["stage"] == 3 else 1)
+        return pp * dp * tp * (0.6 + pass_ * steps_of(case) * (case["accumulation"] + 1) / 2)
+
+    return cover(full_product(), seconds)
+
+
+def pytest_generate_tests(metafunc):
+    if "case" in metafunc.fixturenames:
+        cases = full_product() if metafunc.config.getoption("--exhaustive") else selection()
+        metafunc.parametrize("case", cases, ids=name)
+
+
+def name(case):
+    """A test's id."""
+    return f"{case['task']}, {case['mesh']}, ZeRO-{case['stage']}, x{case['accumulation']}, {case['kind']}"
+
+
+@pytest.mark.sampled(8)
+def test_as_near_to_float64_as_a_plain_loop(ranks, references, case):
+    # Catches: masters that start from rounded values, sums of micro-batches in 16 bits, a value that is rounded twice,
+    # arithmetic that a ZeRO stage or a shard does in its own way, a loss or a norm in 16 bits.
+    reference = references.of(case)
+    found = ratios(train(ranks, case, reference, references.folder), reference)
+    *_, tp = MESHES[case["mesh"]]
+    limit, of_losses, of_a_tensor = LIMITS[tp]
+    assert max(found.gradient, found.weights) <= limit, found
+    assert found.loss is None or found.loss <= of_losses, found
+    assert found.tensor <= of_a_tensor, found
+
+
+ONE_RANK = {"task": "mae", "mesh": "1 rank", "stage": 2, "accumulation": 1, "kind": "bf16"}
+# What is broken: (what differs from `ONE_RANK`, blocks of the JSON).
+BREAKAGES = {
+    "micro-batches summed in bf16": ({"accumulation": BATCH}, {"data_types": {"grad_accum_dtype": "bf16"}}),
+    "rounded initial values": ({}, {}),
+}
+
+
+@pytest.mark.parametrize("breakage", BREAKAGES)
+def test_what_is_broken_is_seen(ranks, references, breakage):
+    # Catches: limits that rounding of our own does not exceed.
+    changes, blocks = BREAKAGES[breakage]
+    reference = references.of(ONE_RANK | changes)
+    given = reference
+    if breakage == "rounded initial values":
+        values = [{name: tensor.bfloat16().float() for name, tensor in of.items()} for of in reference.values]
+        given = reference._replace(values=values)
+    runs = train(ranks, ONE_RANK | changes, given, references.folder, **blocks)
+    found = ratios(runs, reference)
+    assert max(found.gradient, found.weights) > LIMITS[1][0], found
