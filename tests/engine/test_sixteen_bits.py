@@ -1,7 +1,7 @@
 """Training in 16 bits is as near to float64 as a plain loop in 16 bits: each task in each layout.
 
 The plain loops are independent of this project (tests/support/plain_loops.py). A selection in which every pair of
-choices occurs always runs, and docs/numerics.md has its table; `pytest --exhaustive` runs the full product.
+choices occurs has its table in docs/numerics.md; `pytest --exhaustive` runs the full product, which takes minutes.
 """
 
 import functools
@@ -9,6 +9,8 @@ import functools
 import pytest
 from pairwise import cover
 from sixteen_bits import BATCH, MESHES, References, full_product, ratios, steps_of, train
+
+pytestmark = pytest.mark.exhaustive
 
 LIMITS = {1: (1.2, 1.3, 1.5), 2: (1.3, 1.4, 1.6)}
 """By tp, whose partial sums travel in 16 bits: of gradients and weights; of losses, which scatter by 15 %; of the
