@@ -35,9 +35,10 @@ def test_what_is_done_to_a_layer_in_order(stage, compute, norms, tp, drop_path, 
         model=SimpleNamespace(class_parallel=False, frozen=frozenset(), reads_class_token=reads_class_token),
         zero_stage=stage,
         dtype=getattr(torch, compute),
-        json={},
+        autocast=False,
+        json={"zero_optimization": {}},
     )
-    assert not {*vars(config)} - {*EngineConfig.__dataclass_fields__, "zero_stage", "dtype"}
+    assert not {*vars(config)} - {*EngineConfig.__dataclass_fields__, "zero_stage", "dtype", "autocast"}
     groups = Groups(Layout(tp=tp), rank=0, tp=object() if tp > 1 else None)
     names = []
     for converter in layer_converters(config, groups):
