@@ -275,7 +275,7 @@ def test_bf16_sums_gradients_in_fp32(ranks, tmp_path):
 
 
 def reduced_types(argv):
-    """On a rank: train, and give the floating types of the larger all-reduces."""
+    """On a rank: train, and give the floating types of the larger reductions."""
     from unittest import mock
 
     import torch.distributed as dist
@@ -283,13 +283,18 @@ def reduced_types(argv):
     from ds_vit.train import main
 
     seen = set()
-    original = dist.all_reduce
 
-    def recording(tensor, *args, **kwargs):
-        if tensor.is_floating_point() and tensor.numel() > 1000:
-            seen.add(str(tensor.dtype))
-        return original(tensor, *args, **kwargs)
+    def recording(original):
+        def reduce(tensor, *args, **kwargs):
+            if tensor.is_floating_point() and tensor.numel() > 1000:
+                seen.add(str(tensor.dtype))
+            return original(tensor, *args, **kwargs)
 
-    with mock.patch.object(dist, "all_reduce", recording):
+        return reduce
+
+    with (
+        mock.patch.object(dist, "all_reduce", recording(dist.all_reduce)),
+        mock.patch.object(dist, "reduce", recording(dist.reduce)),
+    ):
         assert main(argv) == 0
     return sorted(seen)
