@@ -125,7 +125,7 @@ class Engine(ABC):
         if own_sums:  # for another type than the model's, DeepSpeed has other wrappers, and another copy of gradients
             own.get("data_types", {}).pop("grad_accum_dtype", None)
         if self.stage == 0:
-            # Without ZeRO DeepSpeed throws the norm away, and in a pipeline clips by a wrong one; see _clip_gradients.
+            # Without ZeRO DeepSpeed throws the norm away, and in a pipeline clips by a wrong one.
             own["gradient_clipping"] = 0.0
         if optimizer is not None and not rules_of(type(optimizer)).shown_to_deepspeed:
             own.pop("optimizer", None)

@@ -32,7 +32,7 @@ from ds_vit.parallel.groups import Groups
 from ds_vit.parallel.zero_map import FlatGroup, Shard, flat_groups
 
 _ALIGNMENT = 32
-"""Elements: at ZeRO-0 each parameter begins at a multiple of 128 bytes, as in memory of its own."""
+"""Elements: at ZeRO-0 each parameter begins at a multiple of 128 bytes, as a separate tensor does."""
 _NORM_PIECE = 2**16
 """Elements whose squares a CPU sums in fp32, one after the other: of 2**24 the norm is 7e-4 too small."""
 
