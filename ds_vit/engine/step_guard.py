@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ds_vit.device import pins_memory, record_event
-from ds_vit.engine.gradient_statistics import layer_norms, layer_norms_of
+from ds_vit.engine.layer_norms import layer_norms, layer_norms_of
 from ds_vit.parallel.zero_map import ZeroMap
 
 SquareNorms = Callable[[], Iterable[tuple[str, float]]]

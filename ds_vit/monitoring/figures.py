@@ -1,6 +1,6 @@
 """matplotlib figures, if it is installed; and gradients by power of two: what fp16 would lose, for `ds-vit gradients`.
 
-Rows of kind "gradients" come from --grad-stats-interval (see `engine/gradient_statistics.py`).
+Rows of kind "gradients" come from --grad-stats-interval (see `monitoring/gradient_health.py`).
 """
 
 from __future__ import annotations

@@ -16,12 +16,12 @@ import torch
 from ds_vit.config import RunConfig
 from ds_vit.config.units import Interval, parse_steps
 from ds_vit.data import Source
-from ds_vit.engine.gradient_statistics import GradientHealth
 from ds_vit.engine.start import device_of
 from ds_vit.fault_tolerance.signals import Deadline, Signals
 from ds_vit.fault_tolerance.watchdog import Watchdog
 from ds_vit.launching.process import Process
 from ds_vit.models import create_model
+from ds_vit.monitoring.gradient_health import GradientHealth
 from ds_vit.monitoring.metrics import Listeners, Reporter, make_console
 from ds_vit.monitoring.profile import StepProfiler
 from ds_vit.monitoring.progress import Line

@@ -16,12 +16,12 @@ import torch.distributed as dist
 
 from ds_vit.config.image_sizes import ImageSizes
 from ds_vit.engine.base import Engine
-from ds_vit.engine.gradient_statistics import GradientHealth
 from ds_vit.engine.step_guard import Rejection, StepResult
 from ds_vit.fault_tolerance.errors import ReplicasDiffer
 from ds_vit.fault_tolerance.exit_codes import Diverged
 from ds_vit.fault_tolerance.watchdog import Watchdog
 from ds_vit.models import timm_names
+from ds_vit.monitoring.gradient_health import GradientHealth
 from ds_vit.monitoring.metrics import Reporter
 from ds_vit.monitoring.profile import StepProfiler
 from ds_vit.monitoring.throughput import Throughput

@@ -20,7 +20,7 @@ from ds_vit import config as flags
 from ds_vit.config.deepspeed_json import derived_path
 from ds_vit.config.schema import KEY_OF_FLAG
 from ds_vit.config.units import Interval, in_words
-from ds_vit.engine.gradient_statistics import layers_of
+from ds_vit.engine.layer_norms import layers_of
 from ds_vit.engine.patches.process import version_warnings
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import Process, launch_words

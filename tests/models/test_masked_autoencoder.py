@@ -16,7 +16,7 @@ from torch import nn
 from vits import timm_state_dict
 
 from ds_vit import randomness
-from ds_vit.engine.gradient_statistics import layers_of as health_layers
+from ds_vit.engine.layer_norms import layers_of as health_layers
 from ds_vit.models import (
     AutoencoderSettings,
     BlockLayer,

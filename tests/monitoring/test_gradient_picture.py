@@ -6,8 +6,8 @@ import math
 import pytest
 
 from ds_vit import cli
-from ds_vit.engine.gradient_statistics import HIGHEST, LOWEST
 from ds_vit.monitoring.figures import draw_gradients, read_gradients
+from ds_vit.monitoring.gradient_health import HIGHEST, LOWEST
 
 
 def counts(**by_power):

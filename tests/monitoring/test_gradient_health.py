@@ -11,7 +11,8 @@ from curves import train_in
 from safetensors.torch import load_file
 from zero_layouts import WRAPPER, words
 
-from ds_vit.engine.gradient_statistics import HIGHEST, LOWEST, layers_of
+from ds_vit.engine.layer_norms import layers_of
+from ds_vit.monitoring.gradient_health import HIGHEST, LOWEST
 
 pytestmark = pytest.mark.slow
 
