@@ -20,7 +20,7 @@ from timm.data import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from torch import nn
 
 from ds_vit.fault_tolerance.errors import UserError, first_line, read_text
-from ds_vit.models.keyed_drop import mix_in, sample_keys
+from ds_vit.models.keyed_drop import mix_in
 from ds_vit.models.layers import Layer, TokenCount, check_complete, copy_to_take_apart, take_apart
 
 _SOURCE = "local-dir:"
@@ -182,12 +182,11 @@ class BridgeTowerLayer(Layer):
 
     def forward(self, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """(images [B, 3, height, width], keys int64 [B], ids int64 [B, L]) -> [B, 3 E + 1]."""
-        images, keys, ids = inputs
+        images, _, ids = inputs
         dtype = self.logit_scale.dtype
         mask = torch.zeros(ids.shape, dtype=dtype, device=ids.device)
         mask = mask.masked_fill(ids == self.config.text_config.pad_token_id, torch.finfo(dtype).min)
-        with sample_keys(self.keyed_drops(), keys):
-            found = super().forward(input_ids=ids, attention_mask=mask[:, None, None], pixel_values=images)
+        found = super().forward(input_ids=ids, attention_mask=mask[:, None, None], pixel_values=images)
         embeddings = (found.image_embeds, found.text_embeds, found.cross_embeds)
         return torch.cat((*embeddings, self.logit_scale.expand(len(ids), 1)), dim=1)
 

@@ -2,8 +2,8 @@
 
 The compiled function takes a block, its tokens and its rotary table: its graph takes the weights as inputs, and serves
 every block that passes its guards. Guards check whatever a graph read in Python, so nothing that differs from block to
-block or from step to step may be read in one. A random module therefore receives its row of the
-micro-batch's masks (of hashed bits, where single elements drop) as a tensor before each call; its name stays outside.
+block or from step to step may be read in one. A random module reads its row of the micro-batch's masks (of hashed bits,
+where single elements drop), a tensor; its name and a drop-path's rate stay outside.
 
 Shapes: B samples, S tokens, D width.
 """
@@ -20,7 +20,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from ds_vit.fault_tolerance.errors import UserError, first_line
-from ds_vit.models.keyed_drop import KeyedDrop, KeyedDropPath, mix_in
 from ds_vit.models.layers import BlockLayer, Layer
 
 BACKEND: Any = "inductor"
@@ -30,31 +29,6 @@ _LIMIT = 64  # graphs of one run: kinds of blocks, each in training, evaluation 
 _DIFFERING = ("lambda_init",)  # numbers of timm's blocks that depend on their depth
 
 Compiled = Callable[[nn.Module, torch.Tensor, dict[str, torch.Tensor]], torch.Tensor]
-
-
-class _WithRow:
-    """Mixin for a keyed module: returns the row that was set."""
-
-    row: torch.Tensor
-    training: bool  # of the module
-
-    @property
-    def draws(self) -> bool:
-        return self.training
-
-    def bits(self) -> torch.Tensor:
-        return self.row
-
-    def mask(self, dtype: torch.dtype) -> torch.Tensor:
-        return self.row.to(dtype)
-
-    def set_row(self) -> None:
-        """Set the row of the current micro-batch, as the module would by itself."""
-        if not self.training:
-            return
-        self.row = super().bits()
-        if isinstance(self, KeyedDropPath):
-            self.row = super().mask(torch.float32)
 
 
 def compiler_settings() -> AbstractContextManager[None]:
@@ -90,17 +64,12 @@ def compile_block(layer: Layer, function: Compiled) -> None:
     if not isinstance(layer, BlockLayer):
         return
     block = layer.block
-    drops = [drop for drop in block.modules() if isinstance(drop, KeyedDrop) and drop.rate > 0.0]
-    for drop in drops:
-        mix_in(drop, _WithRow)
     for module in block.modules():
         for name in _DIFFERING:
             if isinstance(vars(module).get(name), float):
                 setattr(module, name, torch.tensor(getattr(module, name), device=next(block.parameters()).device))
 
     def forward(tokens: torch.Tensor, **arguments: torch.Tensor) -> torch.Tensor:
-        for drop in drops:
-            drop.set_row()
         with _own_linear():
             try:
                 return function(block, tokens, arguments)

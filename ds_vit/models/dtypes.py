@@ -59,7 +59,10 @@ def _up(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 def _forward_of(norm: nn.Module):  # noqa: ANN202
     def layer_norm(x: torch.Tensor) -> torch.Tensor:
-        return F.layer_norm(x, norm.normalized_shape, _up(norm.weight), _up(norm.bias), norm.eps)
+        # Of all norms the most frequent one: `norm.weight` and `F.layer_norm` would cost the host six more calls.
+        weight, bias = norm._parameters["weight"], norm._parameters["bias"]
+        weight, bias = weight if weight is None else weight.float(), bias if bias is None else bias.float()
+        return torch.layer_norm(x, norm.normalized_shape, weight, bias, norm.eps)
 
     def layer_norm_2d(x: torch.Tensor) -> torch.Tensor:
         return layer_norm(x.movedim(1, -1)).movedim(-1, 1)

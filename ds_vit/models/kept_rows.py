@@ -130,11 +130,10 @@ class KeptDropPath(KeyedDropPath):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [k, ...] of the kept rows -> [B, ...], the others zero; with all rows, as `KeyedDropPath`."""
-        x, rows = super().forward(x), self.rows
-        if rows is None or not self.puts_back:
+        x = super().forward(x)
+        if self.row is None or self.kept is None or not self.puts_back:
             return x
-        together, _ = self.shared
-        return x.new_zeros(together.bits.shape[1], *x.shape[1:]).index_copy(0, rows, x)
+        return x.new_zeros(len(self.row), *x.shape[1:]).index_copy(0, self.kept, x)
 
 
 def compute_kept(layer: Layer, wanted: Callable[[float], bool]) -> None:
@@ -216,7 +215,7 @@ def find_rows(
         on_host = bits.cpu()[[row for row, _ in kept]]
     else:
         on_host = hash_together(paths, keys_on_host)
-    masks = Together(paths, on_host).masks(torch.float32).numpy()
+    masks = Together(paths, on_host).masks().numpy()
     found = {path: np.flatnonzero(mask) for path, mask in zip(paths, masks, strict=True) if not mask.all()}
     if not found:
         return {}

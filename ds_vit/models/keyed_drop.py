@@ -1,11 +1,11 @@
 """Drop-path, dropout and patch dropout whose masks are a pure function of (sample key, timm's module name).
 
-Each module replaces timm's equivalent, with timm's expectation and scaling. It uses no generator: the layer that runs
-it sets the keys of its samples (`sample_keys`). A mask therefore does not depend on the micro-batch, the rank, the
-stage, or on recomputation by activation checkpointing.
+Each module replaces timm's equivalent, with timm's expectation and scaling. It uses no generator: a hash of the
+samples' keys decides. A mask therefore does not depend on the micro-batch, the rank, the stage, or on recomputation by
+activation checkpointing.
 
 Hashing takes about twenty operations, whose cost on a GPU hardly depends on their size: `Together` hashes for all
-layers of a micro-batch at once, to the same bits, and gives each module its row.
+layers of a micro-batch at once, and gives each module its row.
 
 Shapes: B samples, S tokens, D width, M keyed modules.
 """
@@ -13,9 +13,9 @@ Shapes: B samples, S tokens, D width, M keyed modules.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from timm.layers import DropPath, PatchDropout
@@ -32,83 +32,67 @@ class KeyedDrop(nn.Module):
     Attributes:
         name: of its draws.
         rate: the share that it drops.
-        keys: of the samples, int64 [B], while its layer runs.
-        shared: what was hashed for it and others, and its row there, while a run of layers lasts.
+        row: for each sample of the micro-batch that runs, its hash, int64 [B], or of a drop-path its factor, fp32 [B].
         branch: the drop-path that ends its branch, where only what that keeps is computed (kept_rows.py).
     """
 
+    row: torch.Tensor | None = None
     branch: KeyedDropPath | None = None
 
     def __init__(self, name: str, rate: float) -> None:
         super().__init__()
         self.name = name
         self.rate = rate
-        self.keys: torch.Tensor | None = None
-        self.shared: tuple[Together, int] | None = None
 
     @property
     def draws(self) -> bool:
         """Whether it draws anything in the current mode."""
-        return self.rate > 0.0 and self.training
+        return self.training and self.rate > 0.0
 
     @property
     def rows(self) -> torch.Tensor | None:
         """The rows of the micro-batch that it receives, int64 [k]; None for all of them."""
-        if self.branch is None or self.branch.shared is None:
+        return None if self.branch is None else self.branch.kept
+
+    def own_row(self) -> torch.Tensor | None:
+        """Its row, of the samples that it receives; None where it draws nothing.
+
+        A compiled block runs this: it reads no rate in training, because rates differ from block to block.
+
+        Raises:
+            UserError: it draws, and the model has received no keys.
+        """
+        if self.row is None:
+            if self.draws:
+                raise UserError(f"{self.name!r} is random: give the model the samples' keys")
             return None
-        return self.branch.shared[0].rows.get(self.branch)
-
-    def _own(self, of_all: torch.Tensor) -> torch.Tensor:
-        """The rows that it receives, of a tensor [B, ...]."""
         rows = self.rows
-        return of_all if rows is None else of_all.index_select(0, rows)
-
-    def bits(self) -> torch.Tensor:
-        """The samples' keys with this module's name mixed in, int64 [B], of the rows that it receives."""
-        if self.shared is not None:
-            together, row = self.shared
-            return self._own(together.bits[row])
-        if self.keys is None:
-            raise UserError(f"{self.name!r} is random: give the model the samples' keys")
-        return randomness.mix_tensor(self.keys, randomness.name_key(self.name))
-
-    def uniform(self, shape: tuple[int, ...] = ()) -> torch.Tensor:
-        """Draws in [0, 1) of shape [B, *shape] under this module's name."""
-        return randomness.uniform_of(self.bits(), shape)
+        return self.row if rows is None else self.row.index_select(0, rows)
 
 
-Rate: TypeAlias = float | torch.Tensor
-
-
-def _mask(draws: torch.Tensor, drop_prob: Rate, divisor: Rate) -> torch.Tensor:
+def _mask(draws: torch.Tensor, drop_prob: float | torch.Tensor, divisor: float | torch.Tensor) -> torch.Tensor:
     """0 for the share `drop_prob` of the draws, 1 / divisor for the others, fp32."""
     return (draws >= drop_prob).to(torch.float32) / divisor
 
 
 class KeyedDropPath(KeyedDrop):
-    """Stochastic depth (Huang et al. 2016): drops a sample's residual branch; timm's `DropPath`."""
+    """Stochastic depth (Huang et al. 2016): drops a sample's residual branch; timm's `DropPath`.
+
+    Attributes:
+        divisor: of the samples that stay.
+        kept: the rows that its branch computes, int64 [k], where they are not all.
+    """
+
+    kept: torch.Tensor | None = None
 
     def __init__(self, name: str, rate: float, scale_by_keep: bool = True) -> None:
         super().__init__(name, rate)
-        self.scale_by_keep = scale_by_keep
-
-    @property
-    def divisor(self) -> float:
-        """The divisor of the samples that stay."""
-        return 1.0 - self.rate if self.scale_by_keep else 1.0
-
-    def mask(self, dtype: torch.dtype) -> torch.Tensor:
-        """The factor of each sample, [B], of the rows that it receives."""
-        if self.shared is not None:
-            together, row = self.shared
-            return self._own(together.masks(dtype)[row])
-        return _mask(self.uniform(), self.rate, self.divisor).to(dtype)
+        self.divisor = 1.0 - rate if scale_by_keep else 1.0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [B, ...] -> the same, with whole samples zeroed and (by default) the others divided by the keep rate."""
-        if not self.draws:
-            return x
-        return x * self.mask(x.dtype).view(-1, *(1,) * (x.ndim - 1))
+        row = self.own_row()
+        return x if row is None else x * row.to(x.dtype).view(-1, *(1,) * (x.ndim - 1))
 
 
 class KeyedDropout(KeyedDrop):
@@ -116,9 +100,10 @@ class KeyedDropout(KeyedDrop):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [B, ...] -> the same, elements zeroed with probability `rate` and the others divided by 1 - rate."""
-        if not self.draws:
+        row = self.own_row()
+        if row is None:
             return x
-        return x * _mask(self.uniform(tuple(x.shape[1:])), self.rate, 1.0 - self.rate).to(x.dtype)
+        return x * _mask(randomness.uniform_of(row, tuple(x.shape[1:])), self.rate, 1.0 - self.rate).to(x.dtype)
 
 
 class KeyedPatchDropout(KeyedDrop):
@@ -151,7 +136,7 @@ class KeyedPatchDropout(KeyedDrop):
     @property
     def draws(self) -> bool:
         """As `KeyedDrop.draws`."""
-        return self.rate > 0.0 and self._leaves_out(self.training)
+        return self._leaves_out(self.training) and self.rate > 0.0
 
     def num_kept(self, num_patches: int, training: bool = True) -> int:
         """How many of `num_patches` stay."""
@@ -159,10 +144,11 @@ class KeyedPatchDropout(KeyedDrop):
 
     def keep_indices(self, num_patches: int) -> torch.Tensor | None:
         """Indices of the kept patches, int64 [B, kept], of `num_patches`; None where nothing is dropped."""
-        if not self.draws:
+        row = self.own_row()
+        if row is None:
             return None
         num_keep = self.num_kept(num_patches)
-        keep = torch.argsort(self.uniform((num_patches,)), dim=-1, stable=True)[:, :num_keep]
+        keep = torch.argsort(randomness.uniform_of(row, (num_patches,)), dim=-1, stable=True)[:, :num_keep]
         return keep.sort(dim=-1)[0] if self.ordered else keep
 
     def forward(self, x: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
@@ -198,40 +184,45 @@ def hash_together(drops: Sequence[KeyedDrop], keys: torch.Tensor) -> torch.Tenso
 
 
 class Together:
-    """The draws of several keyed modules for one micro-batch, bit for bit those of each module by itself.
+    """The draws of several keyed modules for one micro-batch.
 
     Attributes:
         drops: the modules, of which each has a row.
         bits: of `hash_together`, int64 [M, B].
-        rows: indices of the rows that a drop-path's branch is given, int64 [k], where they are not all.
+        kept: the rows that a drop-path's branch computes, int64 [k], where they are not all.
     """
 
     def __init__(
-        self, drops: Sequence[KeyedDrop], bits: torch.Tensor, rows: Mapping[KeyedDrop, torch.Tensor] | None = None
+        self, drops: Sequence[KeyedDrop], bits: torch.Tensor, kept: Mapping[KeyedDrop, torch.Tensor] | None = None
     ) -> None:
-        self.drops, self.bits, self.rows = tuple(drops), bits, rows or {}
-        self._masks: dict[torch.dtype, torch.Tensor] = {}
+        self.drops, self.bits, self.kept = drops, bits, kept or {}
 
-    def masks(self, dtype: torch.dtype) -> torch.Tensor:
-        """The masks of the drop-path modules, [M, B]; the rows of other modules are meaningless."""
-        if torch.float32 not in self._masks:
-            _, rates, divisors = _columns(self.drops, self.bits.device)
-            self._masks[torch.float32] = _mask(randomness.uniform_of(self.bits), rates, divisors)
-        if dtype not in self._masks:
-            self._masks[dtype] = self._masks[torch.float32].to(dtype)
-        return self._masks[dtype]
+    def masks(self) -> torch.Tensor:
+        """The masks of the drop-path modules, fp32 [M, B]; the rows of other modules are meaningless."""
+        _, rates, divisors = _columns(self.drops, self.bits.device)
+        return _mask(randomness.uniform_of(self.bits), rates, divisors)
+
+    def _rows(self) -> list[torch.Tensor]:
+        paths = [isinstance(drop, KeyedDropPath) for drop in self.drops]
+        masks = self.masks().unbind() if any(paths) else ()
+        bits = () if all(paths) else self.bits.unbind()
+        return [masks[row] if path else bits[row] for row, path in enumerate(paths)]
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Set the rows that these modules use, replacing any set before."""
-        before = [drop.shared for drop in self.drops]
-        for row, drop in enumerate(self.drops):
-            drop.shared = self, row
+        """Set the rows that these modules use, replacing any set before.
+
+        In their dictionaries: `Module.__setattr__` would cost the host a call for each.
+        """
+        own = [drop.__dict__ for drop in self.drops]
+        before = [(of_drop.get("row"), of_drop.get("kept")) for of_drop in own]
+        for drop, of_drop, row in zip(self.drops, own, self._rows(), strict=True):
+            of_drop["row"], of_drop["kept"] = row, self.kept.get(drop)
         try:
             yield
         finally:
-            for drop, shared in zip(self.drops, before, strict=True):
-                drop.shared = shared
+            for of_drop, (row, kept) in zip(own, before, strict=True):
+                of_drop["row"], of_drop["kept"] = row, kept
 
 
 def convert(module: nn.Module, kind: type[nn.Module], **attributes: Any) -> None:
@@ -287,13 +278,7 @@ def replace_drops(model: nn.Module) -> None:
                 setattr(parent, child_name, twin)
 
 
-@contextmanager
-def sample_keys(drops: Iterable[KeyedDrop], keys: torch.Tensor | None) -> Iterator[None]:
-    """Set the keys of a micro-batch (int64 [B]) on keyed modules while their layer runs."""
-    for drop in drops:
-        drop.keys = keys
-    try:
-        yield
-    finally:
-        for drop in drops:
-            drop.keys = None
+def sample_keys(drops: Iterable[KeyedDrop], keys: torch.Tensor) -> AbstractContextManager[None]:
+    """Hash the keys of a micro-batch (int64 [B]) for those of the modules that draw, while the context lasts."""
+    drawing = [drop for drop in drops if drop.draws]
+    return Together(drawing, hash_together(drawing, keys)).active() if drawing else nullcontext()

@@ -31,7 +31,7 @@ from timm.layers.pos_embed_sincos import (
 from timm.models import Eva, VisionTransformer, VisionTransformerDistilled
 from torch import nn
 
-from ds_vit.models.keyed_drop import KeyedDrop, KeyedPatchDropout, replace_drops, sample_keys
+from ds_vit.models.keyed_drop import KeyedDrop, KeyedPatchDropout, replace_drops
 from ds_vit.models.zoo import TimmViT
 
 _EMBED = (
@@ -129,8 +129,7 @@ class EmbedLayer(Layer):
         """(images [B, C, height, width], keys int64 [B], …) -> (tokens, keys, …), with frequencies at the end."""
         images, keys, *carried = inputs
         images = images.to(next(self.patch_embed.parameters()).dtype)
-        with sample_keys(self.keyed_drops(), keys):
-            tokens = self.embed(images)
+        tokens = self.embed(images)
         rope = getattr(self, "rope", None)
         return (tokens, keys, *carried) if rope is None else (tokens, keys, *carried, rope())
 
@@ -196,11 +195,13 @@ class BlockLayer(Layer):
 
     Attributes:
         stack: the model's member that holds the blocks; one of `BLOCK_STACKS`.
+        block: timm's block.
         class_token_is_read_alone: whether the next layer is a head that reads no other token (last_block.py).
         reads_frequencies: whether rotary frequencies are passed with the tokens.
     """
 
     stack = "blocks"
+    block: nn.Module
     reads_frequencies: bool = False
     class_token_is_read_alone: bool = False
 
@@ -212,13 +213,9 @@ class BlockLayer(Layer):
         super().__init__()
         self.index = index
         self.add_module(self.stack, nn.ModuleDict({str(index): block}))
+        self.__dict__["block"] = block  # no second place among the modules
         self.rope = rope
         self.patch_drop = patch_drop if rope is not None else None
-
-    @property
-    def block(self) -> nn.Module:
-        """timm's block."""
-        return getattr(self, self.stack)[str(self.index)]
 
     def rotary_table(self, tokens: torch.Tensor, freqs: torch.Tensor | None) -> torch.Tensor:
         """The sine and cosine table of this block's tokens, in the shape in which timm's `Eva` passes it to a block.
@@ -243,14 +240,31 @@ class BlockLayer(Layer):
     def forward(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """(tokens [B, S, D], keys int64 [B], …) -> the same, the tokens after the block."""
         tokens, keys, *rest = inputs
-        with sample_keys(self.keyed_drops(), keys):
-            if self.rope is None:
-                tokens = self.block(tokens)
-            else:
-                table = self.rotary_table(tokens, rest[-1] if self.reads_frequencies else None)
-                # DeepSpeed casts parameters and leaves buffers, and timm's rotary attention does not mix types.
-                tokens = self.block(tokens, rope=table.to(tokens.dtype))
+        if self.rope is None:
+            tokens = self.block(tokens)
+        else:
+            table = self.rotary_table(tokens, rest[-1] if self.reads_frequencies else None)
+            # DeepSpeed casts parameters and leaves buffers, and timm's rotary attention does not mix types.
+            tokens = self.block(tokens, rope=table.to(tokens.dtype))
         return (tokens, keys, *rest)
+
+
+def _unchanged(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def skip_idle_modules(layer: Layer) -> None:
+    """Have a block call a function in place of its members that do nothing, which stay members under their names.
+
+    A module costs the host four Python calls, and timm's block has up to nine that return what they receive.
+    """
+    if not isinstance(layer, BlockLayer):
+        return
+    for module in layer.block.modules():
+        for name, member in module.named_children():
+            # Attention reads the rate of its `attn_drop`.
+            if type(member) is nn.Identity or (type(member) is nn.Dropout and member.p == 0 and name != "attn_drop"):
+                module.__dict__[name] = _unchanged
 
 
 class DecoderBlockLayer(BlockLayer):
@@ -290,11 +304,10 @@ class HeadLayer(Layer):
         Of a chain, "inner": (input of the next tower, keys, further inputs …, outputs so far …); "last": all outputs.
         """
         tokens, keys, *carried = inputs
-        with sample_keys(self.keyed_drops(), keys):
-            normed = self.norm(tokens)
-            outputs = self.forward_head(normed, pre_logits=self.gives_features)
-            if self.adds_features and self.training:
-                outputs = torch.cat((outputs, self.forward_head(normed, pre_logits=True)), dim=1)
+        normed = self.norm(tokens)
+        outputs = self.forward_head(normed, pre_logits=self.gives_features)
+        if self.adds_features and self.training:
+            outputs = torch.cat((outputs, self.forward_head(normed, pre_logits=True)), dim=1)
         if self.drops_frequencies and self.chained is not None:
             carried.pop()
         return self.pass_on(outputs, keys, carried)

@@ -296,8 +296,7 @@ class BridgeLayer(Layer):
         tokens = self.fc_norm(self.norm(tokens))
         if self.gives_features:
             return tokens[:, self.num_prefix_tokens :].mean(dim=1), keys
-        with sample_keys(self.keyed_drops(), keys):
-            return self.fill_in(self.decoder_embed(tokens)), keys
+        return self.fill_in(self.decoder_embed(tokens)), keys
 
 
 class PaintLayer(Layer):

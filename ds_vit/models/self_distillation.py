@@ -24,7 +24,7 @@ from timm.layers import trunc_normal_
 from torch import nn
 
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.models.keyed_drop import mix_in, sample_keys
+from ds_vit.models.keyed_drop import mix_in
 from ds_vit.models.layers import (
     EmbedLayer,
     HeadLayer,
@@ -292,8 +292,7 @@ class TokensHead(HeadLayer):
         """(tokens [B, S, D], keys int64 [B], …) -> normed tokens [B, S, D]; in evaluation, class tokens [B, D]."""
         if not self.training:
             return super().forward(inputs)
-        with sample_keys(self.keyed_drops(), inputs[1]):
-            return self.norm(inputs[0])
+        return self.norm(inputs[0])
 
 
 @take_apart.register

@@ -20,7 +20,7 @@ from timm.models.vision_transformer import Block
 from torch import nn
 
 from ds_vit.fault_tolerance.errors import UserError, did_you_mean
-from ds_vit.models.keyed_drop import mix_in, sample_keys
+from ds_vit.models.keyed_drop import mix_in
 from ds_vit.models.layers import (
     BlockLayer,
     EmbedLayer,
@@ -271,8 +271,7 @@ class TextEmbed(EmbedLayer):
     def forward(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """(ids int64 [B, L], keys int64 [B], …) -> (tokens, keys, …), with places of the end tokens int64 [B]."""
         ids, keys, *carried = inputs
-        with sample_keys(self.keyed_drops(), keys):
-            tokens = self.embed(ids)
+        tokens = self.embed(ids)
         if self.end_id is None:
             return (tokens, keys, *carried)
         # The first one: where the end token pads too, the others follow it.
@@ -291,8 +290,7 @@ class TextBlockLayer(BlockLayer):
     def forward(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """As `BlockLayer.forward`."""
         tokens, keys, *rest = inputs
-        with sample_keys(self.keyed_drops(), keys):
-            tokens = self.block(tokens, is_causal=self.causal)
+        tokens = self.block(tokens, is_causal=self.causal)
         return (tokens, keys, *rest)
 
 
@@ -323,8 +321,7 @@ class TextHead(HeadLayer):
         """(tokens [B, L, D], keys int64 [B], …) -> [B, E + 1 or 2]; at the end of a chain also the outputs so far."""
         tokens, keys, *carried = inputs
         places = carried.pop() if self.pool == "end" else None
-        with sample_keys(self.keyed_drops(), keys):
-            features = self.head(self.pooled(tokens, places))
+        features = self.head(self.pooled(tokens, places))
         logits = [p for p in (self.logit_scale, self.logit_bias) if p is not None]
         outputs = torch.cat((features, torch.cat(logits).expand(len(tokens), -1)), dim=1)
         return self.pass_on(outputs, keys, carried)

@@ -34,7 +34,7 @@ from ds_vit.models import (
     tower_of,
 )
 from ds_vit.models.checkpointing import GivenByDear, Storages, storages_of
-from ds_vit.models.keyed_drop import KeyedDrop
+from ds_vit.models.keyed_drop import KeyedDrop, sample_keys
 from ds_vit.models.layers import EmbedLayer
 from ds_vit.models.self_distillation import ProjectionHeadLayer
 from ds_vit.parallel.tensor.region import Entered
@@ -84,7 +84,8 @@ def count_each(
             found.append((found[-1][0], value))
             continue
         inputs = value
-        counted, value = count(layer, inputs)
+        with sample_keys(layer.keyed_drops(), keys):
+            counted, value = count(layer, inputs)
         found.append((counted, inputs))
         known = key
     return found

@@ -41,6 +41,7 @@ from ds_vit.models import (
 from ds_vit.models.checkpointing import recompute_from_host_memory
 from ds_vit.models.compiled import compile_block, compile_function, compiler_settings
 from ds_vit.models.kept_rows import wants_kept
+from ds_vit.models.layers import skip_idle_modules
 from ds_vit.optim.build import attach, build_optimizer, parameter_groups
 from ds_vit.parallel.groups import Groups
 from ds_vit.parallel.layout import Layout
@@ -280,7 +281,7 @@ def layer_converters(config: EngineConfig, groups: Groups) -> list[Converter]:
         converters.append(partial(cast_block_buffers, dtype=config.dtype))  # DeepSpeed casts only parameters
         if config.norms_fp32:
             converters.append(norms_in_fp32)
-    converters.append(partial(freeze, names=config.model.frozen))
+    converters += [partial(freeze, names=config.model.frozen), skip_idle_modules]
     if config.model.reads_class_token:
         converters.append(compute_class_token)
     if config.drop_path_compute != "all":

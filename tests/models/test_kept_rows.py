@@ -90,7 +90,7 @@ def drops_of(model):
 def kept_of_each(model, keys):
     """How many rows each drop-path keeps, by its name."""
     drops = drops_of(model)
-    masks = Together(drops, hash_together(drops, keys)).masks(torch.float32)
+    masks = Together(drops, hash_together(drops, keys)).masks()
     return {drop.name: int((mask > 0).sum()) for drop, mask in zip(drops, masks, strict=True)}
 
 
@@ -129,11 +129,13 @@ def test_what_is_broken_on_purpose_shows(monkeypatch, wrong):
         moved = lambda *args: {path: (rows + 1) % BATCH for path, rows in find_rows(*args).items()}  # noqa: E731
         monkeypatch.setattr("ds_vit.models.sequential.find_rows", moved)
     elif wrong == "no scaling":
-        monkeypatch.setattr(KeptDropPath, "divisor", 1.0)
+        for drop in drops_of(kept):
+            if isinstance(drop, KeptDropPath):
+                monkeypatch.setattr(drop, "divisor", 1.0)
     else:
         for drop in drops_of(kept):
             if not isinstance(drop, KeptDropPath):
-                monkeypatch.setattr(drop, "_own", lambda of_all: of_all[: BATCH // 2].repeat(2, 1)[: len(of_all)])
+                monkeypatch.setattr(drop, "own_row", lambda drop=drop, own=drop.own_row: drop.row[: len(own())])
     pixels, keys = images(spec, BATCH), torch.arange(BATCH) + 17
     expected = outcome(every, pixels, keys)
     with pytest.raises((AssertionError, RuntimeError)):

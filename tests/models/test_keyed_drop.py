@@ -211,7 +211,7 @@ def test_one_hash_for_all_gives_each_its_own_bits(dtype):
     with Together(drops, hash_together(drops, keys)).active():
         for drop, kept in zip(drops, expected, strict=True):
             assert torch.equal(drop(x), kept), drop.name
-    assert all(drop.shared is None for drop in drops)
+    assert all(drop.row is None for drop in drops)
 
 
 @pytest.mark.parametrize("interval", [0, 1, 2])

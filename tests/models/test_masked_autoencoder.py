@@ -32,6 +32,7 @@ from ds_vit.models import (
     take_apart,
     timm_names,
 )
+from ds_vit.models.keyed_drop import sample_keys
 from ds_vit.models.layers import DecoderBlockLayer, EmbedLayer
 from ds_vit.models.masked_autoencoder import BridgeLayer, PaintLayer
 from ds_vit.optim.rate_factors import layer_scales
@@ -196,7 +197,8 @@ def test_every_kind_of_encoder(kind):
     prefix, patches = model.num_prefix_tokens, model.patch_embed.num_patches
     value = (pixels, keys)
     for layer in layers[:-1]:
-        value = layer(value)
+        with sample_keys(layer.keyed_drops(), keys):
+            value = layer(value)
         short = isinstance(layer, EmbedLayer) or type(layer) is BlockLayer
         assert value[0].shape[1] == prefix + (patches // 4 if short else patches)
         assert torch.equal(value[1], keys)
