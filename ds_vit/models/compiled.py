@@ -11,8 +11,8 @@ Shapes: B samples, S tokens, D width.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -70,26 +70,17 @@ def compile_block(layer: Layer, function: Compiled) -> None:
                 setattr(module, name, torch.tensor(getattr(module, name), device=next(block.parameters()).device))
 
     def forward(tokens: torch.Tensor, **arguments: torch.Tensor) -> torch.Tensor:
-        with _own_linear():
-            try:
-                return function(block, tokens, arguments)
-            except torch._dynamo.exc.TorchDynamoException as error:
-                raise UserError(
-                    f"--compile: torch {torch.__version__} cannot compile {type(block).__name__}: {first_line(error)}; "
-                    "drop --compile"
-                ) from error
+        # DeepSpeed replaces torch's linear function at ZeRO-3 under autocast, for the whole process: its own frees the
+        # weights between forward and backward pass. A graph saves no copy of them, and cannot trace it.
+        replaced, F.linear = F.linear, torch._C._nn.linear
+        try:
+            return function(block, tokens, arguments)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            raise UserError(
+                f"--compile: torch {torch.__version__} cannot compile {type(block).__name__}: {first_line(error)}; "
+                "drop --compile"
+            ) from error
+        finally:
+            F.linear = replaced
 
     block.forward = forward
-
-
-@contextmanager
-def _own_linear() -> Iterator[None]:
-    """Restore torch's linear function, which DeepSpeed replaces at ZeRO-3 under autocast for the whole process.
-
-    DeepSpeed's frees weights between forward and backward pass. A graph saves no copy of them, and cannot trace it.
-    """
-    replaced, F.linear = F.linear, torch._C._nn.linear
-    try:
-        yield
-    finally:
-        F.linear = replaced

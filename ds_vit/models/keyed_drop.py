@@ -38,6 +38,10 @@ class KeyedDrop(nn.Module):
 
     row: torch.Tensor | None = None
     branch: KeyedDropPath | None = None
+    always = False
+    """Whether it draws in evaluation too."""
+    lifted = False
+    """While True it draws nothing, whatever the mode."""
 
     def __init__(self, name: str, rate: float) -> None:
         super().__init__()
@@ -47,7 +51,7 @@ class KeyedDrop(nn.Module):
     @property
     def draws(self) -> bool:
         """Whether it draws anything in the current mode."""
-        return self.training and self.rate > 0.0
+        return bool(drawing((self,)))
 
     @property
     def rows(self) -> torch.Tensor | None:
@@ -103,7 +107,11 @@ class KeyedDropout(KeyedDrop):
         row = self.own_row()
         if row is None:
             return x
-        return x * _mask(randomness.uniform_of(row, tuple(x.shape[1:])), self.rate, 1.0 - self.rate).to(x.dtype)
+        return x * _mask(self.uniform(row, tuple(x.shape[1:])), self.rate, 1.0 - self.rate).to(x.dtype)
+
+    def uniform(self, row: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        """Draws in [0, 1) of shape [B, *shape] from the samples' hashes [B]."""
+        return randomness.uniform_of(row, shape)
 
 
 class KeyedPatchDropout(KeyedDrop):
@@ -127,20 +135,11 @@ class KeyedPatchDropout(KeyedDrop):
         self.ordered = ordered
         self.with_indices = with_indices
         self.always = always
-        self.lifted = False
-        """While True nothing is left out, whatever the mode."""
-
-    def _leaves_out(self, training: bool) -> bool:
-        return (training or self.always) and not self.lifted
-
-    @property
-    def draws(self) -> bool:
-        """As `KeyedDrop.draws`."""
-        return self._leaves_out(self.training) and self.rate > 0.0
 
     def num_kept(self, num_patches: int, training: bool = True) -> int:
         """How many of `num_patches` stay."""
-        return max(1, int(num_patches * (1.0 - self.rate))) if self._leaves_out(training) else num_patches
+        leaves_out = (training or self.always) and not self.lifted
+        return max(1, int(num_patches * (1.0 - self.rate))) if leaves_out else num_patches
 
     def keep_indices(self, num_patches: int) -> torch.Tensor | None:
         """Indices of the kept patches, int64 [B, kept], of `num_patches`; None where nothing is dropped."""
@@ -161,6 +160,11 @@ class KeyedPatchDropout(KeyedDrop):
         return (x, keep) if self.with_indices else x
 
 
+def drawing(drops: Iterable[KeyedDrop]) -> list[KeyedDrop]:
+    """Those that draw anything in their mode; the rate comes last, as `KeyedDrop.own_row` needs."""
+    return [drop for drop in drops if (drop.training or drop.always) and not drop.lifted and drop.rate > 0.0]
+
+
 @lru_cache(maxsize=64)
 def _constants(
     settings: tuple[tuple[str, float, float], ...], device: torch.device
@@ -173,9 +177,11 @@ def _constants(
 
 
 def _columns(drops: Sequence[KeyedDrop], device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    paths = [drop if isinstance(drop, KeyedDropPath) else None for drop in drops]
-    rates = [(path.rate, path.divisor) if path else (0.0, 1.0) for path in paths]
-    return _constants(tuple((drop.name, *rate) for drop, rate in zip(drops, rates, strict=True)), device)
+    settings = [
+        (drop.name, drop.rate, drop.divisor) if isinstance(drop, KeyedDropPath) else (drop.name, 0.0, 1.0)
+        for drop in drops
+    ]
+    return _constants(tuple(settings), device)
 
 
 def hash_together(drops: Sequence[KeyedDrop], keys: torch.Tensor) -> torch.Tensor:
@@ -280,5 +286,5 @@ def replace_drops(model: nn.Module) -> None:
 
 def sample_keys(drops: Iterable[KeyedDrop], keys: torch.Tensor) -> AbstractContextManager[None]:
     """Hash the keys of a micro-batch (int64 [B]) for those of the modules that draw, while the context lasts."""
-    drawing = [drop for drop in drops if drop.draws]
-    return Together(drawing, hash_together(drawing, keys)).active() if drawing else nullcontext()
+    found = drawing(drops)
+    return Together(found, hash_together(found, keys)).active() if found else nullcontext()

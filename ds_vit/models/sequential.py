@@ -18,7 +18,7 @@ from torch import nn
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.checkpointing import CheckpointFunction, recompute_all
 from ds_vit.models.kept_rows import find_rows
-from ds_vit.models.keyed_drop import KeyedDrop, Together, hash_together
+from ds_vit.models.keyed_drop import KeyedDrop, Together, drawing, hash_together
 from ds_vit.models.layers import BlockLayer, EmbedLayer, Layer
 from ds_vit.models.resolution import SizeSwitch
 
@@ -66,7 +66,7 @@ def run_layers(
     """
     set_size()
     layers, keys = tuple(layers), inputs[1]
-    drops = [drop for drop in dict.fromkeys(drop for layer in layers for drop in layer.keyed_drops()) if drop.draws]
+    drops = drawing(dict.fromkeys([drop for layer in layers for drop in layer.keyed_drops()]))
     if keys is None:  # a module that draws says so itself
         drops = []
     bits = [hash_together(drops, keys)] if drops else []

@@ -281,11 +281,12 @@ def layer_converters(config: EngineConfig, groups: Groups) -> list[Converter]:
         converters.append(partial(cast_block_buffers, dtype=config.dtype))  # DeepSpeed casts only parameters
         if config.norms_fp32:
             converters.append(norms_in_fp32)
-    converters += [partial(freeze, names=config.model.frozen), skip_idle_modules]
+    converters.append(partial(freeze, names=config.model.frozen))
     if config.model.reads_class_token:
         converters.append(compute_class_token)
     if config.drop_path_compute != "all":
         converters.append(partial(_compute_kept, config=config))
+    converters.append(skip_idle_modules)  # the others find members by name
     if config.zero_stage == 3:
         converters.append(_partition(config, groups))
     if config.compile_mode:

@@ -87,7 +87,7 @@ class ShareDropout(KeyedDropout):
     tp: TensorParallel
     dim: int
 
-    def uniform(self, shape: tuple[int, ...] = ()) -> torch.Tensor:
+    def uniform(self, row: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         """This rank's part of the draws for the whole: [B, *shape].
 
         Draws are numbered row by row, so tokens that pad the sequence do not shift those of the others.
@@ -95,4 +95,4 @@ class ShareDropout(KeyedDropout):
         whole = list(shape)
         axis = self.dim - 1 if self.dim > 0 else len(shape) + self.dim
         whole[axis] *= self.tp.size
-        return super().uniform(tuple(whole)).narrow(axis + 1, self.tp.rank * shape[axis], shape[axis])
+        return super().uniform(row, tuple(whole)).narrow(axis + 1, self.tp.rank * shape[axis], shape[axis])
