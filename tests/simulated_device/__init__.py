@@ -107,8 +107,13 @@ def host_synchronisations() -> dict[str, int]:
     return dict(torch.ops.simulated.host_synchronisations())
 
 
+def launches() -> int:
+    """How many operations other than views have run since `reset`."""
+    return int(torch.ops.simulated.launches())
+
+
 def reset() -> None:
-    """Forget the host synchronisations and races so far."""
+    """Forget the host synchronisations, launches and races so far."""
     torch.ops.simulated.reset()
 
 

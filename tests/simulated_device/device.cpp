@@ -105,6 +105,7 @@ std::map<const char*, Block*> blocks;     // by address
 struct LastUse { Stream stream; int64_t operation; size_t bytes; };
 std::map<Stream, std::vector<LastUse>> freed;  // of blocks that the next operation of a stream may reuse
 std::map<std::string, int64_t> counts;    // host synchronisations, by the operation that waited
+int64_t launches = 0;                     // operations that are more than a view
 int64_t query_delay = 2;
 int64_t streams_created = 0;
 bool checks_races = true, refuses_syncs = false;
@@ -581,6 +582,7 @@ Tensor copy_from(const Tensor& self, const Tensor& target, bool non_blocking) {
     advance(streams[other], streams[stream]);
   }
   auto operation = launch(stream);
+  ++launches;
   if (!from_host) touch(self, stream, false, "copy_");
   if (!to_host) touch(target, stream, true, "copy_");
   auto source = host_view(self), destination = host_view(target);
@@ -664,6 +666,11 @@ class Call {
       auto& value = stack_[begin_ + number];
       value = replaced(value, [&](const Tensor& result) { return original_of(result, stream); });
     }
+  }
+
+  bool is_view() const {
+    const auto& returns = schema_.returns();
+    return !returns.empty() && returns[0].alias_info() != nullptr && !returns[0].alias_info()->isWrite();
   }
 
   bool host_reads() const { return (kReadByTheHost.count(name_) > 0 && !knows_size_) || host_reads_; }
@@ -773,6 +780,7 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   {
     std::lock_guard lock(mutex);
     launch(stream);
+    launches += !call.is_view();
     call.to_host(stream);
   }
   {
@@ -878,7 +886,8 @@ TORCH_LIBRARY(simulated, m) {
   m.def("host(Tensor(a) tensor) -> Tensor(a)", torch::dispatch(kAnyDevice, &host_view));
   m.def("launch(str name, Tensor[] reads, Tensor[] writes) -> ()", torch::dispatch(kAnyDevice, &launch_foreign));
   m.def("host_synchronisations", &host_synchronisations);
-  m.def("reset", [] { std::lock_guard lock(mutex); counts.clear(); freed.clear(); });
+  m.def("launches", []() -> int64_t { std::lock_guard lock(mutex); return launches; });
+  m.def("reset", [] { std::lock_guard lock(mutex); counts.clear(); freed.clear(); launches = 0; });
   m.def("refuse_host_synchronisations", [](bool refuse) { refuses_syncs = refuse; });
   m.def("check_races", [](bool check) { checks_races = check; });
   m.def("set_query_delay", [](int64_t queries) { query_delay = queries; });

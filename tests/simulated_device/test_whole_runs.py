@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from functools import cache
 from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 from curves import Row, assert_same_curve, read_rows
 from project import ROOT
 from runs import DIGITS, pretend_fp16, run_quietly
@@ -238,3 +239,36 @@ def test_waits_that_stay(ranks, device_library, tmp_path):
         more = (*more, "--max-steps", 6, "--log-interval", 100, "--output", tmp_path / name)
         found[name] = ranks.run(1, count_waits, device_library, words_of(config, *CLASSIFICATION, *more))[0][-2]
     assert found == {name: {"item": 1} for name in ("fp16", "Lamb", "Muon")}
+
+
+# ---- Launches ----
+
+DEEP = ["--model", "vit_tiny_patch16_224", "--img-size", "32", "-b", "1"]
+DEEP += ["--model-kwargs", "patch_size=8", "depth=24", "embed_dim=64", "num_heads=2"]
+
+
+def launches_of_a_step(library: Path, stages: tuple[int, ...]) -> list[int]:
+    """On a rank: the kernels of timm's own bf16 step, and of ours at these ZeRO stages."""
+    simulated_device.start(library)
+    from ds_vit.launching.process import discover
+    from ds_vit.tools import bench
+    from ds_vit.tools.peers import peer_step
+
+    process, found = discover(), []
+    configs = [str(ROOT / "ds_configs" / f"zero{stage}_bf16.json") for stage in stages]
+    with bench.ranks_met(process) as device, ExitStack() as stack:
+        engines = [bench.resolve_engine([*DEEP, "--deepspeed_config", config], process) for config in configs]
+        timms = peer_step("timm", engines[0], bench._random_batch(engines[0], 1, torch.float32, device))
+        for step in (timms, *(bench.make_ours(engine, device, stack) for engine in engines)):
+            for _ in range(4):
+                step()
+            simulated_device.reset()
+            step()
+            found.append(simulated_device.launches())
+    return found
+
+
+def test_a_step_launches_no_more_than_timms(ranks, device_library):
+    """A cast, a copy or a norm for each parameter, which a GPU spends its time on launching."""
+    [[timms, *ours]] = ranks.run(1, launches_of_a_step, device_library, (0, 1, 2, 3))
+    assert max(ours) <= timms, (timms, ours)
