@@ -9,8 +9,11 @@ import sys
 import threading
 
 import pytest
+import torch
 from project import ROOT
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from ds_vit.models.keyed_drop import KeyedDropPath, sample_keys
 
 TIMM = 2852
 SMALL = ("patch_size=8", "depth=24", "embed_dim=64", "num_heads=2")
@@ -21,6 +24,7 @@ TASKS = {
     "clip": ["--task", "clip", "-b", "2"],
     "dino": ["--task", "dino", "-b", "2", "--local-crops-size", "16", "--prototypes", "64"],
 }
+TWICE = ["--model-kwargs", SMALL[0], "depth=48", *SMALL[2:]]
 BUCKETS = ["--set", "zero_optimization.reduce_bucket_size=50000"]
 # (ranks, task, ZeRO stage, further words) → calls, operations over timm's.
 LIMITS = {
@@ -111,3 +115,28 @@ def test_a_step_stays_within_its_calls(ranks, world, task, words):
         assert calls <= most_calls
         assert operations <= most_operations * TIMM
         print(calls, operations / TIMM)
+
+
+def test_twice_the_layers_cost_twice_the_calls(ranks):
+    """Work of the host that grows faster than the model."""
+    stages = (0, 1, 2, 3)
+    [once] = ranks.run(1, cost_on_a_rank, TASKS["classification"], stages, timeout=300)
+    [twice] = ranks.run(1, cost_on_a_rank, [*TASKS["classification"], *TWICE], stages, timeout=300)
+    for (calls, _), (more_calls, _) in zip(once, twice, strict=True):
+        assert more_calls <= 2.05 * calls
+
+
+def test_masks_of_all_layers_are_drawn_at_once():
+    """A call or an operation for each random module, which a compiled block cannot hide."""
+    drops = [KeyedDropPath(f"blocks.{i // 2}.drop_path{1 + i % 2}", 0.01 * (i + 1)) for i in range(48)]
+    keys = torch.arange(64)
+
+    def draw():
+        with sample_keys(drops, keys):
+            assert all(drop.row is not None for drop in drops)
+
+    draw()
+    with Operations() as operations:
+        draw()
+    assert operations.number <= 30
+    assert calls_of(draw) <= 100
