@@ -376,6 +376,17 @@ READ = {
 }
 
 
+def test_what_the_flat_gradient_reads_is_there():
+    """A pipeline whose backward passes are not in this table any more, or another name of the gathering function."""
+    from deepspeed.comm.torch import TorchBackend
+    from deepspeed.runtime.pipe.engine import PipelineEngine
+    from deepspeed.runtime.pipe.schedule import BackwardPass
+
+    assert PipelineEngine._INSTRUCTION_MAP[BackwardPass] is PipelineEngine._exec_backward_pass
+    assert "self._INSTRUCTION_MAP[type(cmd)]" in inspect.getsource(PipelineEngine._exec_schedule)
+    assert "self.all_gather_function = " in inspect.getsource(TorchBackend)
+
+
 @pytest.mark.parametrize("name", READ)
 def test_a_replaced_method_is_still_what_was_read(name):
     """A version of DeepSpeed that mends or changes one: ours then lacks that. Read it, then take its checksum over."""

@@ -2,17 +2,13 @@
 
 import contextlib
 import itertools
-import sys
-import threading
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from project import ROOT
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from ds_vit.engine import zero3
@@ -463,61 +459,3 @@ def missing_on_rank() -> list[str]:
 def test_canary_of_deepspeeds_stage_3(ranks):
     """DeepSpeed renamed what zero3.py reads or replaces."""
     assert ranks.run(1, missing_on_rank) == [[]]
-
-
-# ---- What it costs the host ----
-
-DEEP = "--model vit_tiny_patch16_224 --img-size 32 --model-kwargs patch_size=8 depth=24 embed_dim=64 num_heads=2"
-LIMITS = {
-    # (ranks, flags): Python calls, operations over the 2,852 of a plain loop of timm, which makes 9,022 calls.
-    (1, "-b 1"): (5_000, 1.00),
-    (2, "-b 1"): (5_500, 1.15),
-    (1, "-b 1 --task mae"): (6_300, 1.38),
-    (1, "-b 2 --task clip"): (7_500, 1.72),
-    (1, "-b 2 --task dino --local-crops-size 16 --prototypes 64"): (13_600, 2.57),
-}
-
-
-class CountOperations(TorchDispatchMode):
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        CountOperations.count += 1
-        return func(*args, **(kwargs or {}))
-
-
-def host_work_on_rank(flags: str) -> tuple[int, int]:
-    """Python calls and operations of a step in bf16."""
-    from ds_vit.launching.process import discover
-    from ds_vit.tools import bench
-
-    process, calls = discover(), 0
-
-    def count(frame, event, argument):
-        nonlocal calls
-        calls += event == "call"
-
-    words = [*DEEP.split(), *flags.split(), "--deepspeed_config", str(ROOT / "ds_configs" / "zero3_bf16.json")]
-    config = bench.resolve_engine(words, process)
-    with bench.ranks_met(process) as device, contextlib.ExitStack() as stack:
-        step = bench.make_ours(config, device, stack)
-        for _ in range(4):
-            step()
-        threading.setprofile(count)
-        sys.setprofile(count)
-        step()
-        sys.setprofile(None)
-        threading.setprofile(None)
-        with CountOperations():
-            step()
-    return calls, CountOperations.count
-
-
-@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="the counts are Python 3.11's")
-@pytest.mark.parametrize(("world", "flags"), LIMITS)
-def test_the_host_does_little(ranks, world, flags):
-    """Catches: Python for each parameter or module of a layer, where one operation for all would do."""
-    most, operations = LIMITS[world, flags]
-    for calls, found in ranks.run(world, host_work_on_rank, flags, timeout=400.0):
-        assert calls <= most
-        assert found <= operations * 2852
