@@ -96,7 +96,7 @@ class SelfDistillation(Task):
         **dict.fromkeys(("mixup", "cutmix", "cutmix_minmax"), _NO_LABELS),
         **dict.fromkeys(("smoothing", "bce_loss", "bce_sum", "bce_target_thresh", "num_classes"), _NO_CLASSES),
         **dict.fromkeys(("linear_probe", "class_parallel", "drop"), _NO_CLASSIFIER),
-        **dict.fromkeys(("img_size_schedule", "train_img_sizes", "compile"), _SIZES),
+        **dict.fromkeys(("img_size_schedule", "train_img_sizes"), _SIZES),
         **dict.fromkeys(
             ("no_aug", "train_crop_mode", "train_interpolation", "scale", "ratio", "hflip", "vflip", "color_jitter"),
             _OWN_AUGMENTATION,

@@ -91,6 +91,25 @@ def test_a_mask_that_stays_is_seen(ranks, reference, tmp_path):
         assert_same_curve(reference[0], read_rows(tmp_path / "run"), rtol=1e-3)
 
 
+DINO = [
+    *("--task", "dino", "--model", "vit_tiny_patch16_224", "--img-size", 16, "--local-crops-size", 8, "--workers", 0),
+    *("--dataset", "digits", "--model-kwargs", "patch_size=4", "embed_dim=48", "depth=2", "num_heads=6"),
+    *("--local-crops-number", 2, "--prototypes", 32, "--head-hidden-dim", 32, "--head-bottleneck-dim", 16),
+    *("--drop-path", 0.3, "--max-steps", 4, "--log-interval", 1, "--val-split", "", "--checkpoint-interval", 0),
+    *("-b", 8, "--warmup-epochs", 0, "--deepspeed_config", str(ROOT / "ds_configs" / "cpu_zero1_fp32.json")),
+]
+
+
+@pytest.mark.slow
+def test_crops_of_two_sizes_have_two_graphs(ranks, tmp_path):
+    """A graph that serves the other crops, or a teacher that draws the student's masks."""
+    eager = train_in(ranks, 1, [*map(str, DINO), "--output", str(tmp_path / "eager")])
+    argv = [*map(str, DINO), "--output", str(tmp_path / "run"), "--compile"]
+    [counts] = ranks.run(1, train_counting, argv)
+    assert len({graphs for _, graphs in counts}) == 1, "all graphs are made in the first step"
+    assert_same_curve(eager, read_rows(tmp_path / "run"), rtol=RTOL)
+
+
 @pytest.mark.slow
 def test_frozen_blocks_at_stage_3(ranks, tmp_path):
     """A block whose input has no gradient: DeepSpeed's leaf modules take its gradients before they are there."""
