@@ -47,7 +47,7 @@ def main() -> int:
     row("", "published", "planned", "planned / published")
     row(*["---"] * 4)
     for what, model, gpu, published in (
-        ("NeMo ViT-g/14, 8 H100, images/s a GPU (29 % MFU)", "vit_giant_patch14_224", "h100", 178),
+        ("NeMo ViT-g/14, 8 H100, images/s per GPU (29 % MFU)", "vit_giant_patch14_224", "h100", 178),
         ("NeMo ViT-g/14, 8 A100 (44 %)", "vit_giant_patch14_224", "a100", 87),
         ("PLSC ViT-B/16, 8 A100", "vit_base_patch16_224", "a100", 448),
     ):
@@ -62,7 +62,7 @@ def main() -> int:
         by_stage = [layouts(model, gpus, "h200", *words, "--zero", stage)[0] for stage in ("2", "2", "3")]
         rates = [one["images_per_second"] / 2 for one in by_stage]
         row(
-            f"{what} an image, DDP / FSDP2 / ZeRO-3",
+            f"{what} per image, DDP / FSDP2 / ZeRO-3",
             " / ".join(map(str, published)),
             " / ".join(f"{rate:,.0f}" for rate in rates),
             " / ".join(f"{rate / other:.2f}" for rate, other in zip(rates, published, strict=True)),
