@@ -18,6 +18,7 @@ ds-vit compare RUN RUN               differences between runs, in settings and r
 ds-vit gradients RUN --output a.png  what a number format makes of a run's gradients (--grad-stats-interval)
 ds-vit shards FOLDER OUT             WebDataset shards of class folders or captions, for --dataset wds/OUT
 ds-vit from-timm 'COMMAND'           a command of timm's train.py as one of ds-vit's, and its DeepSpeed JSON
+ds-vit from-open-clip 'COMMAND'      the same of open_clip's trainer
 ds-vit completion bash               a script that lets the shell complete commands, flags and their values
 """
 
@@ -85,9 +86,12 @@ def build_parser(*, planning: bool = True) -> argparse.ArgumentParser:
     gradients.add_argument("--step", type=int, help="which step (default: the last one recorded)")
     gradients.add_argument("--output", metavar="FILE", help="draw their powers of two into a png, svg or pdf")
     _add_shards(_add(commands, "shards", "WebDataset shards of class folders or captions", _shards))
-    text = "a command of timm's train.py as one of ds-vit's, and its DeepSpeed JSON"
-    from_timm = _add(commands, "from-timm", text, _from_timm)
-    from_timm.add_argument("words", metavar="COMMAND", nargs=argparse.REMAINDER, help="in quotation marks, or as it is")
+    for name, trainer in (("from-timm", "timm's train.py"), ("from-open-clip", "open_clip's trainer")):
+        text = f"a command of {trainer} as one of ds-vit's, and its DeepSpeed JSON"
+        command = _add(commands, name, text, _translate)
+        command.add_argument(
+            "words", metavar="COMMAND", nargs=argparse.REMAINDER, help="in quotation marks, or as it is"
+        )
     completion = _add(commands, "completion", "a script that lets the shell complete commands and flags", _completion)
     completion.add_argument("shell", choices=("bash", "zsh", "tcsh"))
     return parser
@@ -190,6 +194,7 @@ ds-vit compare runs/first runs/second
 ds-vit gradients runs/first --step 100 --output gradients.png
 ds-vit shards imagenet imagenet-256 --resize 256 --quality 90 --workers 16
 ds-vit from-timm 'python train.py photos --model vit_small_patch16_224 -b 128 --opt lamb --amp --lr 4e-3'
+ds-vit from-open-clip 'python -m open_clip_train.main --train-data pairs.csv --model ViT-B-16 --precision amp_bf16'
 ds-vit completion bash > ~/.ds-vit.bash && echo '. ~/.ds-vit.bash' >> ~/.bashrc
 ds-vit completion zsh > "${fpath[1]}/_ds-vit"
 """
@@ -351,12 +356,11 @@ def _shards(arguments: argparse.Namespace) -> int:
     return exit_codes.OK
 
 
-def _from_timm(arguments: argparse.Namespace) -> int:
+def _translate(arguments: argparse.Namespace) -> int:
+    from ds_vit.config.origins import ORIGINS
     from ds_vit.config.timm_command import translate
 
-    if not arguments.words:
-        raise UserError("ds-vit from-timm takes a command of timm's train.py: ds-vit from-timm 'python train.py …'")
-    translation = translate(arguments.words)
+    translation = translate(arguments.words, ORIGINS[arguments.command])
     print(translation)
     return exit_codes.BAD_INPUT if translation.is_rejected else exit_codes.OK
 

@@ -69,7 +69,7 @@ DIFFERENCES = (
     ),
     Difference(("--sched-on-updates",), (), "always on here"),
     Difference(
-        ("--mixup-mode", "pair"), (), "each pair always has its own draw here; timm's default is one draw a batch"
+        ("--mixup-mode", "pair"), (), "each pair always has its own draw here; timm's default is one draw per batch"
     ),
     Difference(
         ("--model-kwargs", *VIT, "img_size=32"), ("--model-kwargs", *VIT), "`--img-size` sets the model's size here"

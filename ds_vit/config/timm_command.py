@@ -1,37 +1,43 @@
 """`ds-vit from-timm 'COMMAND'`: a command of timm's train.py as one of ds_vit's, and its DeepSpeed JSON.
 
-Flags that ds_vit does not have are translated by the table of `timm_flags.py`.
+`ds-vit from-open-clip` does the same for open_clip's trainer. Flags that ds_vit does not have are translated by the
+table of `timm_flags.py`, the others by those of `origins.py`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 import shlex
-from collections.abc import Sequence
+from argparse import ArgumentParser
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
 from ds_vit.config.deepspeed_json import load_json, overlay
+from ds_vit.config.origins import ORIGINS, Origin
 from ds_vit.config.parser import build_parser, from_values, or_shipped, read_words
 from ds_vit.config.schema import FIELDS
-from ds_vit.config.timm_flags import split_words, timm_answer
+from ds_vit.config.timm_flags import answer_of, entry_in, split_words, timm_answer
 from ds_vit.fault_tolerance.errors import UserError
 
-JSON_FILE = "deepspeed.json"
 _BASE = "ds_configs/zero1_bf16_auto.json"
 _REJECTED = "still rejected"
+_IDLE = re.compile(r"(--\S+) has no effect (.*); drop it")
 _OF_BF16 = ("bf16", "data_types", "communication_data_type")
 
 
 @dataclass(frozen=True)
 class Translation:
-    """A translated command of timm's.
+    """A translated command.
 
     Attributes:
         words: the command, its launcher included.
-        json: the contents of `JSON_FILE`.
-        notes: a line for each flag without an equivalent, and for each problem of the translated command.
+        json: the contents of the file that it names by --deepspeed_config.
+        notes: a line for each flag without an equivalent or with another meaning, and for each problem of the
+            translated command.
     """
 
     words: tuple[str, ...]
@@ -44,69 +50,103 @@ class Translation:
         return any(note.startswith(_REJECTED) for note in self.notes)
 
     def __str__(self) -> str:
-        """A script for the shell, the notes as comments."""
+        """A script for the shell, the notes as comments. It replaces no file."""
         notes = "".join(f"# {note}\n" for note in self.notes)
-        text = json.dumps(self.json, indent=2)
-        return f"{notes}cat > {JSON_FILE} <<'EOF'\n{text}\nEOF\n{shlex.join(self.words)}"
+        file = self.words[self.words.index("--deepspeed_config") + 1]
+        write = f"[ -e {file} ] || cat > {file} <<'EOF'  # an existing file stays as it is"
+        return f"{notes}{write}\n{json.dumps(self.json, indent=2)}\nEOF\n{shlex.join(self.words)}"
 
 
-def translate(command: Sequence[str]) -> Translation:
+def translate(command: Sequence[str], origin: Origin = ORIGINS["from-timm"]) -> Translation:
     """Translate a command.
 
     Args:
         command: its words, or the whole of it as one.
+        origin: the trainer that it starts.
 
     Raises:
-        UserError: unbalanced quotes.
+        UserError: unbalanced quotes, or a command that does not start this trainer.
     """
     try:
         words = shlex.split(command[0]) if len(command) == 1 else list(command)
     except ValueError as error:
         raise UserError(f"{command[0]!r} is not a shell command: {error}") from None
-    launcher, words = _split_launcher([word for word in words if word.strip()])
-    given, stray = split_words(words, build_parser()._option_string_actions)
-    if stray:
-        given = {"data_dir": ("--data-dir", stray), **given}
+    launcher, words = _split_launcher([word for word in words if word.strip()], origin)
+    parser = build_parser()
+    actions = parser._option_string_actions
+    changed = {flag for flag, it in actions.items() if it.nargs == 0 and entry_in(origin.entries, it.dest)}
+    given, stray = split_words(words, {flag: it for flag, it in actions.items() if flag not in changed})
+    if stray and origin.name == "timm":
+        given, stray = {"data_dir": ("--data-dir", stray[:1]), **given}, stray[1:]
+    for name, value in origin.defaults({name: own for name, (_, own) in given.items()}).items():
+        given.setdefault(name, ("--" + name.replace("_", "-"), value.split()))
     typed = {name: values for name, (_, values) in given.items()}
-    # timm's defaults that differ from ds_vit's.
-    defaults = {"opt": "sgd"} if "lr" in given else {"opt": "sgd", "lr_base": "0.1"}
-    epochs = "".join(typed.get("epochs", ()))
-    if epochs.isdecimal() and 5 < int(epochs) < 50:  # elsewhere the warm-up is timm's, or timm's takes the whole run
-        defaults["warmup_epochs"] = "5"
-    for name, value in defaults.items():
-        given.setdefault(name, ("--" + name.replace("_", "-"), [value]))
     out: dict[str, list[str]] = {}
     values: dict[str, Any] = {}
-    notes: list[str] = []
+    notes = [
+        f"--{name.replace('_', '-')}: {text}"
+        for name, text, needed in origin.differences
+        if name not in given and (not needed or given.keys() & {*needed.split()})
+    ]
+    refusals = [f"{word!r} follows no flag" for word in stray]
     for name, (flag, own) in given.items():
-        answer = timm_answer(name, own, typed)
-        if name in FIELDS or answer is None:
-            if flag not in out or flag == "--model-kwargs":  # else an answer has taken it up, as --experiment --output
+        entry = entry_in(origin.entries, name)
+        answer = answer_of(entry, own, typed) if entry else None if name in FIELDS else timm_answer(name, own, typed)
+        if answer is None:
+            if flag not in out or flag == "--model-kwargs":  # else another flag has set it
                 out.setdefault(flag, []).extend(own)
             continue
         values |= answer.values
-        if answer.words:
-            out |= _by_flag(answer.words, out)
-        elif not answer.values:
-            notes.append(f"left out: {' '.join([flag, *own])}: {answer.note}")
+        out |= _by_flag(answer.words, out)
+        said = f"{shlex.join([flag, *own])}: {answer.note.removesuffix('; drop it')}"
+        if answer.is_refused:
+            refusals.append(said)
+        elif answer.note and said not in notes:
+            notes.append(said if answer.words or answer.values else f"left out: {said}")
     data = load_json(or_shipped(_BASE))
     del data["optimizer"]
     if not values.get("bf16.enabled"):
         data = {key: value for key, value in data.items() if key not in _OF_BF16}
-    data = overlay(data, values, JSON_FILE)
-    flags = [word for flag, own in out.items() for word in (flag, *own)]
+    data = overlay(data, values, _BASE)
+    while problems := _problems(parser, out, data):
+        idle = {found[1]: found[2] for it in problems if (found := _IDLE.fullmatch(it)) and found[1] in out}
+        notes += [f"left out: {flag}: it has no effect {reason}" for flag, reason in idle.items()]
+        out = {flag: own for flag, own in out.items() if flag not in idle}
+        if not idle:
+            break
+    notes += [f"{_REJECTED}: {problem}" for problem in (*refusals, *problems)]
+    file = f"deepspeed-{hashlib.sha256(json.dumps(data).encode()).hexdigest()[:6]}.json"
+    return Translation((*launcher, "--deepspeed_config", file, *_flat(out)), data, tuple(notes))
+
+
+def _flat(flags: Mapping[str, Sequence[str]]) -> list[str]:
+    return [word for flag, own in flags.items() for word in (flag, *own)]
+
+
+def _problems(parser: ArgumentParser, flags: Mapping[str, Sequence[str]], data: Mapping[str, Any]) -> tuple[str, ...]:
+    """Why training would reject these flags with this JSON."""
     try:
-        from_values(read_words(build_parser(), flags) | {"deepspeed_config": data})
+        from_values(read_words(parser, _flat(flags)) | {"deepspeed_config": data})
     except UserError as error:
-        notes += [f"{_REJECTED}: {problem}" for problem in error.problems]
-    return Translation((*launcher, "--deepspeed_config", JSON_FILE, *flags), data, tuple(notes))
+        return error.problems
+    return ()
 
 
-def _split_launcher(words: list[str]) -> tuple[list[str], list[str]]:
-    """The launcher of ds_vit's training, and the words after timm's train.py."""
-    at = next((at for at, word in enumerate(words) if PurePath(word).suffix in (".py", ".sh")), -1)
-    launcher, rest = words[: at + 1], words[at + 1 :]
-    if launcher and launcher[-1].endswith(".sh"):  # timm's distributed_train.sh: the number of ranks comes first
+def _split_launcher(words: list[str], origin: Origin) -> tuple[list[str], list[str]]:
+    """The launcher of ds_vit's training, and the words after the trainer's program.
+
+    Raises:
+        UserError: the trainer is another one.
+    """
+    at, found = next(
+        ((at, it) for at, word in enumerate(words) for it in ORIGINS.values() if it.program.fullmatch(word)), (-1, None)
+    )
+    if found is not origin:
+        reason = f"is one of {found.name}'s: ds-vit {found.command}" if found else "starts another program"
+        start = " ".join(words[: max(at + 1, 3)]) or "an empty one"
+        raise UserError(f"ds-vit {origin.command} takes a command of {origin.name}'s training, and {start} {reason}")
+    launcher, rest = [word for word in words[: at + 1] if word != "-m"], words[at + 1 :]
+    if launcher[-1].endswith(".sh"):  # timm's distributed_train.sh: the number of ranks comes first
         return ["torchrun", "--nproc_per_node", *rest[:1], or_shipped("launch/train.py")], rest[1:]
     if [PurePath(word).name.rstrip("0123456789.") for word in launcher[:-1]] in ([], ["python"]):
         return ["ds-vit", "train"], rest

@@ -2,8 +2,8 @@
 values of the JSON.
 
 Flags of timm 1.0.31 (https://github.com/huggingface/pytorch-image-models, train.py) and open_clip 3.3.0
-(https://github.com/mlfoundations/open_clip, src/open_clip_train/params.py). Error messages and `ds-vit from-timm` read
-the same table.
+(https://github.com/mlfoundations/open_clip, src/open_clip_train/params.py). Error messages, `ds-vit from-timm` and
+`ds-vit from-open-clip` read the same table; `origins.py` has the flags that mean something else there than here.
 """
 
 from __future__ import annotations
@@ -28,14 +28,16 @@ class Answer(NamedTuple):
     """The equivalent of a flag of timm's; there is none if `words` and `values` are empty.
 
     Attributes:
-        note: a clause for people.
+        note: a clause for people; of an equivalent, the difference.
         words: flags of ds_vit.
         values: of the DeepSpeed JSON, by dotted name.
+        is_refused: a run without the flag would train something else.
     """
 
     note: str = ""
     words: tuple[str, ...] = ()
     values: Mapping[str, Any] = MappingProxyType({})
+    is_refused: bool = False
 
     @property
     def text(self) -> str:
@@ -48,20 +50,26 @@ class Answer(NamedTuple):
         return "; ".join([*parts, *([self.note] if self.note else [])])
 
 
-_Entry = Callable[[Sequence[str], Given], Answer]
+Entry = str | Callable[[Sequence[str], Given], Answer]
+"""The equivalent of a flag, from its words and all flags of the command. Text means that nothing can be translated."""
 
 
-def _flag(flag: str, note: str = "") -> _Entry:
-    """A flag of ds_vit with the same words."""
-    return lambda words, given: Answer(note, (flag, *words))
+def flag(name: str, note: str = "", names: Mapping[str, str] = MappingProxyType({})) -> Entry:
+    """A flag of ds_vit with the same words, or with those that `names` gives for them."""
+    return lambda words, given: Answer(note, (name, *(names.get(word, word) for word in words)))
 
 
-def _value(key: str, note: str = "") -> _Entry:
+def refused(note: str) -> Entry:
+    """A flag without which a run would train something else."""
+    return lambda words, given: Answer(note, is_refused=True)
+
+
+def _value(key: str) -> Entry:
     """A value of the JSON."""
-    return lambda words, given: Answer(note, values={key: _number(words[0]) if words else True})
+    return lambda words, given: Answer(values={key: _number(words[0]) if words else True})
 
 
-def _frozen_text_of_open_clip(words: Sequence[str], given: Given) -> Answer:
+def frozen_text(words: Sequence[str], given: Given) -> Answer:
     """The frozen groups of a text tower of 12 blocks: embeddings, each block, the norm in the last one; projection."""
     unlocked = _number(words[0]) if words else None
     if not isinstance(unlocked, int):
@@ -85,7 +93,7 @@ def _number(word: str) -> Any:
         return word
 
 
-def _first(given: Given, name: str, default: str = "") -> str:
+def first(given: Given, name: str, default: str = "") -> str:
     """The first word of a flag of the command."""
     return next(iter(given.get(name, ())), default)
 
@@ -118,24 +126,25 @@ _WITH_MOMENTUM = ("SGD", "RMSprop", "Lars", "Muon")
 
 
 def _optimizer(words: Sequence[str], given: Given) -> Answer:
-    name = words[0].lower() if words else "adamw"
+    name = words[0].lower().removeprefix("timm/") if words else "adamw"
     if name not in OPTIMIZERS:
-        return Answer(f"there is no optimizer {name} here; docs/optimizers.md lists those of the DeepSpeed JSON")
+        text = f"there is no optimizer {name} here; docs/optimizers.md lists those of the DeepSpeed JSON"
+        return Answer(text, is_refused=True)
     kind, params = OPTIMIZERS[name]
     if kind in _WITH_MOMENTUM:
-        params = {"momentum": _number(_first(given, "momentum", "0.9")), **params}
+        params = {"momentum": _number(first(given, "momentum", "0.9")), **params}
     block = {"lr": "auto", **params, "weight_decay": "auto"}
-    return Answer(
-        "docs/optimizers.md lists the types",
-        values={"optimizer.type": kind, **{f"optimizer.params.{key}": value for key, value in block.items()}},
-    )
+    values = {"optimizer.type": kind, **{f"optimizer.params.{key}": value for key, value in block.items()}}
+    if kind == "Lamb" and "clip_grad" not in given and "grad_clip_norm" not in given:
+        return Answer("timm's LAMB limits the gradient's norm to 1 itself", ("--clip-grad", "1.0"), values)
+    return Answer("torch's NAdam, which timm's only resembles" * (name == "nadamw"), (), values)
 
 
 def _momentum(words: Sequence[str], given: Given) -> Answer:
-    kind, _ = OPTIMIZERS.get(_first(given, "opt", "sgd").lower(), ("", {}))
+    kind, _ = OPTIMIZERS.get(first(given, "opt", "sgd").lower(), ("", {}))
     if kind and kind not in _WITH_MOMENTUM:
         return Answer(f"{kind} has no momentum; drop it")
-    return _value("optimizer.params.momentum")(words, given)
+    return Answer(values={"optimizer.params.momentum": _number(words[0]) if words else 0.9})
 
 
 def _optimizer_arguments(words: Sequence[str], given: Given) -> Answer:
@@ -146,108 +155,125 @@ def _optimizer_arguments(words: Sequence[str], given: Given) -> Answer:
 
 
 def _precision(words: Sequence[str], given: Given) -> Answer:
-    names = [*given.get("amp_dtype", ()), *given.get("model_dtype", ())]
-    kind = "fp16" if names[:1] in (["float16"], ["half"]) else "bf16"
-    return Answer('or "fp16" or "torch_autocast"; ds_configs/ has a file for each', values={f"{kind}.enabled": True})
+    of_open_clip, of_timm = first(given, "precision", "amp"), first(given, "amp_dtype") or first(given, "model_dtype")
+    name = of_timm or of_open_clip
+    if name.endswith("32") or ("amp_dtype" in given and not {"amp", "native_amp", "apex_amp"} & given.keys()):
+        return Answer("fp32 is the precision of a JSON without bf16, fp16 and torch_autocast; drop it")
+    is_bf16 = "bf" in name
+    if "model_dtype" in given or not (of_timm or name.startswith("amp")):
+        return Answer("weights are updated in fp32", values={f"{'bf16' if is_bf16 else 'fp16'}.enabled": True})
+    flag = "--precision amp_bf16" if "precision" in given else "--amp-dtype bfloat16"
+    note = f'fp16 with a loss scale, which a CPU does not have; there "bfloat16" ({flag})' * (not is_bf16)
+    dtype = "bfloat16" if is_bf16 else "float16"
+    return Answer(note, values={"torch_autocast.enabled": True, "torch_autocast.dtype": dtype})
 
 
-def _precision_of_open_clip(words: Sequence[str], given: Given) -> Answer:
-    name = words[0] if words else "amp"
-    if name == "fp32":
-        return Answer("it is what a JSON without bf16, fp16 and torch_autocast has; drop it")
-    if name.startswith("amp"):
-        dtype = "bfloat16" if name.startswith("amp_bf") else "float16"
-        return Answer(values={"torch_autocast.enabled": True, "torch_autocast.dtype": dtype})
-    kind = "fp16" if name.endswith("fp16") else "bf16"
-    return Answer("weights are updated in fp32", values={f"{kind}.enabled": True})
+def _betas(words: Sequence[str], given: Given) -> Answer:
+    betas = [_number(first(given, name, default)) for name, default in (("beta1", "0.9"), ("beta2", "0.999"))]
+    return Answer(values={"optimizer.params.betas": betas})
 
 
-def _schedule_of_open_clip(words: Sequence[str], given: Given) -> Answer:
-    names = {"const": "constant", "const-cooldown": "wsd"}
-    return Answer("", ("--sched", *(names.get(word, word) for word in words)))
+def _interval(words: Sequence[str], given: Given) -> Answer:
+    both = {word for name in ("val_frequency", "zeroshot_frequency") for word in given.get(name, ())} or {*words}
+    note = "one interval, in epochs, for both evaluations" * (len(both) > 1)
+    return Answer(note, ("--eval-interval", *sorted(both, key=_number)[:1]))
+
+
+def _cooldown(words: Sequence[str], given: Given) -> Answer:
+    try:
+        share = float(*words) / float(first(given, "epochs", "32"))
+    except (TypeError, ValueError):
+        return Answer("--sched wsd decays in the last --wsd-decay-fraction of a run")
+    return Answer("", ("--wsd-decay-fraction", f"{share:g}"))
 
 
 def _base_rate(words: Sequence[str], given: Given) -> Answer:
     if "lr" in given:
         return Answer("--lr is given, and the rate; drop it")
-    optimizer = _first(given, "opt", "sgd").lower()
-    scale = _first(given, "lr_base_scale") or (
+    optimizer = first(given, "opt", "sgd").lower()
+    scale = first(given, "lr_base_scale") or (
         "sqrt" if any(word in optimizer for word in ("ada", "lamb")) else "linear"
     )
-    return Answer("for a batch of --lr-base-size", ("--lr", *words, "--lr-scale-by-batch", scale))
+    return Answer("", ("--lr", *words, "--lr-scale-by-batch", scale))
 
 
-def _experiment(words: Sequence[str], given: Given) -> Answer:
-    parent = _first(given, "output", "output/train")
-    return Answer("it is the run's own folder", ("--output", str(PurePath(parent, *words))))
+def output_folder(words: Sequence[str], given: Given) -> Answer:
+    """timm's --output and --experiment, which together name a folder of several runs, and one of them."""
+    folder = PurePath(first(given, "output", "output/train"), *given.get("experiment", ()))
+    note = "the run's own folder; timm makes one in it, named by time and model" * ("experiment" not in given)
+    return Answer(note, ("--output", str(folder)))
 
 
-# By recipe names, as patterns of fnmatch; the first match counts. Text means that nothing can be translated.
-_HINTS: Mapping[str, str | _Entry] = {
-    "c config": _flag("--recipe", "a YAML file of flags"),
-    "d": _flag("--dataset", "a folder is given by --data-dir DIR"),
-    "data": _flag("--data-dir"),
+# By recipe names, as patterns of fnmatch; the first match counts.
+_HINTS: Mapping[str, Entry] = {
+    "c config": flag("--recipe", "a YAML file of the flags of ds_vit"),
+    "d": flag("--dataset", "a folder is given by --data-dir DIR"),
+    "data": flag("--data-dir"),
     # precision, optimizer, compilation
     "opt": _optimizer,
     "opt_eps": _value("optimizer.params.eps"),
     "opt_betas": lambda words, given: Answer(values={"optimizer.params.betas": [_number(word) for word in words]}),
     "opt_kwargs": _optimizer_arguments,
     "momentum": _momentum,
-    "clip_mode": "gradients are clipped by their global norm: --clip-grad",
+    "clip_mode": lambda words, given: Answer(
+        "gradients are clipped by their global norm: --clip-grad", is_refused=[*words] != ["norm"]
+    ),
     "amp amp_* *_amp model_dtype": _precision,
     "torchscript fuser": "a run trains the eager model; a trained one is exported by ds-vit export RUN --to onnx",
-    "torchcompile": lambda words, given: Answer("it compiles the blocks", ("--compile",)),
-    "torchcompile_mode": _flag("--compile-mode"),
+    "torchcompile": lambda words, given: Answer("only the blocks, by inductor", ("--compile",)),
+    "torchcompile_mode": flag("--compile-mode"),
     "torchcompile_*": "there are only --compile and --compile-mode",
     "channels_last fast_norm": "ViTs gain nothing from it; drop it (--norm-dtype model computes norms in 16 bits)",
     "device device_modules": "DeepSpeed finds the accelerator; DS_ACCELERATOR=cpu in the environment chooses the CPU",
     "no_ddp_bb synchronize_step": "DeepSpeed exchanges the gradients; drop it",
     # weights
-    "pretrained_path": _flag("--initial-checkpoint", "in timm's names (ds-vit import brings other names)"),
+    "pretrained_path": flag("--initial-checkpoint", "in timm's names (ds-vit import brings other names)"),
     "no_resume_opt": "--initial-checkpoint FILE starts from the weights only",
     "start_epoch start_step": "--resume auto resumes the run in --output",
     # model
     "gp": lambda words, given: Answer("", ("--model-kwargs", *(f"global_pool={word}" for word in words))),
-    "in_chans": "images are RGB here; drop it",
+    "in_chans": lambda words, given: Answer("images are RGB here; drop it", is_refused=[*words] != ["3"]),
     "input_size": lambda words, given: Answer("images are square RGB here", ("--img-size", *words[-1:])),
     "head_init_scale head_init_bias": "heads are initialised as in timm's models; drop it",
-    "drop_connect": _flag("--drop-path", "timm's newer name"),
+    "drop_connect": flag("--drop-path"),
     "drop_block bn_momentum bn_eps sync_bn dist_bn split_bn": "ViTs have no such layer; drop it",
-    "model_ema_v2": lambda words, given: Answer("there is one average", ("--model-ema",)),
+    "model_ema_v2": lambda words, given: Answer("", ("--model-ema",)),
     "model_ema_force_cpu": "the average is sharded over ranks like the optimizer's state: --model-ema",
     # learning rate
     "lr_base": _base_rate,
     "lr_base_scale": "write --lr-scale-by-batch linear or sqrt next to --lr",
     "sched_on_updates": "the learning rate is set at every optimizer step; drop it",
-    "lr_noise lr_noise_* lr_cycle_* lr_k_decay decay_milestones decay_epochs decay_steps decay_rate dr patience_epochs "
-    "patience_steps cooldown_epochs cooldown_steps": "the schedules are --sched cosine, linear, constant and wsd, "
+    "cooldown_epochs cooldown_steps": "timm trains them after --epochs; here a run ends with --epochs",
+    "lr_noise": refused("the learning rate has no noise here"),
+    "lr_noise_* lr_cycle_* lr_k_decay decay_milestones decay_epochs decay_steps decay_rate dr patience_epochs "
+    "patience_steps": "the schedules are --sched cosine, linear, constant and wsd, "
     "without cycles, steps or noise; or one of DeepSpeed's in the JSON",
     "warmup_prefix": "as by timm's default, the decay is counted from the run's first step; drop it",
     "layer_decay_*": "there is only --layer-decay",
-    "num_steps": _flag("--max-steps", "the length in optimizer steps"),
+    "num_steps": flag("--max-steps", "the length in optimizer steps"),
     "epoch_repeats": "give more --epochs; --aug-repeats shows a sample several times in one epoch",
     # data, augmentation, loss
     "class_map": "classes are named by their folders, or by labels.csv next to the images (docs/data.md)",
     "input_img_mode input_key target_key dataset_trust_remote_code": "it is for datasets that are not supported; image "
     "folders, tar files and torchvision's are (docs/data.md)",
     "train_num_samples val_num_samples": "samples are counted when the data is opened; drop it",
-    "aug_splits jsd_loss resplit": "augmentation splits and their Jensen-Shannon loss are not here; drop it",
+    "aug_splits jsd_loss resplit": refused("augmentation splits and their Jensen-Shannon loss are not here"),
     "mixup_mode": "pairs are mixed, each by a separate draw (timm's pair mode); drop it",
     "mixup_off_step": "it is counted in epochs: --mixup-off-epoch",
-    "bce_pos_weight": "classes have equal weights; drop it",
+    "bce_pos_weight": refused("classes have equal weights"),
     "pin_mem no_prefetcher use_multi_epochs_loader loader_prefetch_factor": "the input pipeline chooses this "
     "itself; drop it",
     "worker_seeding": "random numbers depend on the sample's key, not on the worker: only --seed matters",
     "save_images": "--log-samples writes which samples each step used",
-    "naflex_*": "images of several sizes in one batch are not here; drop it",
+    "naflex_*": refused("images of several sizes in one batch are not here"),
     "kd_student_feature_dim kd_teacher_feature_dim": "both widths are read from the models; drop it",
     # what is written
-    "experiment": _experiment,
+    "experiment": output_folder,
     "log_dir": "everything is written to --output DIR",
-    "checkpoint_hist": _flag("--keep-checkpoints"),
-    "recovery_interval": _flag("--checkpoint-interval", "in steps, or 30m, a time"),
+    "checkpoint_hist": flag("--keep-checkpoints", "the newest, and the best one; timm keeps the best"),
+    "recovery_interval": flag("--checkpoint-interval", "in steps, or 30m, a time"),
     "num_saves": "--checkpoint-interval 500 (steps) or 30m (time)",
-    "val_interval": _flag("--eval-interval", "in epochs"),
+    "val_interval": flag("--eval-interval"),
     "num_evals": "--eval-interval N, in epochs",
     "num_logs": "--log-interval N, in optimizer steps",
     "tta": "evaluation uses one crop; drop it",
@@ -257,16 +283,15 @@ _HINTS: Mapping[str, str | _Entry] = {
     "dataset_type": "it is the first word of --dataset: wds/DIR, csv/FILE, parquet/DIR, hfds/DIR",
     "dataset_resampled train_data_upsampling_factors": "an epoch shows each sample once; several --data-dir are mixed "
     "by --data-weights",
-    "imagenet_val": _flag("--zeroshot", "with open_clip's sentences: --zeroshot-templates openai"),
+    "imagenet_val": lambda words, given: Answer("", ("--zeroshot", *words, "--zeroshot-templates", "openai")),
     "imagenet_v2": "a run evaluates one data set by --zeroshot; ds-vit eval RUN --zeroshot DIR evaluates others",
-    "zeroshot_frequency": _flag("--eval-interval", "in epochs"),
-    "val_frequency": _flag("--eval-interval", "in epochs"),
+    "zeroshot_frequency val_frequency": _interval,
     # loss, model
     "siglip": lambda words, given: Answer("", ("--task", "siglip")),
     "local_loss gather_with_grad": "always so: each rank compares its rows with those of all ranks, and gradients flow "
     "back to them; drop it",
     "loss_dist_impl": "the gathered features are compared a few rows at a time in every layout; drop it",
-    "accum_freq": _flag("--grad-accum-steps", "the loss is that of the global batch all the same"),
+    "accum_freq": flag("--grad-accum-steps"),
     "pretrained_image": lambda words, given: Answer("it is for the image tower", ("--pretrained",)),
     "force_quick_gelu": lambda words, given: Answer(
         "with an image tower of timm's clip_quickgelu names", ("--text-model", "clip_base_quickgelu")
@@ -274,42 +299,47 @@ _HINTS: Mapping[str, str | _Entry] = {
     "force_patch_dropout": lambda words, given: Answer(
         "", ("--model-kwargs", *(f"patch_drop_rate={x}" for x in words))
     ),
-    "force_image_size": _flag("--img-size"),
-    "force_context_length": _flag("--context-length"),
-    "image_mean": _flag("--mean"),
-    "image_std": _flag("--std"),
-    "image_interpolation": _flag("--interpolation"),
-    "image_resize_mode": "evaluation has --crop-mode center, border or squash; drop it",
-    "aug_cfg": "each setting has a flag: --scale, --ratio, --color-jitter and others; drop it",
-    "lock_text_unlocked_layers": _frozen_text_of_open_clip,
+    "force_image_size": lambda words, given: Answer("", ("--img-size", *words[-1:])),
+    "force_context_length": flag("--context-length"),
+    "image_mean": flag("--mean"),
+    "image_std": flag("--std"),
+    "image_interpolation": flag("--train-interpolation", "evaluation keeps the model's filter: --interpolation"),
+    "image_resize_mode": flag("--crop-mode", "", {"shortest": "center", "longest": "border"}),
+    "aug_cfg": refused("each setting has a flag: --scale, --ratio, --color-jitter, --reprob, --recount"),
+    "lock_text_unlocked_layers": frozen_text,
     "force_custom_text": "there is one kind of text tower; drop it",
     "lock_image_freeze_bn_stats": "models with BatchNorm are not trained here; drop it",
     "lock_text_freeze_layer_norm": "norms are frozen with their layers; drop it",
-    "coca_*": "CoCa is not here; drop it",
-    "distill_model distill_pretrained": "only classifiers are distilled here (--kd-model-name); drop it",
+    "coca_*": refused("CoCa is not here"),
+    "distill_model distill_pretrained": refused("only classifiers are distilled here (--kd-model-name)"),
     "use_bnb_linear": "linear layers in 8 bits are not here; drop it",
     "trace": "a run trains the eager model; drop it",
     # optimizer
-    "precision": _precision_of_open_clip,
-    "beta1 beta2": "the DeepSpeed JSON has both in optimizer.params.betas",
+    "precision": _precision,
+    "beta1 beta2": _betas,
     "eps": _value("optimizer.params.eps"),
-    "wd": _flag("--weight-decay"),
-    "warmup": _flag("--warmup-steps"),
-    "grad_clip_norm": _flag("--clip-grad"),
+    "wd": flag("--weight-decay"),
+    "warmup": flag("--warmup-steps"),
+    "grad_clip_norm": flag("--clip-grad"),
     "use_bn_sync": "ViTs have no such layer; drop it",
     "skip_scheduler": lambda words, given: Answer("", ("--sched", "constant")),
-    "lr_scheduler": _schedule_of_open_clip,
-    "epochs_cooldown lr_cooldown_end lr_cooldown_power": "--sched wsd decays in the last --wsd-decay-fraction of a run",
+    "lr_scheduler": flag("--sched", "", {"const": "constant", "const-cooldown": "wsd"}),
+    "epochs_cooldown": _cooldown,
+    "lr_cooldown_end": flag("--min-lr"),
+    "lr_cooldown_power": "--sched wsd decays by one shape; drop it",
     # ranks and what is written
     "horovod dist_url dist_backend no_set_device_rank ddp_static_graph": "the launcher and DeepSpeed connect the "
     "ranks; drop it",
     "logs name": "the run's folder is --output DIR",
     "log_local copy_codebase remote_sync remote_sync_frequency remote_sync_protocol": "rank 0 writes --output; drop it",
-    "log_every_n_steps": _flag("--log-interval"),
+    "log_every_n_steps": flag("--log-interval"),
     "save_frequency": "--checkpoint-interval epoch, 500 (steps) or 30m (time)",
-    "save_most_recent delete_previous_checkpoint": "--keep-checkpoints N keeps the newest; drop it",
-    "report_to": "TensorBoard's events are always written, --wandb adds Weights & Biases; drop it",
-    "wandb_project_name": _flag("--wandb-project"),
+    "save_most_recent": "checkpoints/latest names the newest; drop it",
+    "delete_previous_checkpoint": lambda words, given: Answer("and the best one", ("--keep-checkpoints", "1")),
+    "report_to": lambda words, given: Answer(
+        "TensorBoard's events are always written", ("--wandb",) * any(x in "".join(words) for x in ("wandb", "all"))
+    ),
+    "wandb_project_name": flag("--wandb-project"),
     "wandb_notes": "drop it",
     "debug": "--verbose shows DeepSpeed's log",
     "cache_dir": "weights are cached where HF_HOME in the environment says",
@@ -326,11 +356,13 @@ _SWITCHES = """
 """
 _SEVERAL = """
     opt_betas opt_kwargs lr_noise decay_milestones wandb_tags input_size torchcompile image_mean image_std aug_cfg
+    force_image_size
 """
 
 
-def _entry(name: str) -> str | _Entry | None:
-    fits = (entry for names, entry in _HINTS.items() if any(fnmatchcase(name, one) for one in names.split()))
+def entry_in(table: Mapping[str, Entry], name: str) -> Entry | None:
+    """The first entry whose patterns match the recipe name of a flag."""
+    fits = (entry for names, entry in table.items() if any(fnmatchcase(name, one) for one in names.split()))
     return next(fits, None)
 
 
@@ -340,7 +372,7 @@ def words_of(name: str) -> int | None:
     Args:
         name: by its recipe name.
     """
-    if _entry(name) is None:
+    if entry_in(_HINTS, name) is None:
         return None
     if name in _SWITCHES.split():
         return 0
@@ -358,7 +390,11 @@ def timm_answer(name: str, words: Sequence[str] = (), given: Given = MappingProx
     Returns:
         None for a name that is neither's.
     """
-    entry = _entry(name)
+    return answer_of(entry_in(_HINTS, name), words, given)
+
+
+def answer_of(entry: Entry | None, words: Sequence[str], given: Given) -> Answer | None:
+    """The equivalent of a flag by its entry in a table; None without one."""
     return Answer(entry) if isinstance(entry, str) else entry and entry(words, given)
 
 

@@ -67,14 +67,15 @@ _OPEN_CLIP_FLAGS = """
 OPEN_CLIP = _OPEN_CLIP_FLAGS.split()
 OURS = {word for action in build_parser()._actions for word in action.option_strings}
 NAMES = [name for names in timm_flags._HINTS for name in names.split()]
-HINTS = [timm_flags.timm_answer(name.strip("*"), ["x"]).text for name in NAMES]
+HINTS = [timm_flags.timm_answer(name.strip("*"), ["x"], {name: ["x"]}).text for name in NAMES]
 
 
 @pytest.mark.parametrize("flag", [*TIMM, *OPEN_CLIP])
 def test_each_flag_of_timm_and_open_clip_is_one_of_ours_or_has_a_hint(flag):
     """A flag of theirs that is answered by the flag that is spelled like it, or by nothing."""
     name = flag.lstrip("-").replace("-", "_")
-    answer = timm_flags.timm_answer(name, ["1"] if timm_flags.words_of(name) != 0 else [])
+    words = ["1"] if timm_flags.words_of(name) != 0 else []
+    answer = timm_flags.timm_answer(name, words, {name: words})
     hint = answer and answer.text
     if flag in OURS:
         assert hint is None, "a hint for a flag that is here"
@@ -88,7 +89,7 @@ def test_hints_speak_of_flags_that_exist():
     """A hint that sends somebody to a second unknown flag, or one that hides a flag of ours."""
     said = {word for hint in HINTS for word in re.findall(r"(?<![\w-])--[a-z-]+", hint)}
     assert said
-    assert said <= OURS | {"--to"}, said - OURS
+    assert said <= OURS | {"--to", "--amp-dtype"}, said - OURS
     assert not [name for name in FIELDS if timm_flags.timm_answer(name)]
 
 
@@ -109,7 +110,12 @@ def test_the_answer_uses_what_was_typed():
             '"type": "SGD", "params": {"lr": "auto", "momentum": 0.8, "nesterov": true',
         ),
         (["--opt-betas", "0.9", "0.95"], '"params": {"betas": [0.9, 0.95]}'),
-        (["--amp", "--amp-dtype", "float16"], '"fp16": {"enabled": true}'),
+        (["--amp", "--amp-dtype", "bfloat16"], '"torch_autocast": {"enabled": true, "dtype": "bfloat16"}'),
+        (
+            ["--amp"],
+            '"dtype": "float16"}; fp16 with a loss scale, which a CPU does not have; there "bfloat16" (',
+        ),
+        (["--model-dtype", "bfloat16"], '"bf16": {"enabled": true}'),
         (["--num-steps", "70"], "write --max-steps 70"),
         (["--opt", "shampoo"], "there is no optimizer shampoo here"),
     ):
@@ -171,43 +177,136 @@ COMMAND = """
 """
 
 
+def flags_of(translation):
+    """The words of a translated command after its JSON file."""
+    return shlex.join(translation.words[translation.words.index("--deepspeed_config") + 2 :])
+
+
 def test_a_command_of_timm_is_translated(tmp_path, monkeypatch):
-    """A flag that is lost or that gets another's word, and a script that does not parse."""
+    """A flag that is lost or that gets another's word, and a script that does not parse or that replaces a file."""
     result = translate([COMMAND])
-    assert shlex.join(result.words) == (
-        "torchrun --nproc_per_node 8 launch/train.py --deepspeed_config deepspeed.json --data-dir /data/imagenet "
-        "--model vit_small_patch16_224 -b 128 --lr 4e-3 --mixup .8 --model-ema --output output/train/deit "
+    assert shlex.join(result.words[:4]) == "torchrun --nproc_per_node 8 launch/train.py"
+    assert flags_of(result) == (
+        "--data-dir /data/imagenet "
+        "--model vit_small_patch16_224 -b 128 --clip-grad 1.0 --lr 4e-3 --mixup .8 --model-ema "
+        "--output output/train/deit "
         "--model-kwargs global_pool=avg depth=3 --grad-checkpointing"
     )
     assert result.json["optimizer"] == {
         "type": "Lamb",
         "params": {"lr": "auto", "weight_decay": "auto", "betas": [0.9, 0.95]},
     }
-    assert result.json["bf16"] == {"enabled": True}
-    assert [note.split(":")[1].strip() for note in result.notes] == ["--sched-on-updates", "--tta 2"]
+    assert result.json["torch_autocast"] == {"enabled": True, "dtype": "float16"}
+    assert "bf16" not in result.json
+    left = [note.split(": ")[1] for note in result.notes if note.startswith("left out")]
+    assert left == ["--sched-on-updates", "--tta 2"]
     assert translate(COMMAND.split()) == result, "the words of a shell"
-    assert "--output out/foo -b" in shlex.join(translate(["train.py x --experiment foo --output out -b 8"]).words)
+    assert "--output out/foo -b" in flags_of(translate(["train.py x --experiment foo --output out -b 8"]))
+    assert "--output out -b" in flags_of(translate(["train.py x --output out -b 8"]))
+    assert translate(["python train.py --dataset ImageFolder photos"]).words[-4:-2] == ("--lr", "0.1")
     monkeypatch.chdir(tmp_path)
     [script] = [word for word in translate([COMMAND]).words if word.endswith("train.py")]
     assert Path(script).is_file(), "a path of the clone, elsewhere"
     (tmp_path / "ds-vit").write_text('printf "%s\\n" "$@" > words')
     (tmp_path / "ds-vit").chmod(0o755)
-    plain = translate(["python3 train.py photos --lr-base 0.2 --remode const"])
-    assert [note.split(":")[0] for note in plain.notes] == ["still rejected"]
+    (tmp_path / "deepspeed.json").write_text("mine")
+    plain = translate(["python3 train.py photos --lr-base 0.2 --sched tanh"])
     assert [result.is_rejected, plain.is_rejected] == [False, True]
-    assert cli.main(["from-timm", "python train.py photos --remode const"]) == 2
+    assert cli.main(["from-timm", "python train.py photos --sched tanh"]) == 2
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     subprocess.run(["bash", "-ec", str(plain)], check=True)
     words = (tmp_path / "words").read_text().split()
     assert words == ["train", *plain.words[2:]]
-    assert words[3:] == ["--data-dir", "photos", "--lr", "0.2", "--lr-scale-by-batch", "linear", "--remode", "const"]
-    written = json.loads((tmp_path / "deepspeed.json").read_text())
+    assert words[3:] == shlex.split("--data-dir photos --lr 0.2 --lr-scale-by-batch linear --sched tanh")
+    written = json.loads(Path(words[2]).read_text())
     assert written == plain.json
     assert written["optimizer"]["params"]["momentum"] == 0.9, "timm's default optimizer is SGD"
     assert "bf16" not in written
+    Path(words[2]).write_text("edited")
+    subprocess.run(["bash", "-ec", str(plain)], check=True)
+    assert [Path(words[2]).read_text(), Path("deepspeed.json").read_text()] == ["edited", "mine"]
     for flags, added in (("5", False), ("6", True), ("49", True), ("50", False), ("20 --warmup-epochs 2", False)):
         words = translate([f"train.py photos --epochs {flags}"]).words
         assert (words[-2:] == ("--warmup-epochs", "5")) == added, "timm warms up for 5 epochs of any run"
+
+
+# Flags of timm → a word of the translated flags, and a word of the comment that says what is different; "" for none.
+_DIFFERENT = {
+    "--amp --amp-dtype bfloat16": ("", ""),
+    "--amp": ("", "(--amp-dtype bfloat16)"),
+    "--model-dtype bfloat16": ("", "weights are updated in fp32"),
+    "--dataset ImageFolder": ("", "left out: --dataset ImageFolder: timm reads the folders of --data-dir"),
+    "--dataset torch/cifar10": ("--dataset torch/cifar10", ""),
+    "--dataset wds/imagenet --train-split t-{0..9}.tar": ("--dataset wds/ --train-split 't-{0..9}.tar'", ""),
+    "--dataset hfds/x": ("--dataset hfds/x", "the Hub is not read"),
+    "--dataset tfds/x": ("", "still rejected: --dataset tfds/x"),
+    "--resume out/x.pth.tar": ("--initial-checkpoint out/x.pth.tar", "only weights: optimizer, schedule"),
+    "--resume '' --initial-checkpoint a.pth": ("--initial-checkpoint a.pth", "names no checkpoint"),
+    "--output out": ("--output out", "timm makes one in it"),
+    "--opt lamb": ("--clip-grad 1.0", "limits the gradient's norm to 1 itself"),
+    "--opt lamb --clip-grad 2": ("--clip-grad 2", ""),
+    "--opt shampoo": ("", "still rejected: --opt shampoo"),
+    "--clip-mode agc": ("", "still rejected: --clip-mode agc"),
+    "--clip-mode norm": ("", "left out: --clip-mode norm"),
+    "--cooldown-epochs 10": ("", "timm trains them after --epochs"),
+    "--checkpoint-hist 3": ("--keep-checkpoints 3", "timm keeps the best"),
+    "--aug-repeats 3": ("--aug-repeats 3", "on one rank too"),
+    "--mixup 0.8": ("--mixup 0.8", "each pair has its own draw"),
+    "--torchcompile inductor": ("--compile", "only the blocks"),
+    "--in-chans 1": ("", "still rejected: --in-chans 1"),
+    "--aug-splits 3": ("", "still rejected: --aug-splits 3"),
+    "--aa rand-m9 --color-jitter 0.3": ("--aa rand-m9", "left out: --color-jitter: it has no effect under --aa"),
+}
+_KNOWN = "--num-classes 10 --model vit_tiny_patch16_224 --lr 0.1"
+
+
+@pytest.mark.parametrize("words", _DIFFERENT)
+def test_each_change_of_meaning_has_a_comment(words):
+    """A flag whose result differs here from timm's, and nothing says so; a comment about nothing."""
+    flag, comment = _DIFFERENT[words]
+    result = translate([f"python train.py photos {_KNOWN} {words}"])
+    assert flag in flags_of(result)
+    others = [note for note in result.notes if "--sched-on-updates" not in note]
+    assert (len(others) == 1 and comment in others[0]) if comment else not others, result.notes
+    assert result.is_rejected == comment.startswith("still rejected")
+
+
+def test_what_timm_does_without_a_flag_has_a_comment_too():
+    """timm's defaults that a command does not name."""
+    notes = translate(["python train.py photos --mixup 0.8"]).notes
+    assert [note.split(":")[0] for note in notes] == ["--model", "--num-classes", "--sched-on-updates", "--mixup-mode"]
+
+
+@pytest.mark.parametrize("flag", sorted({*TIMM} - {"--local_rank", "--deepspeed"}))
+def test_no_flag_of_timm_is_dropped_in_silence(flag):
+    """A flag that leaves no trace in the translated command, its JSON or its comments."""
+    base = f"python train.py photos {_KNOWN} --resume x.pth"
+    name = flag.lstrip("-").replace("-", "_")
+    action = build_parser()._option_string_actions.get(flag)
+    takes = action.nargs != 0 if action else timm_flags.words_of(name) != 0
+    both = (translate([f"{base} {flag} {word * takes}"]) for word in ("0.3", "7"))
+    assert all(result != translate([base]) for result in both)
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("from-timm foo", "takes a command of timm's training, and foo starts another program"),
+        ("from-timm", "and an empty one starts another program"),
+        ("from-timm python validate.py photos", "python validate.py photos starts another program"),
+        ("from-timm python -m open_clip_train.main --train-data x.csv", "is one of open_clip's: ds-vit from-open-clip"),
+        ("from-timm python src/training/main.py", "python src/training/main.py is one of open_clip's"),
+        ("from-open-clip python train.py photos", "python train.py photos is one of timm's: ds-vit from-timm"),
+        ("from-open-clip foo", "takes a command of open_clip's training, and foo starts another program"),
+    ],
+)
+def test_a_command_of_another_program_is_an_error(command, said, capsys):
+    """A translation of what is no command of this trainer."""
+    for words in (command.split(), [command.partition(" ")[0], command.partition(" ")[2]]):
+        assert cli.main(words) == 2
+        seen = capsys.readouterr()
+        assert not seen.out
+        assert said in seen.err
 
 
 @pytest.mark.parametrize("name", timm_flags.OPTIMIZERS)
