@@ -131,7 +131,7 @@ def build_parser(
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
         description=description,
-        epilog="Every switch has a twin that turns it off, over a recipe too: --no-model-ema; --aug for --no-aug.\n\n"
+        epilog="Each on/off flag has an opposite, which overrides a recipe too: --no-model-ema; --aug for --no-aug.\n\n"
         + show_examples(examples),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -151,17 +151,17 @@ def build_parser(
 
 
 def _add_flag(group: argparse._ArgumentGroup, name: str, show_defaults: bool) -> None:
-    """Add a field's flag, and its twin that turns it off."""
+    """Add a field's flag, and its opposite."""
     field = FIELDS[name]
     meta, is_switch = field.metadata, isinstance(field.default, bool)
     dashed = "--" + name.replace("_", "-")
     names = [*meta["short"], *dict.fromkeys((spelling(name), dashed))]
     options: dict[str, Any] = {"help": _help(name, show_defaults), "dest": name}
     if is_switch or meta["const"] is not None:
-        # The twin overrides a recipe's "true".
-        twin = "--aug" if name == "no_aug" else f"--no{dashed[1:]}"
+        # The opposite overrides a recipe's "true".
+        opposite = "--aug" if name == "no_aug" else f"--no{dashed[1:]}"
         off = {"action": "store_const", "const": default_of(name)}
-        group.add_argument(twin, dest=name, help=argparse.SUPPRESS, **off)
+        group.add_argument(opposite, dest=name, help=argparse.SUPPRESS, **off)
     if is_switch:
         group.add_argument(*names, action="store_true", **options)
         return

@@ -95,8 +95,8 @@ def require_supported_name(name: str) -> None:
         raise UserError(f"timm {timm.__version__} has no model named {name!r}{hint}")
     family = timm.models.model_entrypoint(architecture).__module__.rsplit(".", 1)[-1]
     raise UserError(
-        f"model {name!r} is of timm's {family!r} family; only names of the classes VisionTransformer and Eva can be "
-        f"taken apart into an embedding, blocks and a head{hint}"
+        f"model {name!r} is of timm's {family!r} family; ds_vit trains models of the classes VisionTransformer "
+        f"and Eva only{hint}"
     )
 
 

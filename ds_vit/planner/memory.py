@@ -1,8 +1,8 @@
 """The memory of a rank at its fullest moment, from its layers and from what DeepSpeed keeps at each ZeRO stage.
 
-Two moments can be the fullest: one in the backward pass, where activations go while gradients come, or the update, when
-gradients are complete next to copies of them. Held all the time are weights, masters, the optimizer's state, an
-average, ZeRO's buckets, and at stage 3 the weights that are gathered.
+The peak is the larger of two moments: one in the backward pass, when most activations are still held and gradients
+already exist, and the update, which holds all gradients and copies of them. Held all the time are weights, masters, the
+optimizer's state, an average, ZeRO's buckets, and at stage 3 the weights that are gathered.
 
 This is the only model of memory: `--dry-run`, `--auto-batch`, `ds-vit plan` and the comparison at a run's end use it.
 Not counted: the loader, what collectives take within torch.distributed, the context of a GPU, its libraries and the

@@ -331,7 +331,7 @@ def _show(found: Planned, arguments: argparse.Namespace) -> None:
     if found.too_large:
         one = found.too_large[0]
         short = in_words(one.needs - one.room)
-        notes.append(f"too large by the least: {one} needs {in_words(one.needs)}, {short} too much.")
+        notes.append(f"closest of those that do not fit: {one} needs {in_words(one.needs)}, {short} too much.")
     row = _row(found, best, arguments)
     parts = ", ".join(f"{text} {in_words(row['memory'][part])}" for part, text in _PARTS.items() if row["memory"][part])
     notes.append(f"memory of the best: {parts}; {in_words(best.room)} a rank are available.")

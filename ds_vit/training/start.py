@@ -58,7 +58,7 @@ def start_rows(resolved: Resolved, flops: Flops, device: torch.device, folder: P
     if resolved.config.sequence_parallel:
         layout += ", sequence parallel"
     if model.class_parallel:
-        layout += ", classifier cut over classes"
+        layout += ", classifier split over classes"
     if interval := deepspeed.checkpointing.interval:
         blocks = "each block" if interval == 1 else f"every {interval} blocks"
         layout += f", {blocks} recomputed" + (" from inputs kept in host memory" if deepspeed.checkpointing.cpu else "")
@@ -68,7 +68,7 @@ def start_rows(resolved: Resolved, flops: Flops, device: torch.device, folder: P
     images = f"{len(source):,} images {labels}"
     left = len(data.train_source) - data.order.steps_per_epoch * data.batch.global_batch
     if resolved.optimizer is not None and left > 0 and not (data.order.aug_repeats or data.order.mixture):
-        images += f" ({left:,} of them fill no global batch, others in each epoch)"
+        images += f" (each epoch skips {left:,} random ones after its last full batch)"
     if data.val_source is not None:
         images += f", {len(data.val_source):,} for evaluation"
     if data.zeroshot is not None:
@@ -335,10 +335,11 @@ def _memory_lines(cost: Cost) -> list[list[str]]:
         "optimizer": "optimizer state",
         "buckets": "ZeRO's buckets",
         "gathered": "gathered weights",
-        "going_back": "going back, with gradients by then",
-        "updating": "updating, with gradients",
+        "going_back": "backward pass, with gradients so far",
+        "updating": "update, with all gradients",
     }
-    header = ["memory a rank", *(f"stage {i}" for i in range(len(stages)))] if len(stages) > 1 else ["memory", "a rank"]
+    several = len(stages) > 1
+    header = ["memory per rank", *(f"stage {i}" for i in range(len(stages)))] if several else ["memory", "per rank"]
     lines = [header, ["parameters", *(f"{stage.parameters:,}" for stage in stages)]]
     for field in (*fields, "going_back", "updating"):
         sizes, name = [getattr(stage, field) for stage in stages], names.get(field, field)

@@ -5,14 +5,13 @@ import shlex
 
 import pytest
 import timm
-from open_clip.pretrained import list_pretrained
-from open_clip_train import params
 
 from ds_vit.config import parse
 from ds_vit.config.origins import ORIGINS, _model
 from ds_vit.config.timm_command import translate
 from ds_vit.models.text_tower import TEXT_MODELS
 
+params = pytest.importorskip("open_clip_train.params")
 START = "python -m open_clip_train.main"
 SMALL = f"{START} --train-data pairs.csv --model ViT-B-16 --precision amp_bf16"
 
@@ -170,6 +169,7 @@ def test_what_would_train_something_else_is_rejected(words, reason):
 
 def test_models_exist():
     """A name of a tower that neither timm nor ds_vit has; a model of open_clip's that is forgotten."""
+    list_pretrained = pytest.importorskip("open_clip").list_pretrained
     names = {name for name, _ in list_pretrained() if name.startswith("ViT-")}
     found = {name: _model([], {"model": [name]}) for name in names}
     words = {name: answer.words for name, answer in found.items() if not answer.is_refused}

@@ -83,7 +83,7 @@ def test_the_table_says_why(capsys):
     # Catches: a plan that gives figures and no reason.
     assert main([*BASE[:3], "--gpus", "8", "--model", "vit_10b_patch14_224", "--gpu", "h100"]) == 0
     said = capsys.readouterr().out
-    for part in ("next best: ", "--workers ", "too large by the least: ", "too much"):
+    for part in ("next best: ", "--workers ", "closest of those that do not fit: ", "too much"):
         assert part in said
 
 

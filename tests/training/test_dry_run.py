@@ -45,7 +45,13 @@ def test_a_dry_run_shows_the_run_and_starts_nothing(capsys, tmp_path):
     assert not dist.is_initialized()
     assert [*tmp_path.iterdir()] == []
     said = capsys.readouterr().out
-    for word in ("dry run: nothing is started", "lr 0.001 (JSON; cosine)", "step 3 ", "█" * 40, "optimizer state"):
+    for word in (
+        "dry run: nothing is started",
+        "lr 0.001 (JSON; cosine)",
+        "step 3 ",
+        "█" * 40,
+        "backward pass, with gradients so far",
+    ):
         assert word in said
     for name in ("config.yaml", "metrics.jsonl", "at each epoch's end; room for 4 at most", str(output)):
         assert name in said
