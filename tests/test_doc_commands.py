@@ -6,6 +6,8 @@ A training command is run with --dry-run, as rank 0 of its ranks. Above a block 
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import os
 import re
 import shlex
@@ -15,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import yaml
 from PIL import Image
 from project import ROOT, give_a_clone, run_shell
 from runs import run_quietly
@@ -221,6 +224,63 @@ def test_links_lead_somewhere(page):
         if not there.exists() or (heading and heading not in anchors(there)):
             wrong.append(link)
     assert wrong == []
+
+
+def test_readme_links_every_page():
+    # Catches: a page that only the site's menu has.
+    linked = set(re.findall(r"\]\(docs/(\w+\.md)", (ROOT / "README.md").read_text()))
+    assert {page.name for page in ROOT.glob("docs/*.md")} - linked == set()
+
+
+COMING = [name for name in NAMES if name.startswith("docs/from_") and name != "docs/from_deepspeed.md"]
+
+
+@pytest.mark.parametrize("name", COMING)
+def test_flags_of_their_tables_exist(name):
+    # Catches: a row that sends a reader to a flag that is not there. The last column has ours.
+    rows = [line for line in (ROOT / name).read_text().splitlines() if line.startswith("| `")]
+    said = {word for row in rows for word in re.findall(r"(?<![\w-])--[\w-]+", row.rstrip("| ").rpartition(" | ")[2])}
+    others = {"--num_gpus", "--hostfile", "--sched-on-updates"}  # of the launcher, and timm's in a text on ours
+    assert len(rows) > 12
+    assert said - set(build_parser()._option_string_actions) - set(cli.build_parser().known_flags()) <= others
+
+
+def arguments_of_lightly(path: str, name: str) -> set[str]:
+    """The arguments of a function, or the fields of a class, of lightly-train, whose dependencies are not needed."""
+    package = importlib.util.find_spec("lightly_train")
+    if package is None:
+        pytest.skip("pip install --no-deps lightly-train==0.18.0")
+    tree = ast.parse(Path(package.submodule_search_locations[0], path).read_text())
+    [found] = [node for node in tree.body if getattr(node, "name", "") == name]
+    if isinstance(found, ast.FunctionDef):
+        return {argument.arg for argument in found.args.kwonlyargs}
+    fields = [node for node in found.body if isinstance(node, ast.AnnAssign)]
+    return {node.target.id for node in fields if "ClassVar" not in ast.unparse(node.annotation)}
+
+
+@pytest.mark.parametrize(
+    ("path", "name"), [("_commands/train.py", "pretrain"), ("_methods/dinov2/dinov2.py", "DINOv2Args")]
+)
+def test_every_argument_of_lightly_has_a_row(path, name):
+    # Catches: an argument that the tables forget.
+    page = (ROOT / "docs/from_lightly.md").read_text()
+    missing = {word for word in arguments_of_lightly(path, name) if not re.search(rf"`{word}\b", page)}
+    assert missing <= {"resume"}, "deprecated there"
+
+
+def test_every_setting_of_dinov2_has_a_row():
+    # Catches: a setting that the table forgets. lightly-train carries the file.
+    package = importlib.util.find_spec("lightly_train")
+    if package is None:
+        pytest.skip("pip install --no-deps lightly-train==0.18.0")
+    [file] = Path(package.submodule_search_locations[0]).rglob("ssl_default_config.yaml")
+    settings = yaml.safe_load(file.read_text())
+    named = {f"{section}.{key}" for section in settings for key in settings[section]}
+    page = (ROOT / "docs/from_dinov2.md").read_text()
+    assert {name for name in named if not re.search(rf"`{name}\b", page)} == {
+        *("MODEL.WEIGHTS", "compute_precision.grad_scaler", "compute_precision.teacher", "compute_precision.student"),
+        *(f"ibot.head_{name}" for name in ("n_prototypes", "bottleneck_dim", "nlayers", "hidden_dim")),
+    }
 
 
 def anchors(page: Path) -> set[str]:
