@@ -8,7 +8,7 @@ ds-vit embed RUN FOLDER --output F   the features of images, with their file nam
 ds-vit export RUN --to hf            weights for timm, Hugging Face or ONNX, checked against the run's
 ds-vit import SOURCE --to FILE       another tool's weights under timm's names
 ds-vit bench step --against timm     training steps compared with timm, DDP and FSDP2, interleaved
-ds-vit bench data --data-dir DIR     images a second of the loader by stage, and what would make it faster
+ds-vit bench data --data-dir DIR     images per second of the loader by stage, and what would make it faster
 ds-vit bench ladder                  what each step towards a fast ViT brings, added one after the other
 ds-vit plan --model M --gpus 64      which layouts of a model fit on GPUs, how fast each would be, and the files of one
 ds-vit hosts --from slurm            a DeepSpeed hostfile from what the scheduler says
@@ -129,7 +129,7 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
         several: dict[str, Any] = {"nargs": "+"} if kind is step else {}
         add("--deepspeed_config", "--deepspeed-config", required=True, metavar="FILE", **several)
         add("--turns", type=int, default=12, help="turns of each side; the fastest counts [%(default)s]")
-        add("--steps", type=int, default=3, help="steps a turn [%(default)s]")
+        add("--steps", type=int, default=3, help="steps per turn [%(default)s]")
     text = "the loader on your own images, by stage; other flags are those of launch/train.py"
     data = _add(kinds, "data", text, _bench_data)
     data.add_argument("--images", type=int, default=256, help="how many to load [%(default)s]")
@@ -141,7 +141,7 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
 def _add_hosts(hosts: argparse.ArgumentParser) -> None:
     source = "where to read (default: the job's scheduler)"
     hosts.add_argument("--from", dest="source", metavar="FILE|slurm|pbs", help=source)
-    hosts.add_argument("--slots", type=int, help="ranks a host, whatever the source says")
+    hosts.add_argument("--slots", type=int, help="ranks per host, whatever the source says")
     hosts.add_argument("--output", metavar="FILE", help="write there (default: stdout)")
 
 
@@ -152,7 +152,7 @@ def _add_shards(shards: argparse.ArgumentParser) -> None:
     add("--per-shard", type=int, default=5000, metavar="N", help="images of a shard [%(default)s]")
     add("--resize", type=int, metavar="PIXELS", help="make the shorter side no longer than this")
     add("--quality", type=int, metavar="1…100", help="encode as JPEG [what is resized: 90]")
-    add("-j", "--workers", type=int, metavar="N", help="processes [one a core]")
+    add("-j", "--workers", type=int, metavar="N", help="processes [one per core]")
     add("--allow-empty-classes", action="store_true", help="allow class folders without images")
     add("--captions", action="store_true", help="pack the .txt file next to each image, in place of its class")
 

@@ -63,7 +63,7 @@ class RunFolder:
     config = _Entry("config.yaml")  # the flags, as a recipe
     deepspeed = _Entry("deepspeed.json")  # the JSON that DeepSpeed got
     lock = _Entry(".lock")  # there while a run writes here
-    metrics = _Entry("metrics.jsonl")  # one JSON object a line
+    metrics = _Entry("metrics.jsonl")  # one JSON object per line
     tensorboard = _Entry("tensorboard")  # a folder of events
     summary = _Entry("summary.json")  # written at the end
     classes = _Entry("classes.json")  # the names of the classes; absent where the task has none
@@ -73,7 +73,7 @@ class RunFolder:
     skipped = _Entry("skipped_images.jsonl")  # images that could not be decoded under --on-bad-image skip, each once
     evaluation = _Entry("eval.json")  # written by `ds-vit eval`
     report = _Entry("report.html")  # for the browser
-    starts = _Entry("starts.jsonl")  # a JSON object a line, one a process that worked on the run
+    starts = _Entry("starts.jsonl")  # a JSON object per line, one per process that worked on the run
     predictions = _Entry("predictions.csv")  # what each validation image was taken for, where each has one class
     augmented = _Entry("augmented.png")  # images of the first step as the model saw them; captions in the .json
     pairs = _Entry("pairs.png")  # the most and least similar pairs of validation; captions in the .json

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train on this machine: a log a rank, the first error last, restarts on demand.
+# Train on this machine: a log per rank, the first error last, restarts on demand.
 #
 #     bash launch/local.sh [--num_ranks N] [--restarts 3] launch/train.py --deepspeed_config FILE --output DIR …
 #

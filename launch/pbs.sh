@@ -4,7 +4,7 @@
 #     qsub -v ARGUMENTS='--restarts 3 launch/train.py --deepspeed_config FILE --output DIR …' launch/pbs.sh
 #
 # qsub passes no arguments to a script, so they come in one variable, split as a shell would (quotes keep blanks).
-# SLOTS=N gives the ranks a host (default: how often PBS names it, which is right for mpiprocs=N).
+# SLOTS=N gives the ranks per host (default: how often PBS names it, which is right for mpiprocs=N).
 #PBS -N ds-vit
 #PBS -l select=2:ncpus=96:ngpus=8:mpiprocs=8
 #PBS -l walltime=24:00:00

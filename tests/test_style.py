@@ -72,6 +72,24 @@ def test_modules_say_their_job():
     assert "utils.py" not in {path.name for path in python}
 
 
+RATE = re.compile(
+    r"\b(images|captions|labels|samples|rows|tokens|bytes|bits|numbers|FLOPs|[GM]B|Gb/s|m?s|seconds|milliseconds|steps"
+    r"|ranks|tasks|workers|processes|layers|memory|once|twice)\s+an? (second|image|sample|channel|pixel|token|element|GPU|rank"
+    r"|replica|host|node|core|step|epoch|turn|batch|call|line)\b(?! (has|holds|uses|is|computes|loads|needs|time)\b)"
+)
+
+
+def test_rates_have_per():
+    # Catches: "images a second a GPU", which reads as one GPU at some time.
+    assert RATE.search("1,200 images a second")
+    assert not RATE.search("images per second, and the samples a step uses")
+    files = [path for path in project_files() if path.suffix in (".py", ".md", ".yaml", ".sh")]
+    texts = {path.relative_to(ROOT): path.read_text() for path in files if "tests" not in path.parts}
+    texts.pop(Path("CHANGELOG.md"), None)
+    found = [f"{name}: {match[0]}" for name, text in texts.items() for match in RATE.finditer(text)]
+    assert not found
+
+
 def test_no_two_test_modules_of_one_name():
     # Catches: a second file of a name, which pytest finds on collecting all and not on running either alone.
     modules = Counter(path.name for path in (ROOT / "tests").rglob("*.py"))

@@ -1,9 +1,9 @@
-"""Compute time a step of each rank when a model is cut in two, against the cost model's share of the arithmetic.
+"""Compute time per step of each rank when a model is cut in two, against the cost model's share of the arithmetic.
 
     python docs/benchmarks/cut_cpu.py
 
 CPU time of the thread that computes, the fastest of its steps, so that communication, waiting and other programs do
-not count; one thread a rank.
+not count; one thread per rank.
 """
 
 import argparse
@@ -64,7 +64,7 @@ def main() -> None:
     }
     ranks = RankPool()
     [alone] = ranks.run(1, seconds_a_step, ARGV)
-    print(f"one rank: {alone:.3f} s of CPU time a step\n")
+    print(f"one rank: {alone:.3f} s of CPU time per step\n")
     print("| cut | rank | share of the arithmetic | share of the time | time / arithmetic |")
     print("|---|---|---|---|---|")
     for cut, shares in predicted.items():

@@ -107,7 +107,7 @@ def main() -> None:
     ahead = 2 * words.workers + 2
     turns = [[side.turn(words.images, ahead) for side in sides.values()] for _ in range(words.turns)]
     what = f"{words.workers} workers, {words.device}, --aa {words.aa} at {words.img_size}"
-    print(f"| {what} | images/s | processor, ms an image |")
+    print(f"| {what} | images/s | processor, ms per image |")
     print("|---|---|---|")
     for name, of_side in zip(sides, zip(*turns, strict=True), strict=True):
         rate, cpu = 1 / min(wall for wall, _ in of_side), statistics.mean(cpu for _, cpu in of_side)

@@ -72,7 +72,7 @@ def of_steps(parts: Sequence[dict[str, Any]]) -> str:
 
 
 def figures_of(side: dict[str, Any]) -> list[str]:
-    """Images a second, MFU and gigabytes; "" for what is not known."""
+    """Images per second, MFU and gigabytes; "" for what is not known."""
     memory, mfu = side["memory_bytes"], side["mfu"]
     return [
         f"{side['images_per_second']:,.1f}",

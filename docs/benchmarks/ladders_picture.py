@@ -61,7 +61,7 @@ def main() -> None:
     axes.plot([], [], color="#4a7fb5", linewidth=4, label="measured on a CPU, with the range over the turns")
     axes.plot([], [], "D", color="#c23b22", markersize=5, label="published, in all, on GPUs or Gaudi2")
     axes.legend(loc="upper center", bbox_to_anchor=(0.2, -0.35), ncols=2, fontsize=8, frameon=False)
-    axes.set_xlabel("images a second over those of the first rung", fontsize=8)
+    axes.set_xlabel("images per second over those of the first rung", fontsize=8)
     save_figure(figure, output)
 
 

@@ -1,4 +1,4 @@
-"""Images a second of the loader against timm's create_loader, with the same number of workers, and of decoders alone.
+"""Images per second of the loader against timm's create_loader, with the same number of workers, and of decoders alone.
 
     python docs/benchmarks/loader.py [--data DIR] [--workers 2] [--turns 8]
 
@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 
 DEIT3 = {"aa": "3a", "color_jitter": 0.3}
 RAND = {"aa": "rand-m9-mstd0.5"}
-# (what, images, size, flags, images a turn)
+# (what, images, size, flags, images per turn)
 ROWS = (
     ("crop 224, flip, colour jitter", "imagenet", 224, {}, 250),
     ("the same with `--decode fast`", "imagenet", 224, {"decode": "fast"}, 250),
@@ -113,7 +113,7 @@ class Side:
         return sum(t.user + t.system for t in times)
 
     def turn(self, images: int, read_ahead: int) -> tuple[float, float]:
-        """Over the next `images` ones, after those that were waiting: seconds an image, and CPU seconds an image."""
+        """Over the next `images` ones, after those that were waiting: seconds per image, and CPU seconds per image."""
         for _ in range(read_ahead):
             next(self.batches)
         cpu, start, seen = self._cpu_seconds(), time.perf_counter(), 0
@@ -152,10 +152,10 @@ def decoders() -> dict[str, Callable[[bytes], object]]:
 
 
 def decoding(folders: dict[str, Path], turns: int) -> None:
-    """Print the decoders' milliseconds an image, and how many images differ from Pillow's."""
+    """Print the decoders' milliseconds per image, and how many images differ from Pillow's."""
     import numpy as np
 
-    print("| decoder, ms an image (images unlike Pillow's) |", " | ".join(folders), "|\n|---|---|---|")
+    print("| decoder, ms per image (images unlike Pillow's) |", " | ".join(folders), "|\n|---|---|---|")
     files = {n: [p.read_bytes() for p in sorted((f / "train").rglob("*.*"))[:250]] for n, f in folders.items()}
     best: dict[tuple[str, str], float] = {}
     for _, (name, run), (kind, datas) in itertools.product(range(turns), decoders().items(), files.items()):

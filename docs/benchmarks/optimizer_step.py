@@ -98,7 +98,7 @@ def main() -> None:
     elements = sum(shard.tensor.numel() for shard in engine.zero_map.shards)
     print(f"{arguments.model}, {elements:,} elements, {device}, torch {torch.__version__}, timm {timm.__version__}, ")
     print(f"{torch.get_num_threads()} threads, smallest of {arguments.rounds - 1}\n")
-    print("| optimizer | ms a step | to fused AdamW | to timm's |\n|---|---|---|---|")
+    print("| optimizer | ms per step | to fused AdamW | to timm's |\n|---|---|---|---|")
     for name, seconds in least.items():
         ratios = seconds / least["fused AdamW, flat"], seconds / least[theirs]
         print(f"| {name} | {seconds * 1000:.1f} | {ratios[0]:.2f} | {ratios[1]:.2f} |")

@@ -5,7 +5,7 @@
 On two ranks that it starts itself; all layouts are held at the same time. A turn measures what
 `ds-vit plan --calibrate` measures, then a step of each layout: machines are noisy, and a step is held against what the
 machine could do in the same turn. Prints each layout's planned and measured time (fastest turns), their ratio (median,
-least and most of the turns), what the planned one is made of, and the rank correlation (Spearman) of images a second.
+least and most of the turns), what the planned one is made of, and the rank correlation (Spearman) of images per second.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def of_largest(record: Record) -> str:
     gpus = f"{planned['gpus']} GPUs of {planned['memory_bytes'] / 1e9:.0f} GB"
     ranks = f"{checked['ranks']} ranks of {checked['memory_bytes'] / 1e6:.0f} MB"
     header = ("rung", f"{gpus}, parameters, planned", "blocks", f"{ranks}, blocks, planned", "measured")
-    model = f"{planned['model']} with more blocks, {planned['images']} images a GPU; on the ranks a ViT of width 256."
+    model = f"{planned['model']} with more blocks, {planned['images']} images per GPU; on the ranks a ViT of width 256."
     return "\n".join([table(header, rows), "", model, conditions(record)])
 
 

@@ -83,7 +83,7 @@ def main() -> int:
     axes.grid(axis="x", alpha=0.3)
     axes.legend(loc="upper center", bbox_to_anchor=(0.3, -0.08), ncols=5, fontsize=8, frameon=False)
     axes.set_title(
-        "images a second of a training step, over the peer's (CPU)", loc="left", fontsize=10, fontweight="bold"
+        "images per second of a training step, over the peer's (CPU)", loc="left", fontsize=10, fontweight="bold"
     )
     save_figure(figure, arguments.output)
     return 0

@@ -83,7 +83,7 @@ def main() -> int:
     parser.add_argument("--configs", nargs="+", default=CONFIGS, help="DeepSpeed JSON files of one precision")
     parser.add_argument("--peers", nargs="+", default=("timm", "timm-compiled", "fsdp2"))
     parser.add_argument("--launch", default=f"{sys.executable} -m", help="what starts a Python module on all ranks")
-    parser.add_argument("--output", metavar="FILE", help="write all that was measured, one JSON object a line")
+    parser.add_argument("--output", metavar="FILE", help="write all that was measured, one JSON object per line")
     arguments, words = parser.parse_known_args()  # the others are those of ds-vit bench step
     console = Console()
     rates, results = measure(arguments, words, console)

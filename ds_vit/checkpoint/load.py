@@ -59,7 +59,7 @@ def load_tensors(
     Args:
         checkpoint: verified.
         zero_map: the map of this rank.
-        ema: the average's tensors, one a shard; where the checkpoint has no average they become the weights.
+        ema: the average's tensors, one per shard; where the checkpoint has no average they become the weights.
         scalars: the optimizer's states that are one number, from `optimizer_scalars`.
 
     Raises:

@@ -182,7 +182,7 @@ class _Suggestions(tuple[str, ...]):
 
 
 def show_examples(commands: str) -> str:
-    """The end of a --help: commands to copy, one a line."""
+    """The end of a --help: commands to copy, one per line."""
     return "examples:\n" + textwrap.indent(commands.strip(), "  ") if commands else ""
 
 

@@ -120,7 +120,7 @@ class RunSettings:
     eval_interval: int = flag(1, "epochs between evaluations (0: only at the end)", NOTED, neutral=(0,), span=EPOCHS)
     eval_metric: str = flag("", "metric that decides which weights are best (default: the task's first)", NOTED)
     validation_batch_size: int | None = flag(
-        None, "images a rank in evaluation", FREE | EVALUATION, short=("-vb",), span=IMAGES
+        None, "images per rank in evaluation", FREE | EVALUATION, short=("-vb",), span=IMAGES
     )
     eval_only: bool = flag(False, "evaluate the initial weights and stop", EVALUATION)
     eval_knn: int = flag(
@@ -282,7 +282,7 @@ class DataSettings:
     val_fraction: float | None = flag(None, "share of the training split to evaluate on", NOTED | RECORDED, span=SHARE)
     dataset_download: bool = flag(False, "let torchvision download the dataset", FREE | EVALUATION)
     workers: int | str = flag(
-        4, "loader processes a rank (0: none; auto)", FREE | RECORDED, short=("-j",), span=_WORKERS, metavar="auto|N"
+        4, "loader processes per rank (0: none; auto)", FREE | RECORDED, short=("-j",), span=_WORKERS, metavar="auto|N"
     )
     allow_empty_classes: bool = flag(False, "allow class folders without a readable image", FREE | RECORDED)
     on_bad_image: str = flag(
@@ -377,7 +377,7 @@ class OptimizerSettings:
     grad_stats_interval: int = flag(0, "steps between gradient statistics by layer (0: none)", FREE, span=STEPS)
     batch_size: int | None = flag(
         None,
-        'micro-batch a rank where the JSON says "auto" (128)',
+        'micro-batch per rank where the JSON says "auto" (128)',
         FREE | EVALUATION,
         span=IMAGES,
         short=("-b",),

@@ -70,7 +70,7 @@ def in_8_bits(pixels: np.ndarray) -> np.ndarray:
 
 
 def describe_depth(mode: str) -> str:
-    """What happens to images of one of Pillow's modes with more than 8 bits a channel; "" for the others."""
+    """What happens to images of one of Pillow's modes with more than 8 bits per channel; "" for the others."""
     scaled = "16 bits, scaled to 8" if mode.startswith("I") else ""
     return "floating point, which cannot be decoded" if mode == "F" else scaled
 

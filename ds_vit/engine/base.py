@@ -135,7 +135,7 @@ class Engine(ABC):
         own["zero_force_ds_cpu_optimizer"] = False  # DeepSpeed's own CPU Adam needs a JIT build
         if "steps_per_print" not in own:
             own["steps_per_print"] = 2**63 - 1
-            # DeepSpeed's timer waits for the device twice a step, and only that print reads it.
+            # DeepSpeed's timer waits for the device twice per step, and only that print reads it.
             own.setdefault("timers", {"throughput": {"enabled": False}})
         arguments = {"model": model, "optimizer": optimizer, "config": own, "dist_init_required": False}
         if groups.layout.pp == 1:  # a pipeline brings its grid
@@ -248,7 +248,7 @@ class Engine(ABC):
 
     @property
     def counts_rows(self) -> bool:
-        """Whether this rank's rows count in an evaluation: those of the last stage, once a tensor-parallel group."""
+        """Whether this rank's rows count in an evaluation: those of the last stage, once per tensor-parallel group."""
         return self.groups.tp_rank == 0
 
     @property

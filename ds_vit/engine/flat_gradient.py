@@ -47,7 +47,7 @@ class _Bucket:
         parameters: last one first.
         starts: first element of each.
         memory: where the gradients are written [stop - start].
-        views: of `memory`, one a parameter.
+        views: of `memory`, one per parameter.
         added, added_views: where those of later micro-batches are written before they are added to `memory`.
         gaps: between the parameters, in memory that buckets share.
         sent: memory that is reduced: `memory`, or a buffer in the type of the reduction.

@@ -104,7 +104,7 @@ def expand_nodelist(text: str, environ: Mapping[str, str]) -> list[str]:
 
 
 def expand_counts(text: str) -> list[int]:
-    """`4(x2),3` → [4, 4, 3]: Slurm's tasks a node, in the order of its node list.
+    """`4(x2),3` → [4, 4, 3]: Slurm's tasks per node, in the order of its node list.
 
     Raises:
         UserError: anything else.
@@ -119,7 +119,7 @@ def expand_counts(text: str) -> list[int]:
 
 
 def from_slurm(environ: Mapping[str, str]) -> tuple[Host, ...]:
-    """The hosts of a Slurm job: GPUs a node where the job asked for them so, tasks a node otherwise.
+    """The hosts of a Slurm job: GPUs per node where the job asked for them so, tasks per node otherwise.
 
     Raises:
         UserError: not inside a job, or variables that contradict each other.
@@ -165,7 +165,7 @@ def read_hosts(source: str | None, environ: Mapping[str, str], slots: int | None
     Args:
         source: "slurm", "pbs", a file (a hostfile, or a list of names), or None for the scheduler of this job.
         environ: where a scheduler left its lists.
-        slots: ranks a host, in place of what the source says.
+        slots: ranks per host, in place of what the source says.
 
     Raises:
         UserError: there is no such source, or it is not of its form.

@@ -260,7 +260,7 @@ class Mpi(Launcher):
 
 @dataclass
 class Slurm(Launcher):
-    """srun inside a job of sbatch or salloc: one task a rank.
+    """srun inside a job of sbatch or salloc: one task per rank.
 
     Attributes:
         srun: the command and its options.

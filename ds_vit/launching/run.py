@@ -37,7 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
         return added
 
     local = kind("local", Local, "this machine")
-    local.add_argument("--num_ranks", type=int, metavar="N", help="ranks [a rank a GPU]")
+    local.add_argument("--num_ranks", type=int, metavar="N", help="ranks [a rank per GPU]")
     local.add_argument("--include", default="", metavar="LIST", help="GPUs, as DeepSpeed takes them: localhost:0,2")
     hostfile = kind("hostfile", Hostfile, "the hosts of a hostfile, over ssh")
     hostfile.add_argument("--hostfile", "-H", type=Path, required=True, help="lines of `name slots=N`")
@@ -66,14 +66,14 @@ def add_common_arguments(parser: argparse.ArgumentParser, launcher: type[Launche
     add("--backoff", type=float, default=10, metavar="SECONDS", help="before the first restart; doubles [10]")
     add("--grace", type=float, default=30, metavar="SECONDS", help="for the other ranks once one has failed [30]")
     add("--env-file", action="append", default=[], metavar="FILE", help="NAME=VALUE lines for every host")
-    add("--logs", metavar="DIR", help="a log a rank [logs/<time>]")
+    add("--logs", metavar="DIR", help="a log per rank [logs/<time>]")
     add("--master_port", dest="port", type=int, metavar="P", help="where the ranks meet [a free one]")
 
 
 def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `ds-vit launch`: those of `run.py local`, with a command of `ds-vit` instead of a script."""
     add_common_arguments(parser, Local)
-    parser.add_argument("-n", "--ranks", dest="num_ranks", type=int, metavar="N", help="ranks [a rank a GPU]")
+    parser.add_argument("-n", "--ranks", dest="num_ranks", type=int, metavar="N", help="ranks [a rank per GPU]")
     parser.add_argument("--include", default="", metavar="LIST", help="GPUs, as DeepSpeed takes them: localhost:0,2")
     parser.add_argument("program", choices=("train", "eval", "bench"), help="what each rank runs")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its flags")
@@ -127,7 +127,7 @@ def build(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Supervis
     if own.get("num_ranks", 1) < 1:
         raise UserError(f"the number of ranks must be at least 1, not {own['num_ranks']}")
     if arguments.launcher is Local and arguments.include and "num_ranks" in own:
-        raise UserError(f"--include {arguments.include} gives the number of ranks too, one a GPU: leave it out")
+        raise UserError(f"--include {arguments.include} gives the number of ranks too, one per GPU: leave it out")
     job = Job(
         command=(*_program(arguments), *arguments.arguments),
         cwd=str(cwd),
@@ -138,7 +138,7 @@ def build(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Supervis
     before = int(environ.get("SLURM_RESTART_COUNT", "0")) if isinstance(launcher, Slurm) else 0
     limits = (arguments.restarts, arguments.backoff, arguments.grace)
     supervisor = Supervisor(launcher, job, *limits, before, ends_when_interrupted=isinstance(launcher, Slurm))
-    supervisor.say(f"a log a rank: {Path(cwd, job.logs)}")
+    supervisor.say(f"a log per rank: {Path(cwd, job.logs)}")
     return supervisor
 
 

@@ -165,7 +165,7 @@ def _check_trainable(model: TimmViT, name: str) -> None:
                 active = ", ".join(f"{key}={value}" for key, (value, _) in random.items())
                 switch = " ".join(f"{key}={neutral}" for key, (_, neutral) in random.items())
                 raise UserError(
-                    f"model {name!r} draws random RoPE coordinates once a batch in training ({active}), which would "
+                    f"model {name!r} draws random RoPE coordinates once per batch in training ({active}), which would "
                     f"depend on the micro-batch; switch it off with --model-kwargs {switch}"
                 )
             module.aug_active = False  # neutral settings: spare the draws and keep the cached table

@@ -74,7 +74,7 @@ class Throughput:
         self._start += self._clock() - self._paused
 
     def window(self, *, count: bool = True) -> tuple[float, float]:
-        """(images a second, share of time waiting for data) since the last call; starts a new window.
+        """(images per second, share of time waiting for data) since the last call; starts a new window.
 
         Args:
             count: add the window to the run's totals (not done for the first step, which warms up).

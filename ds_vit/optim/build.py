@@ -1,6 +1,6 @@
 """The optimizer that the JSON names, without a JIT build, and which parameters it decays.
 
-ZeRO passes an optimizer one flat tensor a group. Elementwise optimizers are not affected and are torch's, except
+ZeRO passes an optimizer one flat tensor per group. Elementwise optimizers are not affected and are torch's, except
 Adagrad, whose constructor is (see there). LAMB, LARS and Muon are this package's and receive the map of parameters by
 `attach`. The others are rejected by name.
 """

@@ -96,7 +96,7 @@ class Muon(PerParameterOptimizer):
 
     Groups with `use_fallback` get AdamW (NAdamW with `nesterov`); `fallback_names` says which parameters those are.
     The momentum takes half of AdamW's memory. A matrix is gathered on one rank, orthogonalized there, and sent
-    back: two all-to-all for each call of `step`, of 4 bytes an element and holder. The work is dealt out over the ranks
+    back: two all-to-all for each call of `step`, of 4 bytes per element and holder. The work is shared by the ranks
     that share the parameters. For the time of a step there are 4 bytes more for each element that a rank sends,
     receives and works on.
 

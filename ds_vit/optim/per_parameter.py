@@ -15,7 +15,7 @@ from ds_vit.parallel.zero_map import ZeroMap
 class PerParameterOptimizer(torch.optim.Optimizer):
     """Base of LAMB, LARS and Muon.
 
-    The parameters in `param_groups` are replaced by flat tensors, and `step` is called once, once a group (ZeRO-1 and
+    The parameters in `param_groups` are replaced by flat tensors, and `step` is called once, once per group (ZeRO-1 and
     ZeRO-2 with offload) or once a sub-group (ZeRO-3). Call `attach` in between.
     """
 

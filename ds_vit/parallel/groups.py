@@ -8,7 +8,7 @@
 | `stage` | that hold a pipeline stage's parameters between them, dp x tp | the ZeRO map: norms, ratios, matrices |
 | `replica` | that hold a whole model between them, pp x tp | the gradient norm without ZeRO |
 | `files` | all, over gloo | the thread that writes checkpoints, concurrently with training's collectives |
-| `ballots` | all, over gloo | whether to stop or to save, once a step, without waiting for the device |
+| `ballots` | all, over gloo | whether to stop or to save, once per step, without waiting for the device |
 
 A group is None if it contains all ranks, or only this one. DeepSpeed's own point-to-point groups of
 a pipeline are in `grid`, which only DeepSpeed reads. The watchdog needs no group.

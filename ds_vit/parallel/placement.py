@@ -1,7 +1,7 @@
 """Where a run's ranks sit: which kind of parallelism stays inside a host, and which crosses the network.
 
 tp exchanges activations in every sub-layer and belongs inside a host; pp sends activations to neighbours once a
-micro-batch; dp reduces gradients once a step. The order of ranks (`layout.AXES`) puts them on hosts in that order.
+micro-batch; dp reduces gradients once per step. The order of ranks (`layout.AXES`) puts them on hosts in that order.
 Nothing here needs a process group.
 """
 
@@ -89,13 +89,13 @@ def check_tp_inside_hosts(layout: Layout, process: Process, allowed: bool) -> No
         degrees = [tp for tp in range(1, local + 1) if local % tp == 0 and layout.world_size % (tp * layout.pp) == 0]
         fitting = [str(tp) for tp in degrees]
         raise UserError(
-            f"--tp {layout.tp} with {local} ranks a host: a tensor-parallel group would lie on two hosts, and every "
+            f"--tp {layout.tp} with {local} ranks per host: a tensor-parallel group would lie on two hosts, and every "
             f"sub-layer would wait for the network; --tp {' or '.join(fitting)} stays inside a host, or say "
             "--tp-across-hosts"
         )
     if allowed and not crosses:
         raise UserError(
-            f"--tp-across-hosts has no effect with --tp {layout.tp} and {local} ranks a host: every tensor-parallel "
+            f"--tp-across-hosts has no effect with --tp {layout.tp} and {local} ranks per host: every tensor-parallel "
             "group lies inside a host; drop it"
         )
 

@@ -7,7 +7,7 @@ tests/parallel/test_zero_map.py has a canary for each attribute it relies on.
 
 | wrapper | flat tensors | a parameter of this rank's tensor slice |
 |---|---|---|
-| none (ZeRO-0) | one a parameter group | whole, on every data-parallel rank |
+| none (ZeRO-0) | one per parameter group | whole, on every data-parallel rank |
 | ZeRO-1, ZeRO-2 | one partition a parameter group | the part that falls into the partition |
 | ZeRO-3 | one a sub-group | the same share of every parameter, the last one padded |
 """

@@ -43,7 +43,7 @@ class Link:
 
     @property
     def reached(self) -> float:
-        """Bytes a second of a large collective."""
+        """Bytes per second of a large collective."""
         return self.bytes_per_second * self.efficiency
 
 

@@ -1,4 +1,4 @@
-"""All legal layouts of a model on a machine, each with the fastest micro-batch that fits, by images a second.
+"""All legal layouts of a model on a machine, each with the fastest micro-batch that fits, by images per second.
 
 The costs of a model are counted once for each tensor-parallel degree, with three blocks: the first may differ (no
 drop-path), the others are alike. Memory is that of planner/memory.py, time that of planner/cost.py.
@@ -125,7 +125,7 @@ class Planned:
         request: of the plan.
         parameters: of the model.
         flops: of an image in training.
-        fitting: by falling images a second.
+        fitting: by falling images per second.
         too_large: those whose smallest micro-batch does not fit, by rising memory.
         unaligned: tensor-parallel degree → what `unaligned_matrices` names.
     """
@@ -320,7 +320,7 @@ def why_slower(best: Candidate, other: Candidate) -> str:
         "sending": "tokens sent from stage to stage",
         "data": "gradients and weights between replicas",
         "copying": "copies of gradients and weights",
-        "update": "the update of more parameters a rank",
+        "update": "the update of more parameters per rank",
     }
     more = {name: getattr(other.time, name) - getattr(best.time, name) for name in causes}
     name = max(more, key=lambda name: more[name])

@@ -1,4 +1,4 @@
-"""The training tasks: one file a task, selected by `--task`."""
+"""The training tasks: one file per task, selected by `--task`."""
 
 from __future__ import annotations
 

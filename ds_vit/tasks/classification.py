@@ -1,4 +1,4 @@
-"""Classification: one label an image or several, softmax or binary cross-entropy, top-1 and top-5."""
+"""Classification: one label per image or several, softmax or binary cross-entropy, top-1 and top-5."""
 
 from __future__ import annotations
 

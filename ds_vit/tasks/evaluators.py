@@ -130,7 +130,7 @@ class NearestNeighbours(_Top1):
 
     An image votes for its class with exp(cosine similarity / 0.07). Of equally similar images those that come first in
     the training split count, of equal votes the lower class: the layout decides nothing. Every rank compares the
-    queries of all ranks with the images that it holds, a block at a time, and k candidates a rank are exchanged.
+    queries of all ranks with the images that it holds, a block at a time, and k candidates per rank are exchanged.
 
     Args:
         bank: this rank's share of the training split.

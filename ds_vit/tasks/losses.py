@@ -44,7 +44,7 @@ class LossRule:
 
     def __post_init__(self) -> None:
         if self.multi_label and not self.bce:
-            raise UserError("this data set has several labels an image: softmax cannot fit them; add --bce-loss")
+            raise UserError("this data set has several labels per image: softmax cannot fit them; add --bce-loss")
 
     @property
     def number_smoothing(self) -> float:
@@ -95,7 +95,7 @@ def class_parallel_loss(*, tp: TensorParallel, num_classes: int, **settings: Any
 
     Returns:
         `loss(logits [B, c], targets) -> scalar fp32`, the same on every rank. The targets are those of all classes
-        (int64 [B] or float32 [B, C]), the same on every rank. Softmax moves 4 numbers a sample and rank, BCE one.
+        (int64 [B] or float32 [B, C]), the same on every rank. Softmax moves 4 numbers per sample and rank, BCE one.
 
     Raises:
         UserError: as `LossRule`.

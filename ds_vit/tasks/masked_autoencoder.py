@@ -124,7 +124,7 @@ class Reconstruction(Metrics):
         self.pixels[places] = torch.stack((images, self._loss.painted(outputs[rows], images)), dim=1)
 
     def pictures(self) -> dict[str, torch.Tensor]:
-        """A row a sample: the image, what is left of it, what is painted, and that with what was seen in its place."""
+        """A row per sample: the image, its visible patches, the prediction, and that with the visible patches."""
         keys = self._shown
         mean, std = (self.pixels.new_tensor(values).view(-1, 1, 1) for values in (self._image.mean, self._image.std))
         image, painted = (self.pixels[: len(keys)] * std + mean).clamp(0.0, 1.0).unbind(1)

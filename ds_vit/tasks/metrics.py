@@ -69,9 +69,9 @@ class Metrics(ABC):
 
     Attributes:
         num_samples: of the split, from `expect`.
-        by_sample: a row a sample of the split, in its order, zero where this rank has not counted it: they add up over
+        by_sample: a row per sample of the split, in its order, zero where this rank did not count it: they add up over
             the ranks. None where the metrics have none.
-        rows: a float32 row a sample of the split, as `by_sample`, for `compute`. None where the metrics need none.
+        rows: a float32 row per sample of the split, as `by_sample`, for `compute`. None where the metrics need none.
         pairs: to show, from `compute`. None where the metrics have none.
         pixels: what `pictures` are made of, zero where this rank has none: they add up over the ranks too.
     """

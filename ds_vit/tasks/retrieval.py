@@ -1,6 +1,6 @@
 """Retrieval: how often a caption of an image is among the nearest captions, and the reverse.
 
-The protocol for several captions an image is that of Karpathy and Fei-Fei 2015 (https://arxiv.org/abs/1412.2306): an
+The protocol for several captions per image is that of Karpathy and Fei-Fei 2015 (https://arxiv.org/abs/1412.2306): an
 image is right at k if one of its captions is among the k nearest of all; each caption is a query for its image.
 
 Shapes: B samples of a micro-batch, E common width of both towers, N samples of a split, M captions after the first ones

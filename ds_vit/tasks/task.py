@@ -352,7 +352,7 @@ class Task(ABC):
         Args:
             context: of this rank.
             batch: the micro-batch.
-            piece: of a coupled task with several micro-batches a step: what `couple` made for this one.
+            piece: of a coupled task with several micro-batches per step: what `couple` made for this one.
 
         Returns:
             fp32 scalar to differentiate; the engine divides by the accumulation and averages over data-parallel ranks.
@@ -364,7 +364,7 @@ class Task(ABC):
         raise NotImplementedError(f"--task {self.name} is not coupled")
 
     def couple(self, context: StepContext, collected: Sequence[Mapping[str, torch.Tensor]]) -> Coupled:
-        """Of a coupled task: the loss of the global batch, once a step (a collective).
+        """Of a coupled task: the loss of the global batch, once per step (a collective).
 
         The pieces hold the gradients of that loss; `step` turns them into gradients of the weights (gradient caching,
         Gao et al. 2021). A scalar that `step` returns is divided by dp · accumulation in the end.

@@ -107,7 +107,7 @@ def class_words(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def read_templates(word: str) -> tuple[Template, ...]:
-    """The templates of `--zeroshot-templates`: none, simple, openai, or a file with one a line, {} for the class.
+    """The templates of `--zeroshot-templates`: none, simple, openai, or a file with one per line, {} for the class.
 
     Raises:
         UserError: no such word or file, a line without {}, or open_clip is not installed.

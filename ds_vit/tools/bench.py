@@ -134,7 +134,7 @@ def bench_step(
         deepspeed_configs: JSON files of one precision; each makes one of ours.
         peers: of `PEERS`; if empty, the one of the task and the number of ranks.
         turns: how often each side is measured; they alternate.
-        steps: steps a turn.
+        steps: steps per turn.
 
     Raises:
         UserError: a peer that cannot train on so many ranks, files of several precisions, or what training with these
@@ -180,7 +180,7 @@ def measure_sides(
         compared: one of ours → name of a ratio → the other side.
         process: this rank.
         turns: how often each side is measured; they alternate.
-        steps: steps a turn.
+        steps: steps per turn.
         feeds: one of ours → the run's inputs; without, it steps on random pixels.
     """
     config, feeds = next(iter(ours.values())), feeds or {}
@@ -412,7 +412,7 @@ def _random_batch(config: EngineConfig, rows: int, dtype: torch.dtype, device: t
 
 
 def _in_turns(sides: Mapping[str, Step], turns: int, steps: int, device: torch.device) -> dict[str, list[float]]:
-    """Seconds a step of each side in each turn, of the slowest rank; every other turn goes the other way round."""
+    """Seconds per step of each side in each turn, of the slowest rank; every other turn goes the other way round."""
     times: dict[str, list[float]] = {name: [] for name in sides}
     for turn in range(turns):
         for name in sides if turn % 2 else reversed(list(sides)):
@@ -425,7 +425,7 @@ def _in_turns(sides: Mapping[str, Step], turns: int, steps: int, device: torch.d
 
 
 def seconds_of(call: Step, times: int = 1, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Seconds a call on this rank, until the device has done what it was given.
+    """Seconds per call on this rank, until the device has done what it was given.
 
     Args:
         call: what is timed.
@@ -464,7 +464,7 @@ def title(result: Bench) -> str:
 
 
 def table(result: Bench) -> list[tuple[str, ...]]:
-    """A header and a line a side: its own figures, and of ours the ratios, each with its range over the turns.
+    """A header and a line per side: its own figures, and of ours the ratios, each with its range over the turns.
 
     Columns without a value are left out.
     """
@@ -477,7 +477,7 @@ def table(result: Bench) -> list[tuple[str, ...]]:
         rows.append(
             {
                 "": name,
-                "images a step": str(side.images) if differ else "",
+                "images per step": str(side.images) if differ else "",
                 "images/s": f"{side.images_per_second:.2f}",
                 **{
                     f"of {k}": f"{r.images_per_second:.3f} ({r.low:.3f} to {r.high:.3f})" if r else "" for k, r in cells

@@ -54,7 +54,7 @@ class _Sample(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class DataBench:
-    """What was measured, in seconds an image of one process, and what follows.
+    """What was measured, in seconds per image of one process, and what follows.
 
     Attributes:
         images: how many were read.
@@ -64,7 +64,7 @@ class DataBench:
         seconds: stage → of one process, and of the device where it augments. Reading is from the system's cache where
             the files were read before.
         images_per_second: of one rank's loader as the flags have it, measured as a whole.
-        would_give: what to change → images a second that a rank may expect of it.
+        would_give: what to change → images per second that a rank may expect of it.
         bottleneck: in a sentence.
     """
 
@@ -141,7 +141,7 @@ def _samples(inputs: InputConfig, images: int) -> list[_Sample]:
 
 
 def _fastest(run: Callable[[], object], images: int, clock: Callable[[], float] = time.process_time) -> float:
-    """Seconds an image of the fastest try; of the processor where other programs should not count."""
+    """Seconds per image of the fastest try; of the processor where other programs should not count."""
     return min(seconds_of(run, clock=clock) for _ in range(_TRIES)) / images
 
 
@@ -237,7 +237,7 @@ def _decode_and_augment(
 
 
 def _loader_rate(inputs: InputConfig, images: int, device: torch.device) -> float:
-    """Images a second of a rank's loader once its workers run."""
+    """Images per second of a rank's loader once its workers run."""
     batches = iter(_loader(inputs, inputs.workers))
     ahead = 2 * inputs.workers + 1
     for _ in range(ahead):
@@ -269,7 +269,7 @@ def _bottleneck(seconds: dict[str, float], rate: float, workers: int, used: Coll
 
 def table(result: DataBench) -> list[tuple[str, ...]]:
     """Header and lines."""
-    lines: list[tuple[str, ...]] = [("of one process", "ms an image", "images/s")]
+    lines: list[tuple[str, ...]] = [("of one process", "ms per image", "images/s")]
     for stage, seconds in result.seconds.items():
         lines.append((stage, f"{seconds * 1e3:.3f}", f"{1.0 / seconds:,.0f}" if seconds else ""))
     lines.append((f"the loader, --workers {result.workers}", "", f"{result.images_per_second:,.0f}"))

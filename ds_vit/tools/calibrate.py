@@ -304,7 +304,7 @@ def _block(name: str, images: int, dtype: torch.dtype, device: torch.device) -> 
 
 
 def images_per_worker(device: torch.device) -> float:
-    """Images a second of one loader process while every rank runs one (a collective).
+    """Images per second of one loader process while every rank runs one (a collective).
 
     From JPEG files of ImageNet's mean size, 500 x 375 pixels and about 110 kB, cropped to 224 and flipped.
 

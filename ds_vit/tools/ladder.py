@@ -122,7 +122,7 @@ def climb_ladder(
         recipe: of `LADDERS`.
         memory: bytes of a rank, for which each rung's largest model is planned; 0 for none.
         turns: how often each rung is measured.
-        steps: steps a turn.
+        steps: steps per turn.
 
     Raises:
         UserError: --model-kwargs, which a rung sets; or what training with these flags would raise.

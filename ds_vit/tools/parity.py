@@ -144,7 +144,7 @@ class Request:
         steps: optimizer steps in each layout.
         rtol: largest relative deviation that passes; None for that of the number format.
         own_optimizer: train with the JSON's optimizer, schedule and clipping instead of the probe.
-        ranks: of every run; None for one an accelerator.
+        ranks: of every run; None for one per accelerator.
         launcher: what starts `launch/train.py` on all ranks; None for torchrun on this machine.
     """
 
@@ -208,7 +208,7 @@ def parse(argv: Sequence[str] | None = None) -> Request:
     description = "Train a few steps in each layout, and compare loss, gradient norm and weights with one reference. "
     parser = flags.build_parser("parity.py", description + "Takes the flags of train.py too.", only=flags.FIELDS)
     parser.usage = "parity.py -n RANKS --deepspeed_config FILE [--layouts LIST] [flags]"
-    parser.add_argument("-n", "--ranks", type=int, metavar="N", help="ranks of each run [one an accelerator; CPU: 2]")
+    parser.add_argument("-n", "--ranks", type=int, metavar="N", help="ranks of each run [one per accelerator; CPU: 2]")
     parser.add_argument("--launcher", metavar="COMMAND", help="what starts train.py on these ranks [torchrun, here]")
     parser.add_argument("--layouts", metavar="LIST", help='"pp2 tp2, tp2 --sequence-parallel, pp2, zero3"')
     parser.add_argument("--reference", metavar="LAYOUT", help="what they are compared with [zero1 fp32; fp16: zero1]")
@@ -432,7 +432,7 @@ def resolve_layout(
     # Without --rtol those of the coarser number format.
     precisions = [one.precision.name for one in (engine, reference) if one]
     layout.limits = (request.rtol,) * 3 if request.rtol is not None else max(TOLERANCES[name] for name in precisions)
-    layout.text = f"{engine.text}, {engine.batch.micro_batch} x {engine.batch.accumulation} a replica"
+    layout.text = f"{engine.text}, {engine.batch.micro_batch} x {engine.batch.accumulation} per replica"
     return engine
 
 
@@ -538,7 +538,7 @@ def matrix(layouts: Sequence[Layout], *, compare_weights: bool) -> Table:
     """The results as a table.
 
     Args:
-        layouts: one a row.
+        layouts: one per row.
         compare_weights: whether the weights count; their column says so where they do not.
     """
     table = Table(title="largest relative deviation from the reference", title_justify="left", title_style="bold")

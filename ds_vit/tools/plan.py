@@ -307,7 +307,7 @@ _PARTS = {
 def _show(found: Planned, arguments: argparse.Namespace) -> None:
     """Print the layouts and what to know about the best."""
     console, machine, best = make_console(), found.request.machine, found.fitting[0]
-    lines = [["layout", "micro-batch", "memory a rank", "step", "bubble", "MFU", "images/s", "days", "MWh"]]
+    lines = [["layout", "micro-batch", "memory per rank", "step", "bubble", "MFU", "images/s", "days", "MWh"]]
     lines[0] += ["cost"] if arguments.price else []
     for one in found.fitting[: arguments.top]:
         row = _row(found, one, arguments)
@@ -334,7 +334,7 @@ def _show(found: Planned, arguments: argparse.Namespace) -> None:
         notes.append(f"closest of those that do not fit: {one} needs {in_words(one.needs)}, {short} too much.")
     row = _row(found, best, arguments)
     parts = ", ".join(f"{text} {in_words(row['memory'][part])}" for part, text in _PARTS.items() if row["memory"][part])
-    notes.append(f"memory of the best: {parts}; {in_words(best.room)} a rank are available.")
+    notes.append(f"memory of the best: {parts}; {in_words(best.room)} per rank are available.")
     notes.append(
         f"data of the best: each of {best.layout.dp} replicas needs {best.images_per_second / best.layout.dp:,.0f} "
         f"images/s; for JPEG files of ImageNet's size that is --workers {row['workers']}."

@@ -138,9 +138,9 @@ def predict_each(
     Args:
         source: a run's output folder, a checkpoint folder, or a file or folder that `--initial-checkpoint` accepts.
         images: files, and folders of them.
-        top_k: how many classes an image; default 5, or all where there are fewer.
+        top_k: how many classes per image; default 5, or all where there are fewer.
         weights, checkpoint: which of a run's; see `find_weights`.
-        labels: a file of class names, one a line; default those that lie with the weights. Of weights with a text
+        labels: a file of class names, one per line; default those that lie with the weights. Of weights with a text
             tower the texts to compare images with, or a file of them.
         batch_size: images at once.
         workers: processes that decode; default 0 for up to two batches, else up to 4.
@@ -193,7 +193,7 @@ def embed(
 
     Args:
         source, images: as of `predict_each`; without images, of texts only.
-        texts: for weights with a text tower: their features too; or a file with one a line.
+        texts: for weights with a text tower: their features too; or a file with one per line.
         weights, checkpoint, batch_size, workers, device, settings: as of `predict_each`.
 
     Raises:
@@ -426,16 +426,16 @@ def build_parser(command: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:1, … [the accelerator, else the CPU]")
     if command == "embed":
-        parser.add_argument("--texts", metavar="FILE", help="of a run with a text tower: texts to embed, one a line")
+        parser.add_argument("--texts", metavar="FILE", help="of a run with a text tower: texts to embed, one per line")
         what = "write there: features float32 [N, D], and images, their N names; text_features and texts"
         parser.add_argument("--output", metavar="FILE.npz", required=True, help=what)
         return parser
-    parser.add_argument("-k", "--top-k", type=int, metavar="K", help="classes an image [5]")
+    parser.add_argument("-k", "--top-k", type=int, metavar="K", help="classes per image [5]")
     parser.add_argument(
         "--labels",
         nargs="+",
         metavar="FILE|TEXT",
-        help="file with the names of the classes, one a line [the run's]; of a run with a text tower, texts or a file",
+        help="file with the names of the classes, one per line [the run's]; with a text tower, texts or a file",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object in place of a table or CSV")
     parser.add_argument(
@@ -496,7 +496,7 @@ def _opened(output: str | None, **how: Any) -> Iterator[Any]:
 
 
 def _write_csv(exported: Exported, rows: Iterable[Prediction | Unreadable], file: TextIO) -> _Written:
-    """A line an image, as it comes: image,class1,probability1,class2,…"""
+    """A line per image, as it comes: image,class1,probability1,class2,…"""
     unreadable: list[Unreadable] = []
     num_images = 0
     writer = csv.writer(file, lineterminator="\n")

@@ -208,7 +208,7 @@ def _choice(config: EngineConfig, found: Found, memory: str) -> Choice:
     Raises:
         UserError: not one image fits.
     """
-    there = f"{in_words(found.memory.bytes)} a rank ({found.memory.whose})"
+    there = f"{in_words(found.memory.bytes)} per rank ({found.memory.whose})"
     batches = {batch.micro_batch: batch for batch in legal(config)}
     if not found.micro_batch:
         smallest = min(batches)

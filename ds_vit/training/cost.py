@@ -196,7 +196,7 @@ class Prediction:
             self.memory_bytes, self.step_seconds = 0, None
             return [("predicted", f"warning: failed: {type(error).__name__}: {first_line(error)}")]
         step = f", step {self.step_seconds:.3f} s" if self.step_seconds else ""
-        rows = [("predicted", f"memory {in_words(self.memory_bytes)} a rank{step}")]
+        rows = [("predicted", f"memory {in_words(self.memory_bytes)} per rank{step}")]
         if self.config.dtype != torch.float32 and (unaligned := unaligned_matrices(cost.layers)):
             rows.append(("matrix sizes", f"{', '.join(unaligned)}: no multiples of 8, which slows 16-bit products"))
         return rows
@@ -242,7 +242,7 @@ class Prediction:
         if predicted and measured and not (on_cpu and max(predicted, measured) <= 2**30):
             said = f"predicted {in_words(predicted)}, measured {in_words(measured)}"
             remark = " (growth of the whole process: torch, the loader and a checkpoint included)"
-            rows.append(("memory a rank", said + (remark if on_cpu else _deviation(predicted, measured))))
+            rows.append(("memory per rank", said + (remark if on_cpu else _deviation(predicted, measured))))
         times = figures["step_seconds"]
         if times["predicted"] and times["measured"]:
             said = f"predicted {times['predicted']:.3f} s, measured {times['measured']:.3f} s"

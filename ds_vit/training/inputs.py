@@ -384,7 +384,7 @@ def _of_size(fields: Sequence[Field], size: int) -> tuple[Field, ...]:
 # ---- --workers auto --------------------------------------------------------------------------------------------------
 
 MAX_WORKERS = 16
-"""Of a rank: at some 500 images a second a core, more than any model takes that is worth sharing over GPUs."""
+"""Of a rank: at some 500 images per second per core, more than any model takes that is worth sharing over GPUs."""
 
 
 class Loading(NamedTuple):

@@ -21,7 +21,7 @@ class SkippedImages:
     """Images that could not be decoded: in training replaced by others, in evaluation left out of the count.
 
     Attributes:
-        log: file that rank 0 writes each of them to once, a JSON object a line; None for none.
+        log: file that rank 0 writes each of them to once, a JSON object per line; None for none.
         active: whether images may be skipped; otherwise the ranks exchange nothing.
         epoch_images: images in an epoch of training.
         most: the share of them that may be replaced.

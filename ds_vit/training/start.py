@@ -54,7 +54,7 @@ def start_rows(resolved: Resolved, flops: Flops, device: torch.device, folder: P
     layout = f"{resolved.layout}, ZeRO-{deepspeed.zero_stage}"
     if resolved.layout.pp > 1:
         stages = " | ".join(str(b - a) for a, b in itertools.pairwise(model.bounds))
-        layout += f", layers a stage {stages}"
+        layout += f", layers per stage {stages}"
     if resolved.config.sequence_parallel:
         layout += ", sequence parallel"
     if model.class_parallel:
@@ -78,7 +78,7 @@ def start_rows(resolved: Resolved, flops: Flops, device: torch.device, folder: P
     rows = [
         ("model", resolved.config.model),
         ("parameters", _parameters(resolved)),
-        ("FLOPs an image", f"{flops.forward / 1e9:.3f} G forward" + in_training),
+        ("FLOPs per image", f"{flops.forward / 1e9:.3f} G forward" + in_training),
         ("layout", layout),
         ("precision", _precision(resolved, device)),
         ("data", images),
@@ -87,7 +87,7 @@ def start_rows(resolved: Resolved, flops: Flops, device: torch.device, folder: P
     if resolved.optimizer is not None:
         rows += _update_rows(resolved, resolved.optimizer, device)
     if resolved.workers.reason:
-        rows.append(("--workers auto", "{} a rank ({})".format(*resolved.workers)))
+        rows.append(("--workers auto", "{} per rank ({})".format(*resolved.workers)))
     if resolved.config.set:
         rows.append(("--set", " ".join(resolved.config.set)))
     rows.append(("output", str(folder)))
@@ -140,7 +140,7 @@ def _update_rows(resolved: Resolved, optimizer: OptimizerConfig, device: torch.d
         schedule, steps = optimizer.schedule.name, optimizer.schedule.warmup_steps
     warmup = f", {steps:,} of warm-up" if steps else ", no warm-up" if steps == 0 else ""
     horizon = optimizer.horizon
-    course = f"{horizon.steps_per_epoch:,} an epoch, schedule over {horizon.total_steps:,}{warmup}"
+    course = f"{horizon.steps_per_epoch:,} per epoch, schedule over {horizon.total_steps:,}{warmup}"
     of = {flag: resolved.deepspeed.origin(key) for flag, key in KEY_OF_FLAG.items()}
     decay = "" if optimizer.decay is None else f" ({of['weight_decay']})"
     update = f"{optimizer.cls.__name__}, lr {optimizer.lr:g} ({of['lr']}; {schedule})"

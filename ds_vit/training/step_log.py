@@ -29,7 +29,7 @@ class StepLog(Callback):
         interval: steps between rows of metrics.jsonl.
         precision: by its name, for the peak of the accelerator.
         flops: of an image by its size, on rank 0; of the model's size under None.
-        throughput: images a second, and the time waited for data.
+        throughput: images per second, and the time waited for data.
         prediction: measures the memory.
         reporter: of rank 0; None elsewhere.
     """

@@ -71,7 +71,7 @@ def _export_parser() -> argparse.ArgumentParser:
     add_weights_arguments(parser)
     parser.add_argument("--to", choices=FORMATS, required=True, help="the tool to write for")
     parser.add_argument("--output", metavar="DIR", help="a new folder [export-<tool> next to the weights]")
-    parser.add_argument("--labels", metavar="FILE", help="names of the classes, one a line [the run's]")
+    parser.add_argument("--labels", metavar="FILE", help="names of the classes, one per line [the run's]")
     return parser
 
 

@@ -216,7 +216,7 @@ def export(
             have the image tower only.
         weights, checkpoint: which of a run's; see `find_weights`.
         output: the folder to write, which must not hold anything; default `export-<to>` in the folder of the weights.
-        labels: a file of class names, one a line, in the order of the logits; None for those stored with the weights.
+        labels: a file of class names, one per line, in the order of the logits; None for those stored with the weights.
         settings: model and pixel flags by their recipe names; they override the run's config.yaml.
 
     Returns:

@@ -75,7 +75,7 @@ def load_source(
     Args:
         weights: where they are.
         settings: flags by their recipe names; they override the run's config.yaml.
-        labels: a file of class names, one a line; None for those stored with the weights.
+        labels: a file of class names, one per line; None for those stored with the weights.
         classifier: refuse weights without one, or with one of another number of classes; else it may have drawn values.
         with_text: of a run with a text tower, both towers as a `ContrastiveModel`; else the image tower without its
             projection.

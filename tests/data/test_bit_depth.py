@@ -1,4 +1,4 @@
-"""Images that have not 8 bits a channel: 16-bit grey is scaled, an unknown range is an error, all others are timm's."""
+"""Images without 8 bits per channel: 16-bit grey is scaled, an unknown range is an error, all others are timm's."""
 
 from __future__ import annotations
 
@@ -232,5 +232,5 @@ def test_the_doctor_lists_16_bit_images(folder, capsys):
     for path, count in ((folder, 4), (folder.parent / "tar", 4)):
         assert main(["doctor", "--images", str(path)]) == 0
         said = capsys.readouterr().out
-        assert f"{count} have 16 bits a pixel; training scales them to 8" in said
+        assert f"{count} have 16 bits per pixel; training scales them to 8" in said
         assert re.search(r"/2\.tiff: mode I;16B$|2\.tiff: mode I;16B$", said, re.MULTILINE)

@@ -40,7 +40,7 @@ def test_each_source_gets_its_share_and_is_gone_through_whole():
 
 
 def test_copies_of_a_sample_have_keys_of_their_own():
-    """Would catch repeated augmentation whose copies are alike, in a source that comes twice an epoch as well."""
+    """Would catch repeated augmentation whose copies are alike, in a source that comes twice per epoch as well."""
     order = SampleOrder(70, 10, 5, 2, ((10, 60), (60, 10)))
     for epoch in range(3):
         indices, keys = _epoch(order, epoch)
@@ -127,5 +127,5 @@ def test_flags_that_cannot_be(tmp_path):
     with pytest.raises(UserError, match="--data-weights must be above 0 and at most 1,000,000,000, not 1 0"):
         _config(folder, folder, data_weights=(1, 0))
     source = open_source("", folder, "train")
-    with pytest.raises(UserError, match="--data-weights 1 999: of 4 rows an epoch, source 1 would get none"):
+    with pytest.raises(UserError, match="--data-weights 1 999: of 4 rows per epoch, source 1 would get none"):
         mixed([source, source], (1, 999))

@@ -199,7 +199,7 @@ def test_tp_across_hosts_is_refused():
     check_tp_inside_hosts(Layout(dp=1, tp=4), Process("env", 0, 4, 0, 4), allowed=False)
     check_tp_inside_hosts(Layout(dp=8, tp=2), Process("slurm", 0, 16, 0, None), allowed=False)
     apart = Layout(dp=2, tp=8), Process("env", 0, 16, 0, 4)
-    with pytest.raises(ValueError, match=r"--tp 8 with 4 ranks a host.*--tp 1 or 2 or 4 stays inside"):
+    with pytest.raises(ValueError, match=r"--tp 8 with 4 ranks per host.*--tp 1 or 2 or 4 stays inside"):
         check_tp_inside_hosts(*apart, allowed=False)
     check_tp_inside_hosts(*apart, allowed=True)
     with pytest.raises(ValueError, match="no effect"):

@@ -112,7 +112,7 @@ def test_four_ranks_agree(tmp_path):
     said = [line for line in done.stderr.splitlines() if line.startswith("parity.py: training")]
     assert said[0].startswith("parity.py: training the reference, ")
     assert said[1:] == [f"parity.py: training {layout}, layout 1 of 1"]
-    assert "pp 2 x dp 1 x tp 2, ZeRO-1, fp32, 4 x 8 a replica" in done.stdout
+    assert "pp 2 x dp 1 x tp 2, ZeRO-1, fp32, 4 x 8 per replica" in done.stdout
     assert not list(tmp_path.iterdir()), "the tool leaves nothing behind"
 
 

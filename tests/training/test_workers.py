@@ -77,7 +77,7 @@ def test_a_run_counts_and_says_so(ranks, tmp_path):
     said = ranks.run(2, run_quietly, argv, with_many_cores)
     assert [code for code, _, _ in said] == [0, 0], said
     table = " ".join(said[0][1].replace("│", " ").split())
-    assert "--workers auto 3 a rank (9 cores for 2 training processes, 2 of which load images)" in table
+    assert "--workers auto 3 per rank (9 cores for 2 training processes, 2 of which load images)" in table
     assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["workers"] == "auto"
 
 

@@ -89,7 +89,7 @@ def clean_captions(captions: Iterable[str | None]) -> tuple[str, ...]:
 
 
 def caption_lines(data: bytes) -> tuple[str, ...]:
-    """The captions of a text file, one a line; none if it is not UTF-8."""
+    """The captions of a text file, one per line; none if it is not UTF-8."""
     return clean_captions(data.decode("utf-8-sig", errors="surrogateescape").splitlines())
 
 

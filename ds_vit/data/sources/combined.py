@@ -165,7 +165,7 @@ def mixed(sources: Sequence[Source], weights: Sequence[float] = (), classes: Seq
 
     Args:
         sources: in the order of --data-dir.
-        weights: the share of an epoch's rows that each gets, of any sum; none: each image once an epoch.
+        weights: the share of an epoch's rows that each gets, of any sum; none: each image once per epoch.
         classes: what the samples' classes are numbered over; None for those of the first source.
 
     Raises:
@@ -200,7 +200,7 @@ class MixedSource(_View):
             classes = f"{len(unknown)} classes that are not among the {len(number_of)} of the first --data-dir"
             raise UserError(f"the source of {source.describe(0)} has {classes}: {shortened(unknown)}")
         if source.multi_label != self.multi_label or (self.multi_label and source.class_names != self.class_names):
-            raise UserError("sources of several labels an image can only be mixed if all have the same labels")
+            raise UserError("sources of several labels per image can only be mixed if all have the same labels")
         return np.array([number_of[name] for name in source.class_names], dtype=np.int64)
 
     def _rows_of_an_epoch(self, weights: Sequence[float]) -> tuple[tuple[int, int], ...]:
@@ -209,7 +209,7 @@ class MixedSource(_View):
         rows = np.floor(shares).astype(np.int64)
         rows[np.argsort(rows - shares, kind="stable")[: len(self) - rows.sum()]] += 1  # the largest remainders
         if not rows.all():
-            without = f"of {len(self)} rows an epoch, source {int(rows.argmin()) + 1} would get none"
+            without = f"of {len(self)} rows per epoch, source {int(rows.argmin()) + 1} would get none"
             raise UserError(f"--data-weights {' '.join(f'{w:g}' for w in weights)}: {without}; increase its weight")
         return tuple((len(source), int(number)) for source, number in zip(self._sources, rows, strict=True))
 

@@ -46,7 +46,7 @@ class DigitsSource(ArraySource):
     """
 
     def __init__(self, train: bool) -> None:
-        # A row an image: its 64 pixels, then its class.
+        # A row per image: its 64 pixels, then its class.
         digits = np.loadtxt(_digits_file(), delimiter=",", dtype=np.int64)
         classes = digits[:, -1].copy()
         occurrence = np.array([(classes[:place] == one).sum() for place, one in enumerate(classes)])
@@ -182,7 +182,7 @@ def open_source(
     Args:
         dataset: "digits", "glyphs", "torch/<name>", "wds/<path of shards>", "hfds/<folder>", "parquet/<folder>" or
             "csv/<table>" (below `data_dir`, where that is given), or "" for what lies in `data_dir`: `<split>/` with
-            class folders, with one tar a class or with images and a `labels.csv` (multi-label), or `<split>.tar` of
+            class folders, with one tar per class or with images and a `labels.csv` (multi-label), or `<split>.tar` of
             class folders.
         data_dir: the folder of the data; not read for "digits" and "glyphs". `wds/PATH` and the like are accepted here
             too.

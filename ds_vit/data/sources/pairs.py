@@ -43,7 +43,7 @@ def open_pairs(data_dir: str, split: str) -> TextFileSource:
 
 
 class TextFileSource(FileSource):
-    """Images of a folder, at any depth, each with a text file of its name: `x/1.jpg` and `x/1.txt`, a caption a line.
+    """Images of a folder, at any depth, each with a text file of its name: `x/1.jpg` and `x/1.txt`, a caption per line.
 
     Args:
         root: the folder.

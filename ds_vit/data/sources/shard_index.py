@@ -267,7 +267,7 @@ def _fields(data: bytes, name: str) -> dict[str, Any]:
 def _captions(
     samples: Mapping[str, dict[str, _File]], keys: Sequence[str], json_key: str, shard: BinaryIO, shard_name: str
 ) -> Captions:
-    """The captions of the samples with an image: from .txt files, a caption a line, else a key of .json files.
+    """The captions of the samples with an image: from .txt files, a caption per line, else a key of .json files.
 
     Args:
         samples: key of a sample → suffix → file.

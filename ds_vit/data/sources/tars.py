@@ -57,7 +57,7 @@ class PackedSource(ArraySource):
 
 
 class TarSource(PackedSource):
-    """A tar of class folders, or a folder of tars (one a class, or each with class folders).
+    """A tar of class folders, or a folder of tars (one per class, or each with class folders).
 
     The archive's index is read once, and numbered as folders are (folders.py).
 

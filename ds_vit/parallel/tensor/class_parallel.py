@@ -1,4 +1,4 @@
-"""The classifier sharded over classes: losses that move four numbers a sample, and the gathered logits.
+"""The classifier sharded over classes: losses that move four numbers per sample, and the gathered logits.
 
 Rank r of t holds the classes from r * ceil(C / t) on; the last ranks hold fewer than ceil(C / t), or none, and pad.
 The softmax cross-entropy never holds a row of all logits: each rank reduces its own classes to their largest logit,
@@ -19,7 +19,7 @@ from ds_vit.parallel.tensor.collectives import TensorParallel, stack_over_group,
 CLASSES_WORTH_CUTTING = 8192
 """Sharding the classifier pays if it takes at least so many classes off each rank.
 
-At 16 bytes a weight (parameter, gradient and fp32 optimizer state) and width 1024 they take 128 MiB; the collectives
+At 16 bytes per weight (parameter, gradient and fp32 optimizer state) and width 1024 they take 128 MiB; the collectives
 that sharding costs are of a fixed, small size.
 """
 

@@ -1,7 +1,7 @@
 """A layer or RMS norm over features that are spread over the tensor-parallel ranks.
 
 Each rank normalises its share of the features by statistics of all of them. Forward and backward each exchange two
-numbers a token (one for an RMS norm). Mean and variance are combined from each rank's own mean and centred sum of
+numbers per token (one for an RMS norm). Mean and variance are combined from each rank's own mean and centred sum of
 squares (Chan et al. 1979), since a sum of squares of uncentred values cancels.
 
 Shapes: x [..., d], d features of this rank, t * d in all.

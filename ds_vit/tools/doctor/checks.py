@@ -313,7 +313,7 @@ def slowest(figures: Figures) -> str:
 
 
 def gbits(bytes_per_second: float) -> str:
-    """Bytes a second in a network's unit."""
+    """Bytes per second in a network's unit."""
     return f"{bytes_per_second * 8e-9:.2f} Gbit/s"
 
 

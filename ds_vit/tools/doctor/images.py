@@ -120,7 +120,7 @@ _ADVICE = {
         "are stored turned, which EXIF says and training ignores by default, as timm does",
         "if they should be upright: --exif-rotation on, or mogrify -auto-orient {files}",
     ),
-    "scaled": ("have 16 bits a pixel", "training scales them to 8; for another scale convert them"),
+    "scaled": ("have 16 bits per pixel", "training scales them to 8; for another scale convert them"),
 }
 
 

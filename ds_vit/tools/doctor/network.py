@@ -1,7 +1,7 @@
 """Time real messages between all hosts; the doctor starts a few ranks on each: python -m ds_vit.tools.doctor.network.
 
 A time is the best of several, as machines are noisy. Bus bandwidth follows nccl-tests (PERFORMANCE.md): bytes that
-cross a rank's link a second.
+cross a rank's link per second.
 """
 
 from __future__ import annotations

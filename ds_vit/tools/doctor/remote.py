@@ -107,7 +107,7 @@ def run_program(command: Sequence[str], cwd: Path, seconds: float, text: str = "
 
 # What the output of ssh or of the probe contains → (what is wrong, what to do).
 _REASONS = (
-    ("cannot start", "this machine {last}", "install it on this machine; `ulimit -n` must allow 3 files a host"),
+    ("cannot start", "this machine {last}", "install it on this machine; `ulimit -n` must allow 3 files per host"),
     ("permission denied", "ssh asks for a password: {last}", "ssh-copy-id {name}"),
     ("host key verification", "ssh does not know the host's key", "ssh-keyscan {name} >> ~/.ssh/known_hosts"),
     ("could not resolve", "the name is not known: {last}", "correct the hostfile, or add it to DNS or /etc/hosts"),
