@@ -74,8 +74,9 @@ def test_modules_say_their_job():
 
 RATE = re.compile(
     r"\b(images|captions|labels|samples|rows|tokens|bytes|bits|numbers|FLOPs|[GM]B|Gb/s|m?s|seconds|milliseconds|steps"
-    r"|ranks|tasks|workers|processes|layers|memory|once|twice)\s+an? (second|image|sample|channel|pixel|token|element|GPU|rank"
-    r"|replica|host|node|core|step|epoch|turn|batch|call|line)\b(?! (has|holds|uses|is|computes|loads|needs|time)\b)"
+    r"|ranks|tasks|workers|processes|layers|memory|once|twice)\s+an? (second|image|sample|channel|pixel|token|element"
+    r"|GPU|rank|replica|host|node|core|step|epoch|turn|batch|call|line)\b"
+    r"(?! (has|holds|uses|is|computes|loads|needs|time)\b)"
 )
 
 
@@ -88,6 +89,23 @@ def test_rates_have_per():
     texts.pop(Path("CHANGELOG.md"), None)
     found = [f"{name}: {match[0]}" for name, text in texts.items() for match in RATE.finditer(text)]
     assert not found
+
+
+# Sentences that readers did not understand.
+UNCLEAR = (
+    *("going back, with gradients by then", "activations go while gradients come", "too large by the least"),
+    *("at their least dimension", "The furthest above are", "that are not possible (", "fill no global batch"),
+    *("has a twin that turns it off", "weights belong to their tokens", "can be taken apart into an embedding"),
+)
+
+
+def test_unclear_sentences_stay_away():
+    # Catches: a sentence of this list in the package, a page or a message.
+    texts = [
+        path.read_text() for path in project_files() if path.suffix in (".py", ".md") and "tests" not in path.parts
+    ]
+    assert texts
+    assert [said for said in UNCLEAR if any(said in re.sub(r"\s+", " ", text) for text in texts)] == []
 
 
 def test_no_two_test_modules_of_one_name():

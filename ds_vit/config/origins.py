@@ -112,14 +112,11 @@ def _model(words: Sequence[str], given: Given) -> Answer:
     return Answer(note, ("--task", task, "--model", model, "--text-model", text, "--tokenizer", tokenizer))
 
 
-def _lock_image(words: Sequence[str], given: Given) -> Answer:
-    if "lock_image" not in given:
-        return Answer("it has no effect without --lock-image")
-    groups, name = first(given, "lock_image_unlocked_groups", "0"), "--lock-image-unlocked-groups"
+def _unlocked_groups(words: Sequence[str], given: Given) -> Answer:
+    groups = first(given, "lock_image_unlocked_groups")
     if "SigLIP" in first(given, "model") or not groups.isdecimal():
-        return Answer("", ("--lock-image", name, groups))
-    note = "open_clip counts the projection as a group; here it is always trained"
-    return Answer(note, ("--lock-image", name, str(max(int(groups) - 1, 0))))
+        return Answer("", ("--lock-image-unlocked-groups", groups))
+    return Answer("", ("--lock-image-unlocked-groups", str(max(int(groups) - 1, 0))))
 
 
 def _lock_text(words: Sequence[str], given: Given) -> Answer:
@@ -169,7 +166,10 @@ _OPEN_CLIP = Origin(
         "model siglip force_quick_gelu": _model,
         "train_data val_data dataset_type": _data,
         "pretrained resume": _checkpoint,
-        "lock_image lock_image_unlocked_groups": _lock_image,
+        "lock_image": flag(
+            "--lock-image", "the projection, which open_clip's own ViTs count as a group, is always trained"
+        ),
+        "lock_image_unlocked_groups": _unlocked_groups,
         "lock_text lock_text_unlocked_layers": _lock_text,
         "logs name": _folder,
     },

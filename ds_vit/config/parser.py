@@ -346,7 +346,8 @@ def parse(
             at once.
     """
     given, recipe, problems = _split(build_parser(program, examples=examples), argv)
-    remedy = "ds-vit from-timm 'COMMAND' translates a whole command of timm's" if len(problems) > 1 else ""
+    remedy = "ds-vit from-timm 'COMMAND' translates a whole command of timm's, ds-vit from-open-clip one of open_clip's"
+    remedy *= len(problems) > 1
     try:
         parsed = from_values(given, recipe)
     except UserError as error:

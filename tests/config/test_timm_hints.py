@@ -1,5 +1,6 @@
 """People who come with timm's command line are told what stands here for each of its flags."""
 
+import functools
 import json
 import os
 import re
@@ -144,7 +145,10 @@ def test_a_value_of_the_wrong_type_hides_no_other_problem(tmp_path, capsys):
     assert main(words) == 2
     *lines, remedy = capsys.readouterr().err.splitlines()
     assert lines == ["train.py: error: 9 things are wrong:", *(f"  {problem}" for problem in found)]
-    assert remedy == "  (ds-vit from-timm 'COMMAND' translates a whole command of timm's)"
+    commands = (
+        "ds-vit from-timm 'COMMAND' translates a whole command of timm's, ds-vit from-open-clip one of open_clip's"
+    )
+    assert remedy == f"  ({commands})"
 
     settings = {"epochs": "three", "sched": "cosin", "decoder_dim": 0, "reprob": "x", "scale": [0.1], "mean": [1, "a"]}
     settings |= {"no_aug": 1, "model": ["a"], "lr": True, "max_steps": 1.5, "epoch": 3, "opt": "lamb"}
@@ -175,6 +179,9 @@ COMMAND = """
     --opt-betas 0.9 0.95 --lr 4e-3 --mixup .8 --sched-on-updates --model-ema-v2 --experiment deit --amp --gp avg
     --model-kwargs depth=3 --grad-checkpointing --tta 2
 """
+
+
+once = functools.cache(lambda command: translate([command]))
 
 
 def flags_of(translation):
@@ -284,8 +291,7 @@ def test_no_flag_of_timm_is_dropped_in_silence(flag):
     name = flag.lstrip("-").replace("-", "_")
     action = build_parser()._option_string_actions.get(flag)
     takes = action.nargs != 0 if action else timm_flags.words_of(name) != 0
-    both = (translate([f"{base} {flag} {word * takes}"]) for word in ("0.3", "7"))
-    assert all(result != translate([base]) for result in both)
+    assert translate([f"{base} {flag} {'7' * takes}"]) != once(base)
 
 
 @pytest.mark.parametrize(
