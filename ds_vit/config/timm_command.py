@@ -145,12 +145,12 @@ def _split_launcher(words: list[str], origin: Origin) -> tuple[list[str], list[s
         reason = f"is one of {found.name}'s: ds-vit {found.command}" if found else "starts another program"
         start = " ".join(words[: max(at + 1, 3)]) or "an empty one"
         raise UserError(f"ds-vit {origin.command} takes a command of {origin.name}'s training, and {start} {reason}")
-    launcher, rest = [word for word in words[: at + 1] if word != "-m"], words[at + 1 :]
-    if launcher[-1].endswith(".sh"):  # timm's distributed_train.sh: the number of ranks comes first
+    launcher, rest = words[: at - 1 if words[at - 1 : at] == ["-m"] else at], words[at + 1 :]
+    if words[at].endswith(".sh"):  # timm's distributed_train.sh: the number of ranks comes first
         return ["torchrun", "--nproc_per_node", *rest[:1], or_shipped("launch/train.py")], rest[1:]
-    if [PurePath(word).name.rstrip("0123456789.") for word in launcher[:-1]] in ([], ["python"]):
+    if [PurePath(word).name.rstrip("0123456789.") for word in launcher] in ([], ["python"]):
         return ["ds-vit", "train"], rest
-    return [*launcher[:-1], or_shipped("launch/train.py")], rest
+    return [*launcher, or_shipped("launch/train.py")], rest
 
 
 def _by_flag(words: Sequence[str], out: dict[str, list[str]]) -> dict[str, list[str]]:

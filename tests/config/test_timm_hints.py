@@ -211,6 +211,10 @@ def test_a_command_of_timm_is_translated(tmp_path, monkeypatch):
     assert "--output out/foo -b" in flags_of(translate(["train.py x --experiment foo --output out -b 8"]))
     assert "--output out -b" in flags_of(translate(["train.py x --output out -b 8"]))
     assert translate(["python train.py --dataset ImageFolder photos"]).words[-4:-2] == ("--lr", "0.1")
+    spawned = translate(["python -m torch.distributed.launch --nproc_per_node=8 ./train.py photos"]).words
+    assert spawned[:5] == ("python", "-m", "torch.distributed.launch", "--nproc_per_node=8", "launch/train.py")
+    by_script = translate(["./distributed_train.sh 4 photos --lr 0.1"]).words
+    assert by_script[:4] == ("torchrun", "--nproc_per_node", "4", "launch/train.py")
     monkeypatch.chdir(tmp_path)
     [script] = [word for word in translate([COMMAND]).words if word.endswith("train.py")]
     assert Path(script).is_file(), "a path of the clone, elsewhere"
