@@ -54,7 +54,7 @@ _RECOMPUTED = Rule(
 _WORKERS = Range(0, 1024, word="auto")
 _SEVERAL_SIZES = Rule("must be two sizes or more, each once", lambda x: len({*x}) == len(x) > 1)
 _NAME = Rule("must name a folder", lambda text: not text.isspace())
-_SEPARATOR = Rule("must be one character", lambda text: len(text.replace("\\t", "\t")) == 1)
+_SEPARATOR = Rule("must be one character", lambda text: len(text.replace("\\t", "\t")) <= 1)
 _CHANNELS = Rule("must be one number or three", lambda x: len(x) in (1, 3))
 
 
@@ -263,8 +263,8 @@ class DataSettings:
         metavar="NAME",
     )
     csv_separator: str = flag(
-        r"\t",
-        "--dataset csv/…: separator of the columns",
+        "",
+        "--dataset csv/…: separator of the columns, such as \\t or , (default: the one in the header)",
         FREE | RECORDED,
         rule=_SEPARATOR,
         task="clip siglip bridgetower",

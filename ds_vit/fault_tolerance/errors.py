@@ -6,10 +6,13 @@ Every other exception is a bug: it shows its traceback, and a launcher may resta
 from __future__ import annotations
 
 import difflib
+import io
 from collections.abc import Iterable
 from pathlib import Path
 
 from ds_vit.fault_tolerance import exit_codes
+
+LATIN_1 = "if it is Latin-1, convert the file: iconv -f LATIN1 -t UTF-8 FILE > NEW"
 
 
 def first_line(error: object) -> str:
@@ -77,10 +80,22 @@ def read_text(path: str | Path, named_by: str) -> str:
         UserError: it cannot be read, or is not UTF-8.
     """
     try:
-        return Path(path).read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror or error if isinstance(error, OSError) else "not a text file: it is not UTF-8"
-        raise UserError(f"{named_by}{path}: {reason}") from None
+        return Path(path).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = 1 + error.object[: error.start].count(b"\n")
+        raise UserError(f"{named_by}{path}, line {line}: not a text file: it is not UTF-8; {LATIN_1}") from None
+    except OSError as error:
+        raise UserError(f"{named_by}{path}: {error.strerror or error}") from None
+
+
+def text_lines(text: str) -> list[str]:
+    """The lines of a text. They end with \\n, \\r\\n or \\r; other separators (U+0085, U+2028, form feed) are text."""
+    return io.StringIO(text, newline=None).read().split("\n")
+
+
+def stripped_lines(text: str) -> tuple[str, ...]:
+    """The lines of a text without blanks around them, and without empty ones."""
+    return tuple(filter(None, map(str.strip, text_lines(text))))
 
 
 def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.5) -> str:

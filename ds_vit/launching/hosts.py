@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from ds_vit.fault_tolerance.errors import UserError, read_text
+from ds_vit.fault_tolerance.errors import UserError, read_text, text_lines
 
 SCHEDULERS = ("slurm", "pbs")
 """What `read_hosts` takes besides a file."""
@@ -188,7 +188,7 @@ def read_hosts(source: str | None, environ: Mapping[str, str], slots: int | None
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
     """(number, stripped line) of what is neither blank nor a comment."""
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text_lines(text), 1):
         line = line.strip()
         if line and not line.startswith("#"):
             yield number, line

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from timm.data import ImageNetInfo
 
 from ds_vit.data import NoSuchSplit, Source, open_source
-from ds_vit.fault_tolerance.errors import UserError, did_you_mean, first_line, read_text
+from ds_vit.fault_tolerance.errors import UserError, did_you_mean, first_line, read_text, stripped_lines
 from ds_vit.tasks.metrics import Batch, Figure, Metrics
 from ds_vit.tasks.retrieval import places_of_partners
 
@@ -119,7 +119,7 @@ def read_templates(word: str) -> tuple[Template, ...]:
         if not os.path.isfile(word):
             near = did_you_mean(word, _WORDS)
             raise UserError(f"--zeroshot-templates {word} is none of {', '.join(_WORDS)}, and no file{near}")
-        lines = [line.strip() for line in read_text(word, "--zeroshot-templates ").splitlines() if line.strip()]
+        lines = [*stripped_lines(read_text(word, "--zeroshot-templates "))]
     for line in lines or [""]:
         if "{}" not in line:
             raise UserError(f'--zeroshot-templates {word} needs {{}} for the class in each line; "{line}" has none')

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -34,10 +33,10 @@ from ds_vit.data import build_tokenizer, eval_loader, finish_images
 from ds_vit.data.settings import PIXEL_FLAGS
 from ds_vit.data.sources.folders import ImageFiles, find_images
 from ds_vit.fault_tolerance import exit_codes
-from ds_vit.fault_tolerance.errors import UserError, read_text
+from ds_vit.fault_tolerance.errors import UserError, read_text, stripped_lines
 from ds_vit.models import ContrastiveModel, SequentialViT, take_apart
 from ds_vit.monitoring.metrics import make_console
-from ds_vit.run_folder import written_whole
+from ds_vit.run_folder import to_json, written_whole
 from ds_vit.weights.files import add_weights_arguments, find_weights, tokenizer_name, weights_line
 from ds_vit.weights.source import MODEL_FLAGS, Exported, load_source
 
@@ -231,7 +230,7 @@ def _texts_of(labels: str | Path | Sequence[str] | None) -> tuple[tuple[str, ...
     words: list[str | Path] = [labels] if isinstance(labels, (str, Path)) else list(labels)
     word = words[0] if len(words) == 1 else None
     if word is not None and (isinstance(word, Path) or os.path.isfile(word)):
-        return tuple(line.strip() for line in read_text(word, "").splitlines() if line.strip()), word
+        return stripped_lines(read_text(word, "")), word
     return tuple(map(str, words)), word
 
 
@@ -447,7 +446,8 @@ def build_parser(command: str) -> argparse.ArgumentParser:
 def _predict(source: str, images: Sequence[str], output: str | None = None, **words: Any) -> int:
     form = _form(images, words.pop("json", False), output)
     exported, rows = predict_each(source, images, **words)
-    with _opened(output, mode="w", newline="", encoding="utf-8") as file:
+    # Names of files need not be UTF-8.
+    with _opened(output, mode="w", newline="", encoding="utf-8", errors="surrogateescape") as file:
         print(weights_line(source, **words), file=sys.stderr, flush=True)
         num_images, unreadable = _WRITE[form](exported, rows, file)
     return _report(num_images, unreadable, output)
@@ -515,7 +515,7 @@ def _write_csv(exported: Exported, rows: Iterable[Prediction | Unreadable], file
 def _write_json(exported: Exported, rows: Iterable[Prediction | Unreadable], file: TextIO) -> _Written:
     """The fields of `Predictions`."""
     found = collect(exported, rows)
-    file.write(json.dumps(asdict(found), indent=2, ensure_ascii=False) + "\n")
+    file.write(to_json(asdict(found), indent=2) + "\n")
     return len(found.images), found.unreadable
 
 

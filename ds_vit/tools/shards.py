@@ -175,11 +175,12 @@ def _keep_to_plan(out: Path, split: str, plan: dict[str, object], source: _Packa
     if not source.has_captions:
         files.insert(0, (out / CLASSES_FILE, list(source.class_names), "other classes"))
     for path, wanted, what in files:
-        text = json.dumps(wanted, indent=2, ensure_ascii=False) + "\n"
+        # A class folder's name need not be UTF-8: as in `os.fsdecode`, and JSON escapes it.
+        text = (json.dumps(wanted, indent=2, ensure_ascii=False) + "\n").encode(errors="backslashreplace")
         if not path.exists():
             with written_whole(path) as partial:
-                partial.write_text(text, encoding="utf-8")
-        elif path.read_text(encoding="utf-8") != text:
+                partial.write_bytes(text)
+        elif path.read_bytes() != text:
             raise UserError(f"{out} holds {what}, {path.name} says; give another folder, or remove that one")
 
 

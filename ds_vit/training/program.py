@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import functools
 import gc
+import io
 import json
 import os
 import signal
@@ -35,6 +36,7 @@ def guarded(program: str, body: Callable[[Process], int], interrupted: str, proc
     """
     is_local_main = True
     _end_without_collection()
+    _print_any_name()
     try:
         process = process or discover()
         is_local_main = process.local_rank == 0
@@ -80,6 +82,13 @@ def without_collection() -> Iterator[None]:
 def _end_without_collection() -> None:
     """Have the interpreter end without a search of all modules for garbage, which takes about a second."""
     atexit.register(gc.freeze)
+
+
+def _print_any_name() -> None:
+    """Let stdout and stderr print any name of a file or class: its own bytes, or escapes where they are not UTF-8."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="surrogateescape" if stream.encoding == "utf-8" else "backslashreplace")
 
 
 def _say(sentence: str) -> None:

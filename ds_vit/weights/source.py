@@ -16,7 +16,7 @@ from ds_vit.config.flag import Scope
 from ds_vit.config.schema import names_with
 from ds_vit.data import ImageConfig
 from ds_vit.data.settings import resolve_pixels
-from ds_vit.fault_tolerance.errors import UserError, did_you_mean, read_text
+from ds_vit.fault_tolerance.errors import UserError, did_you_mean, read_text, stripped_lines
 from ds_vit.models import ContrastiveModel, ModelSpec, TimmViT, create_contrastive_model, create_model, image_size
 from ds_vit.tasks import Task, task_of
 from ds_vit.weights.files import StoredWeights
@@ -158,7 +158,7 @@ def _labels(path: str | Path | None, weights: StoredWeights, model: TimmViT) -> 
                 "--num-classes, or name them with --labels FILE"
             )
         return names and (*names, *(f"LABEL_{number}" for number in range(len(names), num_classes)))
-    names = tuple(line.strip() for line in read_text(path, "--labels ").splitlines() if line.strip())
+    names = stripped_lines(read_text(path, "--labels "))
     if len(names) != num_classes:
         raise UserError(f"--labels {path} has {len(names)} names and the model {num_classes} classes")
     return names

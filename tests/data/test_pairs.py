@@ -162,10 +162,12 @@ def test_the_index_of_captions(tmp_path, monkeypatch):
 
 # Pairs that do not match
 
-BARE = r"14 images, 1 without a caption \(cat/02.*\)"
 MISMATCHES = {
     "folder": [
-        (lambda root: (root / "folder/train/cat/02.txt").unlink(), BARE),
+        (
+            lambda root: [path.unlink() for path in (root / "folder/train").glob("*/*.txt")],
+            r"14 images, 14 without a caption \(cat/00.png, .*\)",
+        ),
         (
             lambda root: [(root / f"folder/train/dog/{n}.png").unlink() for n in ("03", "05")],
             r"12 images, 2 captions without an image \(dog/03.txt, dog/05.txt\); add what is missing",
@@ -184,10 +186,18 @@ MISMATCHES = {
             lambda root: (root / "folder/train/train.csv").write_text("image;text\na.png\n"),
             "train.csv, line 2: 1 columns in place of the 2 of the header",
         ),
+        (
+            lambda root: (root / "folder/train/train.csv").write_bytes(b"image;text\ncat/00.png;caf\xe9\n"),
+            r"train.csv, line 2, column 4 of its text: not UTF-8; if it is Latin-1, convert the file: iconv -f LATIN1",
+        ),
+        (
+            lambda root: (root / "folder/train/train.csv").write_text("image;text;text\ncat/00.png;a;b\n"),
+            "has two columns text",
+        ),
         (lambda root: (root / "folder/train/train.csv").write_text("image;text\n"), "lists no images"),
         (
             lambda root: (root / "folder/train/train.csv").write_text("filepath,title\n"),
-            r"has no column image; the columns by the separator ';' are filepath,title; give --csv-img-key and --csv-s",
+            r"has no column image; the columns by the separator ';' are filepath,title; give --csv-img-key, or --csv-s",
         ),
     ],
     "txt": [
@@ -278,6 +288,63 @@ def test_damaged_pairs_are_replaced_alike_on_every_stage(tmp_path, form):
     for stage in ({}, {"load_images": False}):
         with pytest.raises(ImageDecodeError, match=r": its caption is empty or not UTF-8; repair it|cannot be decoded"):
             load(source, Share(0, 1, 6), **SETTINGS, tokenizer=TOKENIZER, **stage)
+
+
+MISSING = {
+    "folder": [b"", b" \n", None],
+    "csv": [""],
+    "txt": [b"", b"\n", None],
+    "json": [b'""', b"null", b"NaN", b"[]", b'[null, ""]', None],
+    "parquet": [None, "", " "],
+}
+
+
+@pytest.mark.parametrize("form", MISSING)
+def test_missing_captions_are_damaged_pairs(tmp_path, form):
+    """Would catch a missing caption that ends the run in one form and is replaced in another (img2dataset #46)."""
+    captions = [*MISSING[form], "there"]
+    names = [f"{number}.png" for number in range(len(captions))]
+    files = dict(zip(names, IMAGES, strict=False))
+    for name, caption in zip(names, captions, strict=True):
+        stem, data = name.removesuffix(".png"), b"there" if caption == "there" else caption
+        if form in ("folder", "txt") and data is not None:
+            files[f"{stem}.txt"] = data
+        if form == "json":
+            data = b'"there"' if caption == "there" else caption
+            files[f"{stem}.json"] = b"{}" if data is None else b'{"caption": ' + data + b"}"
+    if form in ("folder", "csv"):
+        for name, data in files.items():
+            made(tmp_path / "train" / name).write_bytes(data)
+    if form == "csv":
+        write_rows(tmp_path / "train" / "train.csv", ("filepath", "title"), [*zip(names, captions, strict=True)])
+    if form in ("txt", "json"):
+        write_shard(tmp_path / "train-0.tar", files)
+    if form == "parquet":
+        images = [{"bytes": image, "path": name} for name, image in files.items()]
+        table = pa.table([images, pa.array(captions, pa.string())], names=["image", "caption"])
+        pq.write_table(table, tmp_path / "train-0.parquet")
+    dataset = {"folder": "", "csv": f"csv/{tmp_path}/train", "parquet": f"parquet/{tmp_path}"}
+    source = open_source(dataset.get(form, f"wds/{tmp_path}"), str(tmp_path), "train", captions=DEFAULT)
+    assert [source.captions(n) for n in range(len(names))] == [()] * (len(names) - 1) + [("there",)]
+
+
+def test_lines_of_a_caption(tmp_path):
+    """Would catch a caption that ends at U+0085, U+2028 or a form feed (datasets #3729)."""
+    texts = {"a": "red\x85sofa", "b": "first\u2028second", "c": "page\x0cbreak", "d": "one\r\ntwo\rthree\n"}
+    for name, text in texts.items():
+        made(tmp_path / "train" / f"{name}.png").write_bytes(IMAGES[0])
+        (tmp_path / "train" / f"{name}.txt").write_bytes(text.encode())
+    source = open_source("", str(tmp_path), "train", captions=DEFAULT)
+    assert [source.captions(n) for n in range(4)] == [*((t,) for t in [*texts.values()][:3]), ("one", "two", "three")]
+
+
+def test_spellings_of_a_file_are_one_image(tmp_path):
+    """Would catch an image that is trained on once for each spelling of its path."""
+    made(tmp_path / "images" / "a.png").write_bytes(IMAGES[0])
+    paths = ("images/a.png", "./images/a.png", "images//a.png", "images/../images/a.png", f"{tmp_path}/images/a.png")
+    table = write_rows(tmp_path / "train.tsv", ("filepath", "title"), [(path, path) for path in paths])
+    source = open_source(f"csv/{table}", None, "train", captions=DEFAULT)
+    assert [source.captions(number) for number in range(len(source))] == [paths]
 
 
 # Splits and flags

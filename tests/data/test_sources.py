@@ -17,8 +17,10 @@ from PIL import Image
 from sklearn.datasets import load_digits
 from timm.data.readers.reader_image_folder import ReaderImageFolder
 from timm.data.readers.reader_image_in_tar import ReaderImageInTar
+from timm.utils.misc import natural_key as timm_key
 
 from ds_vit.data import ImageDecodeError, open_source
+from ds_vit.data.sources.source import natural_key
 from ds_vit.fault_tolerance.errors import UserError
 
 
@@ -139,6 +141,16 @@ def test_numbering_does_not_depend_on_the_file_system_or_the_hash_seed(tmp_path)
     ]  # fmt: skip
 
 
+def test_names_of_classes_with_other_digits(tmp_path):
+    """Would catch a traceback of timm's `natural_key` for digits that are no decimals."""
+    names = ["10", "5²", "5m²3²", "²", "①", "②"]
+    write_images(tmp_path / "train", *(f"{name}/{name}.png" for name in reversed(names)))
+    assert open_source("", str(tmp_path), "train").class_names == ("5m²3²", "5²", "10", "²", "①", "②")
+    assert [natural_key(name) for name in ("a10b2.png", "B", "", "7")] == [
+        timm_key(name) for name in ("a10b2.png", "B", "", "7")
+    ]
+
+
 def test_more_kinds_of_images_than_timm_lists_and_a_count_of_the_rest(tmp_path):
     """Would catch a WebP that vanishes in silence, and files that are passed over uncounted."""
     write_images(tmp_path / "train", "a/1.webp", "a/2.BMP", "b/3.tiff", "b/4.gif", "b/5.ppm", "b/6.jpe")
@@ -227,7 +239,7 @@ def test_torchvision_names(tmp_path):
 
 def _multi_label(root: Path, text: str, *images: str) -> Path:
     write_images(root, *images)
-    (root / "labels.csv").write_text(text)
+    (root / "labels.csv").write_bytes(text.encode(errors="surrogateescape"))
     return root.parent
 
 
@@ -260,7 +272,9 @@ def test_a_multi_label_validation_split_takes_the_training_classes(tmp_path):
     ("text", "message"),
     [
         ("1.png,cat\n", "line 1: the header must be 'file,labels', not '1.png,cat'"),
-        ("file,labels\n1.png,cat,dog\n", "line 2: 3 columns in place of 2"),
+        ("file,labels\n1.png,cat,dog\n", "line 2: 3 columns in place of the 2"),
+        ('file,labels\n1.png,"cat\n2.png,dog\n', "line 2: a quote is not closed"),
+        ("file,labels\n1.png,caf\udce9\n", "line 2, column 4 of its text: not UTF-8"),
         ("file,labels\n1.png,cat\n./1.png,dog\n", "line 3: 1.png is listed twice"),
         ("file,labels\n1.png,cat\n2.png,cat\n", "lists 1 files that are not below .*, the first is 2.png"),
         ("file,labels\n", "lists no images"),

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.fault_tolerance.errors import UserError, text_lines
 
-_SURROGATE = re.compile("[\ud800-\udfff]")  # of a byte that was not UTF-8
+NOT_UTF_8 = re.compile("[\ud800-\udfff]")
+"""A character that `surrogateescape` makes of a byte."""
 
 
 @dataclass(frozen=True)
@@ -20,12 +21,12 @@ class CaptionKeys:
     Attributes:
         image: of the column of images.
         caption: of the column of captions, or of their key in a .json file.
-        separator: of the columns of a table.
+        separator: of the columns of a table; "" as its header has it.
     """
 
     image: str = ""
     caption: str = ""
-    separator: str = "\t"
+    separator: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,21 +81,24 @@ class Captions:
         return self.text, self.starts, self.firsts
 
 
-def clean_captions(captions: Iterable[str | None]) -> tuple[str, ...]:
-    """Captions without blanks around them and without empty ones; none if one was not UTF-8 (`surrogateescape`)."""
-    stripped = [caption.strip() for caption in captions if caption]
-    if any(map(_SURROGATE.search, stripped)):
+def clean_captions(captions: Iterable[str | float | None]) -> tuple[str, ...]:
+    """Captions without blanks around them; none if one was not UTF-8 (`surrogateescape`).
+
+    Missing ones are left out: an empty text, None and NaN, as pandas and img2dataset write them.
+    """
+    stripped = [caption.strip() for caption in captions if isinstance(caption, str)]
+    if any(map(NOT_UTF_8.search, stripped)):
         return ()
     return tuple(filter(None, stripped))
 
 
 def caption_lines(data: bytes) -> tuple[str, ...]:
     """The captions of a text file, one per line; none if it is not UTF-8."""
-    return clean_captions(data.decode("utf-8-sig", errors="surrogateescape").splitlines())
+    return clean_captions(text_lines(data.decode("utf-8-sig", errors="surrogateescape")))
 
 
 def check_matches(where: str, without_text: Collection[str], without_image: Collection[str], num: int) -> None:
-    """Raise UserError if an image has no text or a text no image.
+    """Raise UserError if no image has a text, or a text has no image. A single image without one is a damaged pair.
 
     Args:
         where: the data, for messages.
@@ -103,7 +107,8 @@ def check_matches(where: str, without_text: Collection[str], without_image: Coll
         num: how many images there are.
     """
     problems: list[str] = []
-    for names, what in ((without_text, "without a caption"), (without_image, "captions without an image")):
+    bare = without_text if len(without_text) == num else ()
+    for names, what in ((bare, "without a caption"), (without_image, "captions without an image")):
         if names:
             shown = ", ".join(sorted(names)[:5]) + (", ..." if len(names) > 5 else "")
             problems.append(f"{len(names):,} {what} ({shown})")

@@ -7,7 +7,6 @@ innermost folder.
 from __future__ import annotations
 
 import contextlib
-import csv
 import os
 import posixpath
 import shlex
@@ -35,6 +34,7 @@ from ds_vit.data.sources.source import (
     suffix_counts,
     synonyms_of,
 )
+from ds_vit.data.sources.tables import read_table, require_utf8
 from ds_vit.data.sources.tars import TarSource
 from ds_vit.fault_tolerance.errors import UserError
 
@@ -272,18 +272,14 @@ class MultiLabelSource(FileSource):
 
 def _rows_of_table(path: str) -> Iterator[tuple[str, tuple[str, ...]]]:
     seen: set[str] = set()
-    with open(path, encoding="utf-8-sig", newline="") as file:
-        reader = csv.reader(file)
-        if (header := next(reader, [])) != ["file", "labels"]:
-            raise UserError(f"{path}, line 1: the header must be 'file,labels', not {','.join(header)!r}")
-        for row in reader:
-            if not row:
-                continue
-            where = f"{path}, line {reader.line_num}"
-            if len(row) != 2 or not row[0]:
-                raise UserError(f"{where}: {len(row)} columns in place of 2 (file,labels joined by ';')")
-            name = posixpath.normpath(row[0])
-            if name in seen:
-                raise UserError(f"{where}: {name} is listed twice")
-            seen.add(name)
-            yield name, tuple(dict.fromkeys(label.strip() for label in row[1].split(";") if label.strip()))
+    rows = read_table(path, ",")
+    where, header = next(rows, (f"{path}, line 1", []))
+    if header != ["file", "labels"]:
+        raise UserError(f"{where}: the header must be 'file,labels', not {','.join(header)!r}")
+    for where, (file, labels) in rows:
+        name = posixpath.normpath(file)
+        if name in seen:
+            raise UserError(f"{where}: {name} is listed twice")
+        seen.add(name)
+        each = require_utf8(labels, where).split(";")
+        yield name, tuple(dict.fromkeys(label.strip() for label in each if label.strip()))

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from timm.utils.misc import natural_key
 
 from ds_vit.data.decode import undecodable
 from ds_vit.data.sources.captions import CaptionKeys, Captions, clean_captions
@@ -26,6 +25,7 @@ from ds_vit.data.sources.source import (
     ArraySource,
     below_common_folder,
     check_labels,
+    in_natural_order,
     no_such_split,
     one_at_a_time,
     synonyms_of,
@@ -73,7 +73,7 @@ def open_hugging_face(
         others = ("cache-", *(() if form in forms else (*VAL_NAMES, "test")))
         own = [path for path in found if not path.endswith(_MADE) and not os.path.basename(path).startswith(others)]
         if own:
-            return HuggingFaceSource(sorted(own, key=natural_key), classes, captions)
+            return HuggingFaceSource(in_natural_order(own), classes, captions)
     raise no_such_split(folder, split, f"{split}/ and no {split}-*.parquet")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import os
 import posixpath
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ from ds_vit.data.sources.source import (
     suffix_counts,
     synonyms_of,
 )
+from ds_vit.data.sources.tables import read_table, require_utf8
 from ds_vit.fault_tolerance.errors import UserError
 
 _THREADS = 16  # files are small, and often on a network
@@ -49,7 +49,7 @@ class TextFileSource(FileSource):
         root: the folder.
 
     Raises:
-        UserError: no images, an image without a text file, or a text file without an image.
+        UserError: no images, no text files, or a text file without an image.
     """
 
     def __init__(self, root: str) -> None:
@@ -67,6 +67,8 @@ class TextFileSource(FileSource):
         super().__init__(root, images, np.zeros(len(images), dtype=np.int64))
 
         def read(stem: str) -> tuple[str, ...]:
+            if stem not in texts:
+                return ()
             with open(os.path.join(root, texts[stem]), "rb") as file:
                 return caption_lines(file.read())
 
@@ -106,23 +108,25 @@ def open_table(location: str, split: str, keys: CaptionKeys) -> TableSource:
 class TableSource(FileSource):
     """Images of a table with a column of paths and one of captions, as open_clip reads it.
 
-    Paths are absolute or relative to the table's folder. Rows of one path are one image with several captions.
+    Paths are absolute or relative to the table's folder. Rows of one file are one image with several captions.
 
     Args:
         table: the file.
-        keys: of the columns; by default `filepath` and `title`, separated by tabs.
+        keys: of the columns; by default `filepath` and `title`.
 
     Raises:
-        UserError: no such columns, a malformed row, or a file that is missing.
+        UserError: no such columns, a malformed row, a caption that is not UTF-8, or a file that is missing.
     """
 
     def __init__(self, table: str, keys: CaptionKeys) -> None:
+        root = os.path.dirname(table)
+        names: dict[str, str] = {}  # a file, in whatever spelling → its path as it comes first
         captions: dict[str, list[str]] = {}
         for path, caption in _rows(table, keys):
-            captions.setdefault(path, []).append(caption)
+            first = names.setdefault(os.path.normpath(os.path.join(root, path)), os.path.normpath(path))
+            captions.setdefault(first, []).append(caption)
         if not captions:
             raise UserError(f"{table} lists no images")
-        root = os.path.dirname(table)
         with ThreadPoolExecutor(_THREADS) as pool:
             found = list(pool.map(lambda path: os.path.isfile(os.path.join(root, path)), captions))
         missing = [path for path, is_there in zip(captions, found, strict=True) if not is_there]
@@ -133,20 +137,15 @@ class TableSource(FileSource):
 
 def _rows(table: str, keys: CaptionKeys) -> Iterator[tuple[str, str]]:
     """(path, caption) of each row."""
-    with open(table, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-        reader = csv.reader(file, delimiter=keys.separator)
-        header = next(reader, [])
-        columns = []
-        for flag, name in (("--csv-img-key", keys.image or "filepath"), ("--csv-caption-key", keys.caption or "title")):
-            if name not in header:
-                has = f"the columns by the separator {keys.separator!r} are {shortened(header)}"
-                raise UserError(f"{table} has no column {name}; {has}; give {flag} and --csv-separator")
-            columns.append(header.index(name))
-        try:
-            for row in filter(None, reader):
-                if len(row) != len(header):
-                    where = f"{table}, line {reader.line_num}"
-                    raise UserError(f"{where}: {len(row)} columns in place of the {len(header)} of the header")
-                yield row[columns[0]], row[columns[1]]
-        except csv.Error as error:
-            raise UserError(f"{table}, line {reader.line_num}: {error}") from None
+    rows = read_table(table, keys.separator)
+    _, header = next(rows, ("", []))
+    columns = []
+    for flag, name in (("--csv-img-key", keys.image or "filepath"), ("--csv-caption-key", keys.caption or "title")):
+        if header.count(name) != 1:
+            number = "two columns" if name in header else "no column"
+            by = f" by the separator {keys.separator!r}" if keys.separator else ""
+            has = f"the columns{by} are {shortened(header)}"
+            raise UserError(f"{table} has {number} {name}; {has}; give {flag}, or --csv-separator")
+        columns.append(header.index(name))
+    for where, cells in rows:
+        yield cells[columns[0]], require_utf8(cells[columns[1]], where)

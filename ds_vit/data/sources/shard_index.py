@@ -35,7 +35,7 @@ DOT = "%2E"
 DOT_OF_SUFFIX = "%2e"
 """The last dot of a file that shares its stem with another one: `1.jpg` is packed as `1%2ejpg.jpg`."""
 
-_FORMAT = 1
+_FORMAT, _FORMAT_OF_CAPTIONS = 1, 2
 _JSON_LABELS = ("label", "cls")
 _LABEL_SUFFIXES, _TEXT_SUFFIXES = (".cls", ".json"), (".txt", ".json")
 _MOST_PROCESSES = 16  # each rank of a machine may be at it
@@ -126,13 +126,17 @@ def save_index(shard: str, index: ShardIndex, captions: CaptionKeys | None = Non
     with written_whole(_name_of_index(shard, captions)) as temporary, open(temporary, "wb") as file:
         np.savez(
             file,
-            state=np.array([_FORMAT, *index.state], dtype=np.int64),
+            state=np.array([_format(captions), *index.state], dtype=np.int64),
             paths=index.paths,
             places=np.stack([index.offsets, index.sizes]),
             labels=index.labels,
             left_out=np.array(json.dumps(index.left_out)),
             **texts,
         )
+
+
+def _format(captions: CaptionKeys | None) -> int:
+    return _FORMAT if captions is None else _FORMAT_OF_CAPTIONS
 
 
 def _name_of_index(shard: str, captions: CaptionKeys | None) -> str:
@@ -145,7 +149,7 @@ def load_index(shard: str, captions: CaptionKeys | None = None) -> ShardIndex | 
         state = state_of(file)
     try:
         with np.load(_name_of_index(shard, captions)) as arrays:
-            if arrays["state"].tolist() != [_FORMAT, *state]:
+            if arrays["state"].tolist() != [_format(captions), *state]:
                 return None
             offsets, sizes = arrays["places"]
             left_out = json.loads(str(arrays["left_out"]))
@@ -176,7 +180,7 @@ def read_index(shard: str, captions: CaptionKeys | None = None) -> ShardIndex:
     if all(isinstance(label, int) for label in labels):
         label_array = np.array(labels, dtype=np.int64)
     else:
-        label_array = np.array([str(label).encode() for label in labels], dtype=np.bytes_)
+        label_array = np.array([os.fsencode(str(label)) for label in labels], dtype=np.bytes_)
     left_out: Counter[str] = Counter()
     for files in samples.values():
         image = _image_suffix(files)
@@ -241,7 +245,7 @@ def _label(files: dict[str, _File], shard: BinaryIO, shard_name: str) -> int | s
         return None
     data = _content(label_file, shard)
     if ".cls" in files:
-        text = data.decode(errors="replace").strip()
+        text = os.fsdecode(data).strip()
         return int(text) if re.fullmatch(r"-?[0-9]{1,9}", text) else text
     name = f"{shard_name}:{label_file.name}"
     fields = _fields(data, name)
@@ -284,12 +288,13 @@ def _captions(
             captions[key] = caption_lines(_content(files[suffix], shard))
         elif suffix == ".json":
             name = f"{shard_name}:{files[suffix].name}"
-            value = _fields(_content(files[suffix], shard), name).get(json_key or "caption")
-            texts = [value] if isinstance(value, str) else value
-            if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-                if value is not None:
-                    raise UserError(f"{name}: {json_key or 'caption'} is neither a text nor a list of texts")
+            fields = _fields(_content(files[suffix], shard), name)
+            if (json_key or "caption") not in fields:
                 continue
+            value = fields[json_key or "caption"]
+            texts = value if isinstance(value, list) else [value]
+            if not all(text is None or isinstance(text, str) or text != text for text in texts):  # NaN
+                raise UserError(f"{name}: {json_key or 'caption'} is neither a text nor a list of texts")
             captions[key] = clean_captions(texts)
     check_matches(shard_name, [key for key in keys if key not in captions], captions.keys() - {*keys}, len(keys))
-    return Captions.of(captions[key] for key in keys)
+    return Captions.of(captions.get(key, ()) for key in keys)

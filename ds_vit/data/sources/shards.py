@@ -12,11 +12,10 @@ from collections.abc import Sequence
 from typing import Any, BinaryIO
 
 import numpy as np
-from timm.utils.misc import natural_key
 
 from ds_vit.data.sources.captions import CaptionKeys, Captions
 from ds_vit.data.sources.shard_index import open_indexes, state_of
-from ds_vit.data.sources.source import check_labels, no_such_split, number_classes, synonyms_of
+from ds_vit.data.sources.source import check_labels, in_natural_order, no_such_split, number_classes, synonyms_of
 from ds_vit.data.sources.tars import PackedSource
 from ds_vit.fault_tolerance.errors import UserError, read_text
 
@@ -98,7 +97,7 @@ def _of_split(folder: str, split: str) -> list[str]:
             planned = [os.path.join(folder, shard_name(name, number)) for number in range(_json(plan)["shards"])]
             return _require_all(planned, plan, "start the same ds-vit shards again to make them, or bring them")
     for name, form in itertools.product(names, ("{}-*.tar", "{}/*.tar", "{}.tar")):
-        if shards := sorted(glob.glob(os.path.join(glob.escape(folder), form.format(name))), key=natural_key):
+        if shards := in_natural_order(glob.glob(os.path.join(glob.escape(folder), form.format(name)))):
             _check_no_gap(shards)
             return shards
     raise no_such_split(folder, split, f"shards {split}-*.tar")
@@ -174,7 +173,7 @@ class ShardSource(PackedSource):
         """Class names, and each sample's number among them."""
         if labels.dtype.kind == "S":
             found, place = np.unique(labels, return_inverse=True)
-            found_names = [name.decode() for name in found]
+            found_names = [*map(os.fsdecode, found)]
             known = known if known is not None else number_classes(found_names)[0]
             number_of = {name: number for number, name in enumerate(known)}
             numbers = np.array([number_of.get(name, -1) for name in found_names], dtype=np.int64)[place]

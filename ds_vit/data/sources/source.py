@@ -12,6 +12,7 @@ import hashlib
 import io
 import os
 import posixpath
+import re
 import uuid
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -22,7 +23,6 @@ from typing import BinaryIO
 
 import numpy as np
 from PIL import Image
-from timm.utils.misc import natural_key
 
 from ds_vit import randomness
 from ds_vit.data.decode import ImageDecodeError, Jpeg, decode, open_image, orientation, upright
@@ -199,6 +199,11 @@ def is_image(path: str) -> bool:
     return posixpath.splitext(path)[1].lower() in IMAGE_EXTENSIONS
 
 
+def natural_key(name: str) -> list[str | int]:
+    """timm's key of natural order, which fails for digits that are no decimals, such as `5²` and `①`."""
+    return [int(part) if number % 2 else part for number, part in enumerate(re.split(r"(\d+)", name.lower()))]
+
+
 def in_natural_order(names: Iterable[str]) -> list[str]:
     """Sorted as timm sorts, with ties broken by the plain name: the result never depends on the file system."""
     return sorted(names, key=lambda name: (natural_key(name), name))
@@ -262,7 +267,7 @@ def check_labels(source: Source, labels: np.ndarray, valid: np.ndarray, classes:
     if valid.all():
         return
     first = int(valid.argmin())
-    label = labels[first].decode() if isinstance(labels[first], bytes) else int(labels[first])
+    label = os.fsdecode(labels[first]) if isinstance(labels[first], bytes) else int(labels[first])
     raise UserError(
         f"{source.describe(first)} has the label {label!r}; the {len(classes)} classes are {shortened(classes)}, with "
         f"the numbers 0 to {len(classes) - 1}; {int((~valid).sum())} of {len(labels)} samples have such a label"

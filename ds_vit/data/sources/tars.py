@@ -42,11 +42,13 @@ class PackedSource(ArraySource):
 
     def encoded(self, index: int) -> bytes:
         number = int(self._tar_of[index])
-        if number not in self._open:
-            if len(self._open) == _MOST_OPEN:
-                self._open.pop(next(iter(self._open))).close()
-            self._open[number] = self.open_tar(number)
-        return os.pread(self._open[number].fileno(), int(self._sizes[index]), int(self._offsets[index]))
+        file = self._open.get(number)
+        if file is None:
+            if len(self._open) >= _MOST_OPEN:
+                self._open.pop(next(iter(self._open)), None)
+            # Threads may open it at once; a file is closed when none of them holds it.
+            file = self._open.setdefault(number, self.open_tar(number))
+        return os.pread(file.fileno(), int(self._sizes[index]), int(self._offsets[index]))
 
     def open_tar(self, number: int) -> BinaryIO:
         """Open one of the files, unbuffered."""
