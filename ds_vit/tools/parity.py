@@ -420,7 +420,7 @@ def resolve_layout(
     file = folder / "layout.json"
     file.write_text(json.dumps(data))
     values |= {"deepspeed_config": str(file), "output": str(layout.run.path)}
-    (folder / "layout.yaml").write_text(flags.to_yaml(values))
+    (folder / "layout.yaml").write_text(flags.to_yaml(values), encoding="utf-8")
     try:
         rank = Process("env", 0, ranks, 0, ranks)
         on_cpu = get_accelerator().device_name() == "cpu"

@@ -64,8 +64,11 @@ def check_folder(output: str, *, resumes: bool = False) -> None:
     try:
         holds_run = RunFolder(folder).metrics.exists() and has_saved(folder)
         parent = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        str(folder.absolute()).encode()
     except OSError as error:  # a name that is too long, a folder that cannot be read
         raise UserError(f"--output {output}: {error.strerror or error}") from None
+    except UnicodeEncodeError:
+        raise UserError(f"--output {output}: not UTF-8, and TensorBoard writes to no such folder; rename it") from None
     if holds_run and not resumes:
         raise UserError(
             f"--output {output} already holds a run; choose another folder, remove it, or resume the run with "

@@ -277,7 +277,7 @@ def _write_settings(resolved: Resolved, folder: RunFolder) -> None:
     deepspeed, task = resolved.deepspeed, resolved.model.task
     try:
         folder.path.mkdir(parents=True, exist_ok=True)
-        folder.config.write_text(flags.to_yaml(resolved_flags(resolved)))
+        folder.config.write_text(flags.to_yaml(resolved_flags(resolved)), encoding="utf-8")
         write_json(folder.deepspeed, deepspeed.json)
         write_json(derived_path(folder.deepspeed), deepspeed.origins)
         if task.has_classes:

@@ -12,7 +12,8 @@ import argparse
 import contextlib
 import json
 import pickle
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,12 @@ _TORCH = (".pth", ".pt", ".bin", ".tar", ".ckpt")
 _OF_OTHERS = ("open_clip_model.safetensors", "pytorch_model.bin", "open_clip_pytorch_model.bin")
 _TEXT = {"model": "text", "ema": "ema-text", BEST: f"{BEST}-text"}  # of a run, next to its image tower
 _UNREADABLE = (AttributeError, EOFError, KeyError, OSError, RuntimeError, SafetensorError, TypeError, ValueError)
+# A prefix, and a name that each model of timm, Hugging Face and open_clip has.
+_OF_MODEL = re.compile(
+    r"((?:[^.]+\.)*?)(?:patch_embed\.proj\.weight$|visual\.(?:trunk\.|class_embedding$)|vision_model\.embeddings\."
+    r"|(?:vit\.|deit\.)?embeddings\.patch_embeddings\.projection\.weight$)"
+)
+_AVERAGES = ("teacher", "ema", "target")
 _DEEPSPEED = ("*_optim_states.pt", "mp_rank_*_model_states.pt")
 
 
@@ -97,11 +104,44 @@ def _shards(path: Path) -> list[Path]:
     return files
 
 
-def open_weights(path: str | Path) -> dict[str, torch.Tensor]:
-    """The tensors of a checkpoint, under the names here where the file has Hugging Face's or open_clip's.
+def _flatten(contents: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in contents.items():
+        yield from _flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else [(f"{prefix}{name}", value)]
+
+
+def _without_prefix(contents: Mapping[str, Any], path: Path) -> tuple[dict[str, Any], str]:
+    """The tensors of the one model in a file, without the prefix of their names, and that prefix.
+
+    A dictionary in the file (`{"teacher": {...}}`) is a prefix too. Of several models an average is preferred.
 
     Raises:
-        UserError: it does not exist, cannot be read, or holds more than tensors.
+        UserError: there are several, none or more of them an average.
+    """
+    tensors = dict(_flatten(contents))
+    prefixes = sorted({found[1] for name in tensors if (found := _OF_MODEL.match(name))})
+    if not prefixes or "" in prefixes:
+        return dict(contents), ""
+    chosen = [prefix for prefix in prefixes if any(word in prefix for word in _AVERAGES)] or prefixes
+    if len(chosen) > 1:
+        several = f"{len(chosen)} models, whose names begin with {', '.join(chosen)}"
+        raise UserError(f"initial checkpoint {path}: it holds {several}; save the state dict of one of them")
+    below = {name.removeprefix(chosen[0]): tensors[name] for name in tensors if name.startswith(chosen[0])}
+    return below, chosen[0]
+
+
+def open_weights(path: str | Path) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint, as `open_prefixed`."""
+    return open_prefixed(path)[0]
+
+
+def open_prefixed(path: str | Path) -> tuple[dict[str, torch.Tensor], str]:
+    """The tensors of a checkpoint, under the names here where the file has Hugging Face's or open_clip's.
+
+    Returns:
+        The tensors, and the prefix that their names have in the file and not here; "" for none.
+
+    Raises:
+        UserError: it does not exist, cannot be read, holds more than tensors, or several models.
     """
     path = _file_of(Path(path))
     if path.suffix not in _SAFETENSORS + _TORCH:
@@ -117,9 +157,10 @@ def open_weights(path: str | Path) -> dict[str, torch.Tensor]:
             ) from error
         why = "it is not a dictionary of tensors" if isinstance(error, AttributeError) else error
         raise UserError(f"initial checkpoint {path} cannot be read: {why}") from error
+    tensors, prefix = _without_prefix(tensors, path)
     if is_two_towers(tensors):
-        return from_two_towers(tensors)
-    return from_hf(tensors) if is_hf(tensors) else tensors
+        return from_two_towers(tensors), prefix
+    return from_hf(tensors) if is_hf(tensors) else tensors, prefix
 
 
 def names_as_metadata(class_names: Sequence[str], tokenizer: str = "", figure: Figure | None = None) -> dict[str, str]:
@@ -206,7 +247,7 @@ class StoredWeights:
         return tuple(json.loads(classes.read_text())) if classes and classes.is_file() else ()
 
     def __str__(self) -> str:
-        header, text = _header(self.path), str(self.path)
+        header, text = _header(self.path), f"{self.path}{' (the teacher)' * (self.kind == 'teacher')}"
         if self.recipe is None or "figure" not in header:
             return text
         step = step_of(self.path.parent.name) or int(header.get("step", 0))

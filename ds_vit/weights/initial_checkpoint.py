@@ -28,7 +28,7 @@ from ds_vit.models.masked_autoencoder import decoder_names, is_of_decoder
 from ds_vit.models.param_groups import classifier_names
 from ds_vit.models.self_distillation import HEAD, TEACHER, TEACHER_HEAD, SelfDistillationViT
 from ds_vit.models.zoo import TimmViT, names_and_shapes
-from ds_vit.weights.files import class_names, config_beside, open_weights, tokenizer_name
+from ds_vit.weights.files import class_names, config_beside, open_prefixed, tokenizer_name
 from ds_vit.weights.hf_names import check_hf_config
 from ds_vit.weights.two_tower_names import check_two_towers
 
@@ -171,8 +171,8 @@ class InitialCheckpoint:
             UserError: the file cannot be read, its patch size is another one, or names or shapes differ in more than
                 the number of classes; the first five differences are named.
         """
-        path = Path(path)
-        tensors = open_weights(path)
+        self._path = path = Path(path)
+        tensors, self._cut_off = open_prefixed(path)
         self.tower = tower
         self._averaged = (TEACHER,) if isinstance(model, SelfDistillationViT) else ()  # begins as its student
         self.left_out = tuple(
@@ -290,6 +290,7 @@ class InitialCheckpoint:
         parts += [f"resampled: {', '.join(adapted)}"] if adapted else []
         parts += [f"newly initialised: {enumerate_some(self.newly_initialised)}"] if self.newly_initialised else []
         parts += [f"ignored: {enumerate_some(ignored)}"] if ignored else []
+        parts += [f'names begin with "{self._cut_off}" in the file, which is cut off'] if self._cut_off else []
         parts += [self._note] if self._note else []
         return "; ".join(parts)
 
@@ -314,12 +315,19 @@ class InitialCheckpoint:
         return digest.hexdigest()
 
     def load(self, layer: nn.Module) -> None:
-        """Copy the file's values into a layer of `take_apart`; only these are read."""
+        """Copy the file's values into a layer of `take_apart`; only these are read.
+
+        Raises:
+            UserError: one of them is NaN or infinite.
+        """
         with torch.no_grad():
             for local, tensor in layer.state_dict().items():
                 name = self._name(layer, local)
                 if name not in self.newly_initialised:
                     value = self._values[name]
+                    if num_bad := value.numel() - int(value.isfinite().sum()):
+                        bad = f"{name} has {num_bad:,} NaN or infinite values of {value.numel():,}"
+                        raise UserError(f"weights {self._path}: {bad}; its run diverged: take an earlier checkpoint")
                     tensor.copy_(value[self._rows] if self._rows and name in self._classifier else value)
 
 

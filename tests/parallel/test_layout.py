@@ -131,6 +131,8 @@ def test_folder_of_another_run(tmp_path):
         check_folder(str(tmp_path))
     with pytest.raises(ValueError, match="is not a folder that can be written to"):
         check_folder(str(tmp_path / "metrics.jsonl" / "x"))
+    with pytest.raises(ValueError, match="not UTF-8, and TensorBoard writes to no such folder; rename it"):
+        check_folder(str(tmp_path / "r\udce9"))
 
 
 def _hosts(folders, timeout):

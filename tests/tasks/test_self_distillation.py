@@ -258,7 +258,7 @@ def test_the_teacher_is_evaluated_and_exported(ranks, tmp_path, folder):
     assert any(not torch.equal(student[name], tensor) for name, tensor in state.items())
     assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in state.values()), "kept in fp32"
     best = find_weights(output)
-    assert (str(best), best.kind) == (f"{output}/best.safetensors, step 4, knn_top1 100 %", "teacher")
+    assert (str(best), best.kind) == (f"{output}/best.safetensors (the teacher), step 4, knn_top1 100 %", "teacher")
     head, of_teacher = (load_file(str(output / f"{name}.safetensors")) for name in ("best-head", "teacher_head"))
     assert head.keys() == of_teacher.keys()
     assert all(torch.equal(head[name], tensor) for name, tensor in of_teacher.items()), "the teacher's head too"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -117,6 +118,27 @@ def test_images_that_cannot_be_read_are_named_and_counted(run, data, tmp_path, b
     assert code == 2
     assert "none of 1 images can be read" in err
     assert not (tmp_path / "f.npz").exists()
+
+
+def test_names_of_any_bytes_and_characters(run, data, tmp_path, by_timm, capsys, monkeypatch):
+    """A traceback after all images were predicted, and a table that loses a name or its bytes."""
+    names = ["caf\udce9.jpg", "\u732b \u2028,\t.jpg", "new\nline.jpg"]  # the first one is in Latin-1
+    for name in names:
+        (tmp_path / name).write_bytes(Path(next(iter(by_timm))).read_bytes())
+    files = [str(tmp_path / name) for name in names]
+    assert said(capsys, "predict", run, *files, "--output", tmp_path / "p.csv")[0] == 0
+    table = (tmp_path / "p.csv").read_bytes().decode(errors="surrogateescape")
+    assert [row["image"] for row in csv.DictReader(io.StringIO(table))] == files
+    assert said(capsys, "predict", run, *files, "--output", tmp_path / "p.json")[0] == 0
+    found = json.loads((tmp_path / "p.json").read_text(encoding="ascii"))
+    assert [one["image"] for one in found["images"]] == files
+    assert said(capsys, "embed", run, *files, "--output", tmp_path / "e.npz")[0] == 0
+    assert np.load(tmp_path / "e.npz")["images"].tolist() == files
+    for encoding, shown in (("utf-8", os.fsencode(names[0])), ("ascii", rb"\u732b"), ("iso-8859-1", rb"caf\udce9")):
+        stdout = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+        monkeypatch.setattr("sys.stdout", stdout)
+        assert cli.main(["predict", str(run), *files]) == 0
+        assert shown in stdout.buffer.getvalue()
 
 
 def test_binary_cross_entropy_means_sigmoid(run, tmp_path, by_timm, capsys):

@@ -16,7 +16,8 @@ from vits import KINDS, images, shake, small_spec, timm_model, timm_state_dict
 
 from ds_vit.models import SequentialViT, create_model, initialise, take_apart
 from ds_vit.weights import InitialCheckpoint
-from ds_vit.weights.files import names_as_metadata
+from ds_vit.weights.files import find_weights, names_as_metadata
+from ds_vit.weights.source import load_source
 
 SPEC = small_spec("vit_tiny_patch16_224")
 
@@ -82,6 +83,68 @@ def test_torch_files(tmp_path, suffix, wrapper):
         contents["model"] = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     torch.save(contents, tmp_path / f"weights{suffix}", _use_new_zipfile_serialization=not old)
     assert_equal_states(load(tmp_path / f"weights{suffix}")[1], state)
+
+
+def _below(prefix: str, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {prefix + name: tensor for name, tensor in state.items()}
+
+
+@pytest.mark.parametrize(
+    ("contents", "prefix"),
+    [
+        (lambda own, other: {"state_dict": _below("model.", own) | {"loss.weight": torch.ones(2)}}, "model."),
+        (lambda own, other: _below("backbone.", own), "backbone."),
+        (lambda own, other: _below("net.encoder._orig_mod.", own), "net.encoder._orig_mod."),
+        (lambda own, other: {"module": own, "global_steps": 3}, "module."),
+        (
+            lambda own, other: {
+                "student": _below("module.backbone.", other),
+                "teacher": _below("backbone.", own) | {"head.last_layer.weight": torch.ones(2)},
+                "epoch": 3,
+                "optimizer": {"state": {0: {"step": torch.ones(())}}},
+            },
+            "teacher.backbone.",
+        ),
+        (lambda own, other: _below("model.", other) | _below("ema.module.", own), "ema.module."),
+    ],
+)
+def test_a_prefix_of_all_names_is_cut_off_and_named(tmp_path, contents, prefix):
+    """A file of Lightning, torch.compile, DeepSpeed or DINO that is refused, and a student in place of its teacher."""
+    own = timm_model(SPEC).state_dict()
+    torch.save(contents(own, {name: torch.zeros_like(tensor) for name, tensor in own.items()}), tmp_path / "w.pth")
+    checkpoint, model = load(tmp_path / "w.pth")
+    assert_equal_states(model, own)
+    assert f'names begin with "{prefix}" in the file, which is cut off' in checkpoint.summary
+    save_file(own, tmp_path / "plain.safetensors")
+    assert "cut off" not in load(tmp_path / "plain.safetensors")[0].summary
+
+
+def test_several_models_in_a_file_are_named(tmp_path):
+    """One of two models that is taken without a word, or a message that does not say why neither fits."""
+    state = timm_model(SPEC).state_dict()
+    save_file(
+        _below("a.", state) | _below("b.net.", {n: t.clone() for n, t in state.items()}), tmp_path / "w.safetensors"
+    )
+    with pytest.raises(
+        ValueError, match=r"w.safetensors: it holds 2 models, whose names begin with a\., b\.net\.; save"
+    ):
+        load(tmp_path / "w.safetensors")
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_values_of_a_diverged_run_are_refused(tmp_path, bad):
+    """An assertion about the initial values, and predictions of nan % with exit code 0."""
+    state = timm_model(SPEC).state_dict()
+    state["blocks.1.mlp.fc1.weight"][0, :3] = bad
+    save_file(state, tmp_path / "w.safetensors")
+    bad_tensor = r"w\.safetensors: blocks\.1\.mlp\.fc1\.weight has 3 NaN or infinite values of "
+    with pytest.raises(ValueError, match=bad_tensor):
+        load(tmp_path / "w.safetensors")
+    with pytest.raises(ValueError, match=bad_tensor):  # ds-vit predict, embed, eval and export
+        load_source(
+            find_weights(tmp_path / "w.safetensors"),
+            {"model": SPEC.name, "num_classes": SPEC.num_classes, "model_kwargs": dict(SPEC.model_kwargs)},
+        )
 
 
 class _Surprise:

@@ -35,7 +35,7 @@ DOT = "%2E"
 DOT_OF_SUFFIX = "%2e"
 """The last dot of a file that shares its stem with another one: `1.jpg` is packed as `1%2ejpg.jpg`."""
 
-_FORMAT, _FORMAT_OF_CAPTIONS = 1, 2
+_FORMATS = (1, 2)  # of labels, and of captions
 _JSON_LABELS = ("label", "cls")
 _LABEL_SUFFIXES, _TEXT_SUFFIXES = (".cls", ".json"), (".txt", ".json")
 _MOST_PROCESSES = 16  # each rank of a machine may be at it
@@ -126,17 +126,13 @@ def save_index(shard: str, index: ShardIndex, captions: CaptionKeys | None = Non
     with written_whole(_name_of_index(shard, captions)) as temporary, open(temporary, "wb") as file:
         np.savez(
             file,
-            state=np.array([_format(captions), *index.state], dtype=np.int64),
+            state=np.array([_FORMATS[captions is not None], *index.state], dtype=np.int64),
             paths=index.paths,
             places=np.stack([index.offsets, index.sizes]),
             labels=index.labels,
             left_out=np.array(json.dumps(index.left_out)),
             **texts,
         )
-
-
-def _format(captions: CaptionKeys | None) -> int:
-    return _FORMAT if captions is None else _FORMAT_OF_CAPTIONS
 
 
 def _name_of_index(shard: str, captions: CaptionKeys | None) -> str:
@@ -149,7 +145,7 @@ def load_index(shard: str, captions: CaptionKeys | None = None) -> ShardIndex | 
         state = state_of(file)
     try:
         with np.load(_name_of_index(shard, captions)) as arrays:
-            if arrays["state"].tolist() != [_format(captions), *state]:
+            if arrays["state"].tolist() != [_FORMATS[captions is not None], *state]:
                 return None
             offsets, sizes = arrays["places"]
             left_out = json.loads(str(arrays["left_out"]))
@@ -288,10 +284,9 @@ def _captions(
             captions[key] = caption_lines(_content(files[suffix], shard))
         elif suffix == ".json":
             name = f"{shard_name}:{files[suffix].name}"
-            fields = _fields(_content(files[suffix], shard), name)
-            if (json_key or "caption") not in fields:
+            value = _fields(_content(files[suffix], shard), name).get(json_key or "caption", ...)
+            if value is ...:
                 continue
-            value = fields[json_key or "caption"]
             texts = value if isinstance(value, list) else [value]
             if not all(text is None or isinstance(text, str) or text != text for text in texts):  # NaN
                 raise UserError(f"{name}: {json_key or 'caption'} is neither a text nor a list of texts")

@@ -40,19 +40,16 @@ def read_table(path: str, separator: str = "") -> Iterator[tuple[str, list[str]]
             if not row:
                 continue
             separator = separator or next((one for one in _SEPARATORS if one in row), ",")
-            cells = row.split(separator)
-            if '"' in row:
-                read = _cells(row, separator)
-                if read is None:  # up to the line that closes the quote: one with an odd number of them
-                    rest = [row]
-                    for _, following in lines:
-                        rest.append(following.removesuffix("\n"))
-                        if following.count('"') % 2:
-                            break
-                    read = _cells("\n".join(rest), separator)
-                if read is None or any(map(_holds_rows, read, [separator] * len(read))):
+            cells = _cells(row, separator) if '"' in row else row.split(separator)
+            if cells is None:  # up to the line that closes the quote: one with an odd number of them
+                rest = [row]
+                for _, following in lines:
+                    rest.append(following.removesuffix("\n"))
+                    if following.count('"') % 2:
+                        break
+                cells = _cells("\n".join(rest), separator)
+                if cells is None or any(_holds_rows(cell, separator) for cell in cells):
                     raise UserError(f"{where}: a quote is not closed; close it at the end of the cell, or remove it")
-                cells = read
             num_columns = num_columns or len(cells)
             if len(cells) != num_columns:
                 raise UserError(f"{where}: {len(cells)} columns in place of the {num_columns} of the header")
@@ -81,8 +78,9 @@ def _cells(row: str, separator: str) -> list[str] | None:
 
 def _holds_rows(cell: str, separator: str) -> bool:
     """Whether a cell of several lines has a line of columns with the name of an image: rows that a quote took in."""
-    lines = [line.split(separator) for line in cell.split("\n")] if "\n" in cell else []
-    return any(len(line) > 1 and any(map(is_image, line)) for line in lines)
+    return "\n" in cell and any(
+        separator in line and any(map(is_image, line.split(separator))) for line in cell.split("\n")
+    )
 
 
 def require_utf8(text: str, where: str) -> str:

@@ -100,7 +100,7 @@ class Record:
         by_kind = _rows_by_kind(_json_lines(folder.metrics))
         config: Any = {}
         with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
-            config = yaml.safe_load(folder.config.read_text())
+            config = yaml.safe_load(folder.config.read_text(encoding="utf-8"))
         return cls(
             folder=folder,
             name=name or path.resolve().name,
