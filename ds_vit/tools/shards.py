@@ -113,7 +113,7 @@ def make_shards(
         Each split's name, and what became of it.
 
     Raises:
-        UserError: no such folder, classes that differ between splits, an image without its text file, or an `out` that
+        UserError: no such folder, classes that differ between splits, no text files, or an `out` that
             holds other shards.
     """
     if workers < 1:

@@ -84,8 +84,16 @@ def test_captions_are_packed_with_their_images(folder, tmp_path, capsys):
     assert "(2 of them from before)" in _told(capsys, folder, out, "--captions", "--per-shard", 5)
     assert _tars(out) == before
     next((folder / "train").rglob("*.txt")).unlink()
-    assert cli.main(["shards", str(folder), str(tmp_path / "more"), "--captions"]) == 2
-    assert "1 without a caption" in capsys.readouterr().err
+    assert cli.main(["shards", str(folder), str(tmp_path / "more"), "--captions"]) == 0
+    packed, plain = (
+        open_source(dataset, str(where), "train", captions=CaptionKeys())
+        for dataset, where in (("wds/", tmp_path / "more"), ("", folder))
+    )
+    assert packed.fingerprint == plain.fingerprint, "an image without a text file stays a damaged pair"
+    for file in folder.rglob("*.txt"):
+        file.unlink()
+    assert cli.main(["shards", str(folder), str(tmp_path / "none"), "--captions"]) == 2
+    assert "12 without a caption" in capsys.readouterr().err
 
 
 def test_class_folders_alone(folder, tmp_path, capsys):
