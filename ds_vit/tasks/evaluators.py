@@ -275,7 +275,7 @@ def chosen_evaluators(config: RunConfig, source: Source) -> tuple[Evaluator, ...
         if source.multi_label:
             raise UserError(f"{flag} needs one class an image, and these have several labels; drop it")
         if not source.class_names:
-            raise UserError(f"{flag} needs a class for each image, and these have captions only; drop it")
+            raise UserError(f"{flag} needs a class for each image, and these have none; drop it")
         if not config.train_split:
             raise UserError(f"{flag} learns from the training split, and --train-split '' names none")
     if config.eval_knn > len(source):

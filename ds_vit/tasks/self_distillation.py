@@ -135,7 +135,7 @@ class SelfDistillation(Task):
         if self.figures[0].summed_up or not self.config.val_split:
             return ()
         why = "no weights are marked as the best: the feature deviation of random weights is the largest"
-        return (f"{why}; --eval-knn 20 or --eval-linear-probe rates features",)
+        return (why + "; --eval-knn 20 or --eval-linear-probe rates features" * bool(self.source.class_names),)
 
     # ---- the model -------------------------------------------------------------------------------------------------
 

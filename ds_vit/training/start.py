@@ -64,7 +64,8 @@ def start_rows(resolved: Resolved, flops: Flops, device: torch.device, folder: P
         layout += f", {blocks} recomputed" + (" from inputs kept in host memory" if deepspeed.checkpointing.cpu else "")
         layout += " except matrix products and attention" if deepspeed.checkpointing.selective else ""
     source = data.train_source
-    labels = f"in {source.num_classes} classes" if source.class_names else "with captions"
+    without = "with captions" if source.has_captions else "without classes"
+    labels = f"in {source.num_classes} classes" if source.class_names else without
     images = f"{len(source):,} images {labels}"
     left = len(data.train_source) - data.order.steps_per_epoch * data.batch.global_batch
     if resolved.optimizer is not None and left > 0 and not (data.order.aug_repeats or data.order.mixture):

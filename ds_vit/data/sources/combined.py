@@ -166,7 +166,7 @@ def mixed(sources: Sequence[Source], weights: Sequence[float] = (), classes: Seq
     Args:
         sources: in the order of --data-dir.
         weights: the share of an epoch's rows that each gets, of any sum; none: each image once per epoch.
-        classes: what the samples' classes are numbered over; None for those of the first source.
+        classes: what the samples' classes are numbered over; None for those of the first source, () for none.
 
     Raises:
         UserError: a class of one source that is none of the classes, or a weight of less than one row.
@@ -194,7 +194,9 @@ class MixedSource(_View):
         self.mixture = self._rows_of_an_epoch(weights) if weights else ()
 
     def _class_numbers(self, source: Source) -> np.ndarray:
-        """The number here of each of a source's classes."""
+        """The number here of each of a source's classes, 0 without classes."""
+        if not self.class_names:
+            return np.zeros(source.num_classes, dtype=np.int64)
         number_of = {name: number for number, name in enumerate(self.class_names)}
         if unknown := [name for name in source.class_names if name not in number_of]:
             classes = f"{len(unknown)} classes that are not among the {len(number_of)} of the first --data-dir"
@@ -224,12 +226,10 @@ class MixedSource(_View):
         return int(self._starts[-1])
 
     def target(self, index: int) -> int | np.ndarray:
+        if not (self.multi_label or self.class_names):
+            return 0
         target = super().target(index)
-        return (
-            target
-            if self.multi_label or not self.class_names
-            else int(self._numbers[self._number_of_source(index)][target])
-        )
+        return target if self.multi_label else int(self._numbers[self._number_of_source(index)][target])
 
     def identity(self) -> tuple[np.ndarray, ...]:
         prints = np.array([source.fingerprint for source in self._sources], dtype=np.bytes_)

@@ -14,7 +14,7 @@ from timm.data import create_dataset
 
 from ds_vit.data.decode import in_8_bits, to_rgb, undecodable
 from ds_vit.data.sources.captions import CaptionKeys
-from ds_vit.data.sources.combined import first_part, part_of
+from ds_vit.data.sources.combined import first_part, mixed, part_of
 from ds_vit.data.sources.folders import open_folder
 from ds_vit.data.sources.glyphs import GlyphSource
 from ds_vit.data.sources.hugging_face import open_hugging_face
@@ -176,6 +176,8 @@ def open_source(
     download: bool = False,
     allow_empty: bool = False,
     captions: CaptionKeys | None = None,
+    labelled: bool = True,
+    partly: bool = False,
 ) -> Source:
     """Open one split of a data set.
 
@@ -193,6 +195,9 @@ def open_source(
         download: let torchvision fetch a `torch/` data set that is not there.
         allow_empty: a class folder without images is a class all the same.
         captions: the keys of captions, for a task that reads them; classes are then not read.
+        labelled: False for a task without labels: images at any depth count, and they need no classes. A folder of
+            images without splits is then the training split.
+        partly: whether the split may lack some of `classes`.
 
     Raises:
         UserError: unknown data set, folder missing or without classes or images, classes that differ.
@@ -213,29 +218,33 @@ def open_source(
     elif f"{kind}/" in _IN_DATA_DIR and "/" in dataset:
         if not name and not data_dir:
             raise UserError(f"--dataset {kind}/ needs a path: {kind}/PATH, or --data-dir")
-        source = _open_path(kind, os.path.join(data_dir or "", name), split, classes, captions)
+        source = _open_path(kind, os.path.join(data_dir or "", name), split, classes, captions, labelled)
     elif not dataset:
         if not data_dir:
             raise UserError("no data: pass --data-dir FOLDER (with train/ and val/ in it) or --dataset digits")
         if captions is None:
-            source = open_folder(data_dir, split, classes, allow_empty=allow_empty)
+            source = open_folder(data_dir, split, classes, allow_empty=allow_empty, labelled=labelled)
         else:
             source = open_pairs(data_dir, split)
     else:
         known = ["digits", "glyphs", *(f"torch/{name}" for name in TORCH_NAMES), *(f"{k}PATH" for k in _IN_DATA_DIR)]
         near = did_you_mean(dataset, known)
         raise UserError(f"unknown data set {dataset!r}{near}; known are {', '.join(known)}, or --data-dir without it")
-    if classes is not None:
+    if classes is not None and partly and set(source.class_names) <= set(classes):
+        source = mixed([source], (), classes)
+    elif classes is not None:
         _refuse_differing_classes(tuple(classes), source.class_names)
     return source if percent == 100 else first_part(source, percent)
 
 
-def _open_path(kind: str, path: str, split: str, classes: Sequence[str] | None, captions: CaptionKeys | None) -> Source:
+def _open_path(
+    kind: str, path: str, split: str, classes: Sequence[str] | None, captions: CaptionKeys | None, labelled: bool
+) -> Source:
     """A split of `wds/PATH`, `hfds/PATH`, `parquet/PATH` or `csv/PATH`."""
     if kind == "wds":
-        return open_shards(path, split, classes, captions)
+        return open_shards(path, split, classes, captions, labelled=labelled)
     if kind != "csv":
-        return open_hugging_face(path, split, classes, captions)
+        return open_hugging_face(path, split, classes, captions, labelled=labelled)
     if captions is None:
         raise UserError(f"--dataset csv/{path} has captions and no classes; it is for tasks with text")
     return open_table(path, split, captions)

@@ -1,7 +1,7 @@
 """Sources in folders.
 
 Samples and classes are numbered as timm's readers number them: natural order of the paths, a class is the name of the
-innermost folder.
+innermost folder. Folders that merge or nest by this rule are an error, and hidden ones are left out.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from ds_vit.data.sources.source import (
     ArraySource,
     Source,
     described_counts,
+    hidden,
     in_natural_order,
     is_image,
     list_images,
@@ -40,23 +41,35 @@ from ds_vit.fault_tolerance.errors import UserError
 
 
 def open_folder(
-    data_dir: str, split: str, classes: Sequence[str] | None = None, *, allow_empty: bool = False
+    data_dir: str,
+    split: str,
+    classes: Sequence[str] | None = None,
+    *,
+    allow_empty: bool = False,
+    labelled: bool = True,
 ) -> Source:
     """Open `data_dir/<split>` or `data_dir/<split>.tar`; see `open_source`."""
-    location = find_split(data_dir, split)
+    location = find_split(data_dir, split, or_whole=not labelled)
     if os.path.isfile(location):
-        return TarSource(location, [location])
+        return TarSource(location, [location], labelled=labelled)
     if os.path.isfile(os.path.join(location, LABELS_FILE)):
         return MultiLabelSource(location, classes)
-    entries = [os.path.join(location, name) for name in sorted(os.listdir(location))]
+    entries = [os.path.join(location, name) for name in sorted(os.listdir(location)) if not hidden(name)]
     tars = [path for path in entries if path.lower().endswith(".tar")]
     if tars and any(map(os.path.isdir, entries)):
         raise UserError(f"{location} holds class folders and {len(tars)} tar files; move one kind elsewhere")
-    return TarSource(location, tars) if tars else FolderSource(location, allow_empty=allow_empty)
+    if tars:
+        return TarSource(location, tars, labelled=labelled)
+    return FolderSource(location, allow_empty=allow_empty, labelled=labelled)
 
 
-def find_split(data_dir: str, split: str) -> str:
+def find_split(data_dir: str, split: str, *, or_whole: bool = False) -> str:
     """The folder or tar file of a split; of a name and its synonyms the name itself goes first.
+
+    Args:
+        data_dir: the folder of the splits.
+        split: its name.
+        or_whole: whether a folder without any split is itself the training split.
 
     Raises:
         UserError: no such folder, no such split in it.
@@ -71,6 +84,9 @@ def find_split(data_dir: str, split: str) -> str:
             return path
         if os.path.isfile(f"{path}.tar"):
             return f"{path}.tar"
+    splits = {posixpath.splitext(name)[0] for name in os.listdir(data_dir)} & {*TRAIN_NAMES, *VAL_NAMES, "test"}
+    if or_whole and split in TRAIN_NAMES and not splits:
+        return data_dir
     parent, own = os.path.split(os.path.normpath(data_dir))
     hint = f"a split has a folder for each class: {split}/<class>/<image>"
     if own in (*TRAIN_NAMES, *VAL_NAMES):
@@ -78,14 +94,18 @@ def find_split(data_dir: str, split: str) -> str:
     elif _holds_classes(data_dir):
         if not own.strip("."):
             parent, own = os.path.normpath(os.path.join(data_dir, "..")), Path(data_dir).resolve().name
-        words = shlex.join(["--data-dir", parent or ".", "--train-split", own])
-        hint = f"it holds class folders and no splits: {words} --val-fraction 0.1 trains on nine tenths of each class"
+        words = ["--data-dir", parent or ".", "--train-split" if split in TRAIN_NAMES else "--val-split", own]
+        hint = f"it holds class folders and no splits: {shlex.join(words)}"
+        if split in TRAIN_NAMES:
+            hint += " --val-fraction 0.1 trains on nine tenths of each class"
+    elif tars := sum(name.endswith(".tar") for name in os.listdir(data_dir)):
+        hint = f"for its {tars} tar files as WebDataset shards: --dataset wds/{data_dir}"
     raise no_such_split(data_dir, split, f"{split}/ and no {split}.tar", f"; {hint}")
 
 
 def _holds_classes(folder: str) -> bool:
     """Whether a folder holds folders of images, none of them named as a split."""
-    inside = [path for path in Path(folder).iterdir() if path.is_dir()]
+    inside = [path for path in Path(folder).iterdir() if path.is_dir() and not hidden(path.name)]
     has_split = any(path.name in (*TRAIN_NAMES, *VAL_NAMES) for path in inside)
     return not has_split and any(is_image(name) for path in inside for name in os.listdir(path))
 
@@ -93,6 +113,7 @@ def _holds_classes(folder: str) -> bool:
 def walk(root: str) -> list[str]:
     """All regular files under `root`, as paths relative to it with forward slashes.
 
+    A hidden folder is in the list itself, not what is in it: `is_image` leaves it out, and `suffix_counts` counts it.
     Links are followed, except one to a folder that it lies in: it would list the same images again and again.
 
     Raises:
@@ -111,6 +132,9 @@ def walk(root: str) -> list[str]:
             around |= {(status.st_dev, status.st_ino)}
             for entry in entries:
                 path = posixpath.join(relative, entry.name)
+                if hidden(entry.name):
+                    paths.append(path)
+                    continue
                 link = entry.is_symlink()  # only a link needs a stat, which is slow on a shared file system
                 if os.path.isdir(entry.path) if link else entry.is_dir():
                     pending.append((path, around))
@@ -183,29 +207,29 @@ def find_images(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
 
 
 class FolderSource(FileSource):
-    """An ImageFolder: `root/<class>/**/<image>`.
+    """An ImageFolder: `root/**/<class>/<image>`.
 
     Args:
         root: the folder.
         allow_empty: whether a class folder without images is a class.
+        labelled: as for `list_images`; without labels an empty folder is no class.
 
     Raises:
-        UserError: no images, none in a class folder, or (unless allowed) a class folder without any.
+        UserError: what `list_images` refuses, or (unless allowed) a class folder without any image.
     """
 
-    def __init__(self, root: str, *, allow_empty: bool = False) -> None:
-        labels = {path: posixpath.basename(posixpath.dirname(path)) for path in walk(root)}
-        images, self.left_out = list_images(labels, root)
-        empty = _empty_classes(root, images)
+    def __init__(self, root: str, *, allow_empty: bool = False, labelled: bool = True) -> None:
+        folders = {path: posixpath.dirname(path) for path in walk(root)}
+        images, classes, self.left_out = list_images(folders, root, labelled=labelled)
+        empty = _empty_classes(root, images) if labelled or (allow_empty and classes[0]) else []
         if empty and not allow_empty:
-            inside = [path for path in labels if path.startswith(tuple(f"{folder}/" for folder in empty))]
+            inside = [path for path in folders if path.startswith(tuple(f"{folder}/" for folder in empty))]
             raise UserError(
                 f"{root}: {len(empty)} class folders without images: {shortened(empty)} (files in there: "
                 f"{described_counts(suffix_counts(inside))}); remove them, or pass --allow-empty-classes"
             )
         # The empty ones are in the list for their names only.
-        names = [*(labels[path] for path in images), *map(posixpath.basename, empty)]
-        self.class_names, numbers = number_classes(names)
+        self.class_names, numbers = number_classes([*classes, *map(posixpath.basename, empty)])
         super().__init__(root, images, numbers[: len(images)])
 
 
@@ -217,7 +241,7 @@ def _empty_classes(root: str, images: Sequence[str]) -> list[str]:
     found = []
     for parent in sorted(parents):
         with os.scandir(os.path.join(root, parent)) as entries:
-            names = sorted(entry.name for entry in entries if os.path.isdir(entry) and not entry.name.startswith("."))
+            names = sorted(entry.name for entry in entries if os.path.isdir(entry) and not hidden(entry.name))
         found += [path for name in names if (path := posixpath.join(parent, name)) not in holding | above]
     return found
 
@@ -240,11 +264,13 @@ class MultiLabelSource(FileSource):
     def __init__(self, root: str, classes: Sequence[str] | None = None) -> None:
         table = os.path.join(root, LABELS_FILE)
         rows = dict(_rows_of_table(table))
-        files = set(walk(root)) - {LABELS_FILE}
+        files = {path for path in walk(root) if not hidden(path)} - {LABELS_FILE}
         if not rows:
             raise UserError(f"{table} lists no images")
         if missing := sorted(set(rows) - files):
-            raise UserError(f"{table} lists {len(missing)} files that are not below {root}, the first is {missing[0]}")
+            raise UserError(
+                f"{table} lists {len(missing)} files that are not below {root} or hidden, the first is {missing[0]}"
+            )
         self.left_out = dict(suffix_counts(files - set(rows)))
         labels = {label for of_file in rows.values() for label in of_file}
         names = in_natural_order(labels) if classes is None else classes

@@ -16,6 +16,7 @@ from ds_vit.data.sources.source import (
     TRAIN_NAMES,
     NoSuchSplit,
     described_counts,
+    hidden,
     in_natural_order,
     is_image,
     no_such_split,
@@ -59,7 +60,9 @@ class TextFileSource(FileSource):
             counts = suffix_counts(files)
             shards = f"; for shards give --dataset wds/{os.path.dirname(root)}" if counts[".tar"] else ""
             raise UserError(f"{root} holds no images (files found: {described_counts(counts)}; {SUPPORTED}){shards}")
-        texts = {posixpath.splitext(path)[0]: path for path in files if path.lower().endswith(".txt")}
+        texts = {
+            posixpath.splitext(path)[0]: path for path in files if path.lower().endswith(".txt") and not hidden(path)
+        }
         stems = [posixpath.splitext(path)[0] for path in images]
         bare = [path for path, stem in zip(images, stems, strict=True) if stem not in texts]
         check_matches(root, bare, [texts[stem] for stem in texts.keys() - {*stems}], len(images))

@@ -26,7 +26,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from ds_vit.data.sources.captions import CaptionKeys, Captions, caption_lines, check_matches, clean_captions
-from ds_vit.data.sources.source import IMAGE_EXTENSIONS, SUPPORTED, one_at_a_time, written_whole
+from ds_vit.data.sources.source import IMAGE_EXTENSIONS, SUPPORTED, hidden, one_at_a_time, written_whole
 from ds_vit.fault_tolerance.errors import UserError
 
 SUFFIX, SUFFIX_OF_CAPTIONS = ".index.npz", ".captions.npz"
@@ -35,7 +35,10 @@ DOT = "%2E"
 DOT_OF_SUFFIX = "%2e"
 """The last dot of a file that shares its stem with another one: `1.jpg` is packed as `1%2ejpg.jpg`."""
 
-_FORMATS = (1, 2)  # of labels, and of captions
+FIRST_DOT = "a sample's name ends at the first dot of a file's name, and the image's suffix is all that follows"
+"""The rule of WebDataset by which `22.05.jpg` is no image."""
+
+_FORMATS = (2, 3)  # of labels, and of captions
 _JSON_LABELS = ("label", "cls")
 _LABEL_SUFFIXES, _TEXT_SUFFIXES = (".cls", ".json"), (".txt", ".json")
 _MOST_PROCESSES = 16  # each rank of a machine may be at it
@@ -49,7 +52,7 @@ class ShardIndex(NamedTuple):
     Attributes:
         paths: the images' names, bytes [N].
         offsets, sizes: the images' bytes in the shard, int64 [N] each.
-        labels: class numbers int64 [N], or class names in UTF-8, bytes [N].
+        labels: class numbers int64 [N], or class names in UTF-8, bytes [N], empty for a sample without a label.
         left_out: how many files were found that are not read, by suffix.
         state: the shard's size and time of change (`state_of`) when it was read.
         captions: of the images, whose labels are then 0; None in an index of labels.
@@ -82,7 +85,7 @@ def open_indexes(shards: Sequence[str], captions: CaptionKeys | None = None) -> 
         captions: the key of captions in .json files, where captions are read; None to read labels.
 
     Raises:
-        UserError: a shard is no whole uncompressed tar, or a sample has no label or caption, or no image.
+        UserError: a shard is no whole uncompressed tar, a sample has no caption, or there is no image.
     """
     found = {shard: load_index(shard, captions) for shard in shards}
     missing = [shard for shard, index in found.items() if index is None]
@@ -166,17 +169,14 @@ def read_index(shard: str, captions: CaptionKeys | None = None) -> ShardIndex:
         samples = _files_of_samples(file, shard)
         kept = [key for key, files in samples.items() if _image_suffix(files) is not None]
         if not kept:
-            raise UserError(f"{shard} holds no images ({SUPPORTED})")
+            dotted = next((f"; {name}: {FIRST_DOT}" for name in map(_dotted_image, samples.values()) if name), "")
+            raise UserError(f"{shard} holds no images ({SUPPORTED}){dotted}")
         texts = None if captions is None else _captions(samples, kept, captions.caption, file, shard)
         labels = [_label(samples[key], file, shard) if texts is None else 0 for key in kept]
-    bare = [key for key, label in zip(kept, labels, strict=True) if label in (None, "")]
-    if bare:
-        counted = f"{len(bare)} of {len(kept)} samples have no label, the first is {bare[0]}"
-        raise UserError(f'{shard}: {counted}; give each a .cls file, or a .json file with "label"')
     if all(isinstance(label, int) for label in labels):
         label_array = np.array(labels, dtype=np.int64)
     else:
-        label_array = np.array([os.fsencode(str(label)) for label in labels], dtype=np.bytes_)
+        label_array = np.array([os.fsencode(str("" if label is None else label)) for label in labels], dtype=np.bytes_)
     left_out: Counter[str] = Counter()
     for files in samples.values():
         image = _image_suffix(files)
@@ -205,7 +205,7 @@ def _files_of_samples(file: BinaryIO, shard: str) -> dict[str, dict[str, _File]]
                 if info.islnk():
                     link = f"{info.name} as a hard link, which has no bytes"
                     raise UserError(f"{shard} holds {link}; make the shard again with tar --hard-dereference")
-                if not info.isreg() or _OF_WEBDATASET.search(path):
+                if not info.isreg() or _OF_WEBDATASET.search(path) or hidden(_unpacked_name(path)):
                     continue
                 named = _KEY.fullmatch(path)
                 key, suffix = (named[1], named[2].lower()) if named else (path, "")
@@ -225,6 +225,12 @@ def _files_of_samples(file: BinaryIO, shard: str) -> dict[str, dict[str, _File]]
 
 def _image_suffix(files: dict[str, _File]) -> str | None:
     return next((suffix for suffix in files if suffix in IMAGE_EXTENSIONS), None)
+
+
+def _dotted_image(files: dict[str, _File]) -> str:
+    """The name of a file that would be the sample's image, had it one dot only; empty if there is none."""
+    names = (file.name for suffix, file in files.items() if posixpath.splitext(suffix)[1] in IMAGE_EXTENSIONS)
+    return next(names, "") if _image_suffix(files) is None else ""
 
 
 def _unpacked_name(name: str) -> str:

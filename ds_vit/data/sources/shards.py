@@ -15,7 +15,15 @@ import numpy as np
 
 from ds_vit.data.sources.captions import CaptionKeys, Captions
 from ds_vit.data.sources.shard_index import open_indexes, state_of
-from ds_vit.data.sources.source import check_labels, in_natural_order, no_such_split, number_classes, synonyms_of
+from ds_vit.data.sources.source import (
+    TRAIN_NAMES,
+    check_labels,
+    hidden,
+    in_natural_order,
+    no_such_split,
+    number_classes,
+    synonyms_of,
+)
 from ds_vit.data.sources.tars import PackedSource
 from ds_vit.fault_tolerance.errors import UserError, read_text
 
@@ -31,7 +39,12 @@ _NUMBERED = re.compile(r"(.*?)(\d+)\.tar")
 
 
 def open_shards(
-    location: str, split: str, classes: Sequence[str] | None = None, captions: CaptionKeys | None = None
+    location: str,
+    split: str,
+    classes: Sequence[str] | None = None,
+    captions: CaptionKeys | None = None,
+    *,
+    labelled: bool = True,
 ) -> ShardSource:
     """Open one split of WebDataset shards.
 
@@ -41,6 +54,7 @@ def open_shards(
             (`val-{00..07}.tar`), from the folder.
         classes: the training split's, when this is the validation split.
         captions: as for `open_indexes`; the images then have captions and no classes.
+        labelled: as for `ShardSource`.
 
     Raises:
         UserError: no such folder or split, a shard is missing, or what `ShardSource` refuses.
@@ -54,7 +68,7 @@ def open_shards(
         shards = _of_split(folder or ".", split)
     if captions is not None:
         return ShardSource(shards, captions=captions)
-    return ShardSource(shards, _class_names(os.path.dirname(shards[0])), classes)
+    return ShardSource(shards, _class_names(os.path.dirname(shards[0])), classes, labelled=labelled)
 
 
 def shard_name(split: str, number: int) -> str:
@@ -100,7 +114,19 @@ def _of_split(folder: str, split: str) -> list[str]:
         if shards := in_natural_order(glob.glob(os.path.join(glob.escape(folder), form.format(name)))):
             _check_no_gap(shards)
             return shards
-    raise no_such_split(folder, split, f"shards {split}-*.tar")
+    raise no_such_split(folder, split, f"shards {split}-*.tar", _pattern_hint(folder, split))
+
+
+def _pattern_hint(folder: str, split: str) -> str:
+    """How to name numbered shards without a split in their name, as img2dataset writes them: `{00000..00127}.tar`."""
+    tars = in_natural_order([name for name in os.listdir(folder) if name.endswith(".tar") and not hidden(name)])
+    numbered = [found for name in tars if (found := _NUMBERED.fullmatch(name))]
+    if not numbered or len({found[1] for found in numbered}) > 1:
+        return ""
+    pattern = f"{numbered[0][1]}{{{numbered[0][2]}..{numbered[-1][2]}}}.tar"
+    if split in TRAIN_NAMES:
+        return f"; name the shards of training, --dataset 'wds/{os.path.join(folder, pattern)}', and --val-split ''"
+    return f"; name the shards, as in --val-split '{pattern}'"
 
 
 def _check_no_gap(shards: Sequence[str]) -> None:
@@ -139,6 +165,7 @@ class ShardSource(PackedSource):
             their names, and class names are numbered in natural order.
         classes: the training split's, when this is the validation split: it need not have an example of each.
         captions: as for `open_indexes`.
+        labelled: False for a task without labels: if a sample has none, there are no classes.
 
     Raises:
         UserError: shards that are damaged, a sample without a label or caption, a label that is none of the classes.
@@ -150,6 +177,8 @@ class ShardSource(PackedSource):
         names: Sequence[str] | None = None,
         classes: Sequence[str] | None = None,
         captions: CaptionKeys | None = None,
+        *,
+        labelled: bool = True,
     ) -> None:
         indexes = open_indexes(shards, captions)
         super().__init__(
@@ -167,6 +196,14 @@ class ShardSource(PackedSource):
         labels = [index.labels for index in indexes]
         if any(part.dtype.kind == "S" for part in labels):
             labels = [part.astype(np.bytes_) for part in labels]
+        bare = np.flatnonzero(np.concatenate(labels) == b"") if labels[0].dtype.kind == "S" else np.empty(0)
+        if len(bare) and labelled:
+            num = sum(map(len, labels))
+            counted = f"{len(bare)} of {num} samples have no label, the first is {self.describe(bare[0])}"
+            raise UserError(f'{counted}; give each a .cls file, or a .json file with "label"')
+        if len(bare):
+            self.class_names, self._targets = (), np.zeros(sum(map(len, labels)), dtype=np.int64)
+            return
         self.class_names, self._targets = self._number(np.concatenate(labels), names if names is not None else classes)
 
     def _number(self, labels: np.ndarray, known: Sequence[str] | None) -> tuple[tuple[str, ...], np.ndarray]:

@@ -39,6 +39,15 @@ LABELS_FILE = "labels.csv"
 TRAIN_NAMES = ("train", "training")
 VAL_NAMES = ("validation", "val", "valid", "eval", "evaluation")
 
+# What macOS, Windows, Synology and QNAP systems leave in folders and archives, in lower case. Names with a dot in front
+# are hidden too: .DS_Store, ._x.jpg, .ipynb_checkpoints, .thumbnails.
+_SYSTEM_NAMES = frozenset(
+    (
+        *("__macosx", "@eadir", "@__thumb", "@recycle", "#recycle", "#snapshot", "lost+found", "$recycle.bin"),
+        *("system volume information", "thumbs.db", "ehthumbs.db", "desktop.ini"),
+    )
+)
+
 _ROWS_AT_ONCE = 1 << 16  # of a fingerprint: no second copy of millions of names
 _HEADERS = 200  # files
 _THREADS = 8  # Pillow decodes outside the interpreter's lock, and folders are often on a network
@@ -194,9 +203,17 @@ def below_common_folder(paths: np.ndarray) -> np.ndarray:
 # ---- listing ---------------------------------------------------------------------------------------------------------
 
 
+def hidden(path: str) -> bool:
+    """Whether a path below a data set's root is no part of the data set: a component is hidden or a system's own.
+
+    The root itself may have any name.
+    """
+    return any((part[:1] == "." and part.strip(".")) or part.lower() in _SYSTEM_NAMES for part in path.split("/"))
+
+
 def is_image(path: str) -> bool:
-    """Whether a file's suffix is that of an image that we read."""
-    return posixpath.splitext(path)[1].lower() in IMAGE_EXTENSIONS
+    """Whether a path below a data set's root is an image of it: not hidden, with a suffix that we read."""
+    return posixpath.splitext(path)[1].lower() in IMAGE_EXTENSIONS and not hidden(path)
 
 
 def natural_key(name: str) -> list[str | int]:
@@ -215,8 +232,8 @@ def shortened(names: Sequence[str], most: int = 5) -> str:
 
 
 def suffix_counts(paths: Iterable[str]) -> Counter[str]:
-    """How many files have each suffix."""
-    return Counter(posixpath.splitext(path)[1].lower() for path in paths)
+    """How many files have each suffix, and how many are hidden."""
+    return Counter("hidden" if hidden(path) else posixpath.splitext(path)[1].lower() for path in paths)
 
 
 def described_counts(counts: Counter[str]) -> str:
@@ -224,33 +241,80 @@ def described_counts(counts: Counter[str]) -> str:
     return ", ".join(f"{count} {suffix or 'without suffix'}" for suffix, count in counts.most_common(5)) or "none"
 
 
-def list_images(labels: Mapping[str, str], where: str) -> tuple[list[str], dict[str, int]]:
-    """Pick the images that lie in a class folder.
+def list_images(
+    class_folders: Mapping[str, str], where: str, *, labelled: bool = True
+) -> tuple[list[str], list[str], dict[str, int]]:
+    """Pick the images of a split, and the class of each.
+
+    A class has the name of its folder, the innermost one, as timm has it.
 
     Args:
-        labels: path → class folder of all files of a split ("" outside of class folders).
+        class_folders: path → class folder of all files of a split ("" outside of class folders).
         where: the split, for messages.
+        labelled: False for a task without labels: images count wherever they are. They have classes only if all of
+            them are in class folders, of at least two names.
 
     Returns:
-        Their paths in timm's order, and how many other files there are by suffix.
+        Their paths in timm's order; their classes, "" for each where they have none; how many other files there are by
+        suffix.
 
     Raises:
-        UserError: there are none.
+        UserError: there are no images, or folders that say two things about classes.
     """
-    kept = in_natural_order(path for path, label in labels.items() if label and is_image(path))
-    if not kept:
-        in_no_class = sum(map(is_image, labels))
-        if in_no_class:
+    kept = in_natural_order(path for path in class_folders if is_image(path))
+    in_classes = [path for path in kept if class_folders[path]]
+    if not (in_classes if labelled else kept):
+        if kept:
             way_out = f"put each into a folder named as its class, or add {LABELS_FILE} for multi-label data"
-            raise UserError(f"{where} holds {in_no_class} images but no class folders; {way_out}")
-        files = described_counts(suffix_counts(labels))
+            raise UserError(
+                f"{where} holds {len(kept)} images but no class folders; {way_out}; --task dino and --task mae need "
+                "no classes"
+            )
+        files = described_counts(suffix_counts(class_folders))
         raise UserError(f"{where} holds no images in class folders (files found: {files}; {SUPPORTED})")
-    return kept, dict(suffix_counts(labels) - suffix_counts(kept))
+    problem = _ambiguity({posixpath.dirname(path): class_folders[path] for path in in_classes})
+    if labelled:
+        if problem:
+            raise UserError(f"{where}: {problem}")
+        kept = in_classes
+    classes = [posixpath.basename(class_folders[path]) for path in kept]
+    if not labelled and (problem or "" in classes or len(set(classes)) == 1):
+        classes = [""] * len(kept)
+    return kept, classes, dict(suffix_counts(class_folders) - suffix_counts(kept))
+
+
+def _ambiguity(class_folders: Mapping[str, str]) -> str:
+    """What two folders say differently about classes, and the way out; empty if nothing.
+
+    Args:
+        class_folders: folder with images → its class folder (another one only for folders in tars).
+    """
+    for folder in sorted(class_folders):
+        for end in (end for end, letter in enumerate(folder) if letter == "/"):
+            if (outer := folder[:end]) in class_folders:
+                return (
+                    f"{outer} and {folder} in it both hold images, so the class of the inner ones is not clear; move "
+                    f"them up into {outer}, or away"
+                )
+    first: dict[str, str] = {}
+    for folder in sorted(set(class_folders.values())):
+        name = posixpath.basename(folder)
+        if (other := first.setdefault(name, folder)) != folder:
+            return (
+                f"{other} and {folder} would be one class {name!r}, because a class has the name of the innermost "
+                "folder; move their images up into the folders that name the classes, or rename one of the two"
+            )
+    return ""
 
 
 def number_classes(labels: Sequence[str]) -> tuple[tuple[str, ...], np.ndarray]:
-    """Class names in natural order, and the number of each label among them, int64 [len(labels)]."""
+    """Class names in natural order, and the number of each label among them, int64 [len(labels)].
+
+    Without classes all labels are "": there are no names, and the numbers are 0.
+    """
     names = in_natural_order(set(labels))
+    if names == [""]:
+        return (), np.zeros(len(labels), dtype=np.int64)
     numbers = {name: number for number, name in enumerate(names)}
     return tuple(names), np.array([numbers[label] for label in labels], dtype=np.int64)
 
@@ -334,7 +398,7 @@ def synonyms_of(split: str) -> list[str]:
 
 def no_such_split(folder: str, split: str, wanted: str, hint: str = "") -> NoSuchSplit:
     """The error about a folder without a split, `wanted` says in which forms."""
-    found = sorted(name for name in os.listdir(folder) if not name.startswith("."))
+    found = sorted(name for name in os.listdir(folder) if not hidden(name))
     synonyms = ", ".join(synonyms_of(split)[1:]) or "none"
     return NoSuchSplit(f"{folder} has no {wanted} (synonyms tried: {synonyms}); it holds {shortened(found, 8)}{hint}")
 

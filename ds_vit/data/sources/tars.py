@@ -10,7 +10,7 @@ from typing import IO, BinaryIO
 
 import numpy as np
 
-from ds_vit.data.sources.source import ArraySource, list_images, number_classes
+from ds_vit.data.sources.source import ArraySource, hidden, list_images, number_classes
 from ds_vit.fault_tolerance.errors import UserError
 
 _MOST_OPEN = 256  # files; a process may have 1,024 on most systems
@@ -66,31 +66,33 @@ class TarSource(PackedSource):
     Args:
         root: what to call the source in messages.
         tars: the tar files. If `root` is the only one, its name is no part of a class.
+        labelled: as for `list_images`.
 
     Raises:
-        UserError: not an uncompressed tar, no images, or none in a class folder.
+        UserError: not an uncompressed tar, or what `list_images` refuses.
     """
 
-    def __init__(self, root: str, tars: list[str]) -> None:
-        labels: dict[str, str] = {}
+    def __init__(self, root: str, tars: list[str], *, labelled: bool = True) -> None:
+        folders: dict[str, str] = {}
         places: dict[str, tuple[int, int, int]] = {}
         for number, tar in enumerate(tars):
             prefix = "" if tar == root else os.path.splitext(os.path.basename(tar))[0]
             with open(tar, "rb") as file:
-                for path, label, offset, size in _members(file, 0, prefix, tar):
-                    labels[path], places[path] = label, (number, offset, size)
-        paths, self.left_out = list_images(labels, root)
+                for path, folder, offset, size in members_of(file, tar, prefix):
+                    folders[path], places[path] = folder, (number, offset, size)
+        paths, classes, self.left_out = list_images(folders, root, labelled=labelled)
         tar_of, offsets, sizes = np.array([places[path] for path in paths], dtype=np.int64).T
         names = np.array([os.fsencode(path) for path in paths], dtype=np.bytes_)
         super().__init__(tars, tar_of.astype(np.int32), names, offsets, sizes)
-        self.class_names, self._targets = number_classes([labels[path] for path in paths])
+        self.class_names, self._targets = number_classes(classes)
 
 
-def _members(file: IO[bytes], base: int, prefix: str, where: str) -> Iterator[tuple[str, str, int, int]]:
-    """(path, class, offset, size) of the regular files of a tar, and of tars in it.
+def members_of(file: IO[bytes], where: str, prefix: str = "", base: int = 0) -> Iterator[tuple[str, str, int, int]]:
+    """(path, class folder, offset, size) of the regular files of a tar, and of tars in it.
 
-    A class is the innermost folder's name, a tar in a tar (or a tar of a folder of tars) counting as a folder: the
-    labels of timm's ReaderImageInTar. Offsets are those in the outermost tar, where this one begins at `base`.
+    A class folder is the innermost folder, without the names of tars. Of a file outside of folders it is the tar, where
+    that lies in a tar (or in a folder of tars): the labels of timm's ReaderImageInTar. Offsets are those in the
+    outermost tar, where this one begins at `base`.
     """
     try:
         with tarfile.open(fileobj=file, mode="r:") as tar:
@@ -98,13 +100,12 @@ def _members(file: IO[bytes], base: int, prefix: str, where: str) -> Iterator[tu
                 if not info.isreg():
                     continue
                 path, start = posixpath.normpath(info.name), base + info.offset_data
-                if path.lower().endswith(".tar"):
+                if path.lower().endswith(".tar") and not hidden(path):
                     child = posixpath.join(prefix, posixpath.splitext(posixpath.basename(path))[0])
                     inner = tar.extractfile(info)
                     assert inner is not None  # info.isreg()
-                    yield from _members(inner, start, child, f"{where}:{path}")
+                    yield from members_of(inner, f"{where}:{path}", child, start)
                 else:
-                    path = posixpath.join(prefix, path)
-                    yield path, posixpath.basename(posixpath.dirname(path)), start, info.size
+                    yield posixpath.join(prefix, path), posixpath.dirname(path) or prefix, start, info.size
     except tarfile.TarError as error:
         raise UserError(f"{where} cannot be read as an uncompressed tar ({error})") from error

@@ -7,9 +7,9 @@ import itertools
 import os
 import shlex
 import sys
-import tarfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +18,9 @@ from rich.console import Console
 from rich.progress import track
 
 from ds_vit.data.decode import describe_depth, orientation, to_rgb, undecodable
-from ds_vit.data.sources.source import IMAGE_EXTENSIONS
+from ds_vit.data.sources.folders import walk
+from ds_vit.data.sources.source import IMAGE_EXTENSIONS, hidden, is_image
+from ds_vit.data.sources.tars import members_of
 from ds_vit.fault_tolerance import exit_codes
 from ds_vit.fault_tolerance.errors import UserError
 
@@ -70,12 +72,9 @@ def check_images(folder: str, console: Console, num_processes: int | None = None
 
 
 def _files(folder: str) -> Iterator[str]:
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            if os.path.splitext(name)[1].lower() in {*IMAGE_EXTENSIONS, *_UNREAD, ".tar"}:
-                path = os.path.join(parent, name)
-                if os.path.isfile(path):
-                    yield path
+    for path in walk(folder):
+        if os.path.splitext(path)[1].lower() in {*IMAGE_EXTENSIONS, *_UNREAD, ".tar"} and not hidden(path):
+            yield os.path.join(folder, path)
 
 
 def _examine(path: str) -> tuple[int, list[Problem]]:
@@ -85,15 +84,14 @@ def _examine(path: str) -> tuple[int, list[Problem]]:
     found: list[Problem | None] = []
     count = 0
     try:
-        with tarfile.open(path) as archive:
-            for member in archive:
-                if member.isfile() and os.path.splitext(member.name)[1].lower() in IMAGE_EXTENSIONS:
+        with open(path, "rb") as archive:
+            for name, _, offset, size in members_of(archive, path):
+                if is_image(name):
                     count += 1
-                    file = archive.extractfile(member)
-                    assert file is not None
-                    found.append(_problem(f"{path}: {member.name}", file.read))
-    except (OSError, tarfile.TarError) as error:
-        found.append(Problem("broken", path, f"not a whole tar archive: {error}"))
+                    read = partial(os.pread, archive.fileno(), size, offset)
+                    found.append(_problem(f"{path}: {name}", read))
+    except (OSError, UserError) as error:
+        found.append(Problem("broken", path, str(error)))
     return count, [problem for problem in found if problem]
 
 

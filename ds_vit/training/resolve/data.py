@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
-from ds_vit.config import RunConfig, spelling
+from ds_vit.config import RunConfig, default_of, spelling
 from ds_vit.config.batch import KEYS, BatchSizes, batch_sizes
 from ds_vit.config.schema import KEY_OF_FLAG, OF_THE_PROGRAM
 from ds_vit.data import CaptionKeys, NoSuchSplit, SampleOrder, Source, hold_out, mixed, open_source, unreadable_classes
 from ds_vit.data.decode import describe_depth, require_fast
 from ds_vit.data.decode_on_device import require_fast_on_device
-from ds_vit.data.sources.source import headers_of_some
+from ds_vit.data.sources.shard_index import FIRST_DOT
+from ds_vit.data.sources.source import headers_of_some, is_image
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.parallel.layout import Layout
 from ds_vit.tasks import TASKS, ZeroShotData, open_zero_shot
 from ds_vit.training.resolve.deepspeed import DeepSpeedSettings
 from ds_vit.training.resume import Resume, check_micro_batch, keep_global_batch
+from ds_vit.weights.files import class_names
 
 _SHOWN_PROMPTS = 3
 
@@ -93,7 +94,9 @@ def resolve_data(
             files = ", ".join(
                 f"{count} {suffix or 'without suffix'}" for suffix, count in sorted(source.left_out.items())
             )
-            notes.append(f"{split}: files of kinds that are not read are left out: {files}")
+            dotted = any(suffix.count(".") > 1 and is_image(suffix[1:]) for suffix in source.left_out)
+            rule = f" ({FIRST_DOT})" if dotted else ""
+            notes.append(f"{split}: files of kinds that are not read are left out: {files}{rule}")
     # Evaluation takes nothing in this order, and its batch may be larger than the training split.
     in_order = min(batch.global_batch, len(train)) if config.eval_only else batch.global_batch
     order = SampleOrder(len(train), in_order, config.seed, config.aug_repeats, train.mixture)
@@ -172,6 +175,11 @@ def _batch_origins(config: RunConfig, deepspeed: DeepSpeedSettings, batch: Batch
     return origins
 
 
+def _needs_labels(config: RunConfig) -> bool:
+    """Whether the task reads classes or captions; else any images do."""
+    return TASKS[config.task].has_classes or TASKS[config.task].has_text
+
+
 def _open_sources(config: RunConfig) -> tuple[Source, Source | None, list[str]]:
     """The training split, the evaluation split with the same classes (None for --val-split ''), and lines for people.
 
@@ -183,50 +191,86 @@ def _open_sources(config: RunConfig) -> tuple[Source, Source | None, list[str]]:
             "this run's images were given by a Python program (train_data): resume it there, or name the images by "
             "--dataset or --data-dir"
         )
-    opened = partial(_open_split, config)
     if config.eval_only and not config.val_split and not config.zeroshot:
         raise UserError("there is nothing to evaluate without a --val-split")
     if config.eval_only and config.val_fraction is not None and not config.train_split:
         raise UserError(f"--val-fraction {config.val_fraction:g} holds out a part of the --train-split, which is ''")
     if config.eval_only and not config.train_split:
-        source = opened(config.val_split)
-        if config.num_classes not in (None, source.num_classes):
-            raise UserError(
-                f"--val-split {config.val_split} has {source.num_classes} classes, the model {config.num_classes}, and "
-                "without a training split nothing says which is which; name the --train-split that has them all"
-            )
-        return source, source, []
+        return _open_for_evaluation(config)
     if not config.train_split:
         raise UserError("--train-split '' has no meaning but in evaluation; name the training split")
-    if config.val_fraction is not None:
+    try:
         parts = _open_each(config, config.train_split)
+    except NoSuchSplit:
+        if not config.eval_only or config.eval_knn or config.eval_linear_probe or config.val_fraction is not None:
+            raise
+        return _open_for_evaluation(config)
+    # Without labels, data whose folders differ have none in common.
+    differ = any(part.class_names != parts[0].class_names for part in parts)
+    names = () if differ and not _needs_labels(config) else parts[0].class_names
+    if config.val_fraction is not None:
         rests, held_out = zip(*(hold_out(part, config.val_fraction) for part in parts), strict=True)
-        train, val = mixed(parts), mixed(held_out, classes=parts[0].class_names)
-        return mixed(rests, config.data_weights), val, [_held_out(config, train, val)]
-    train = opened(config.train_split)
+        train, val = mixed(parts, (), names), mixed(held_out, (), names)
+        return mixed(rests, config.data_weights, names), val, [_held_out(config, train, val)]
+    train = mixed(parts, config.data_weights, names)
     if not config.val_split:
         return train, None, []
     try:
-        return train, opened(config.val_split, classes=train.class_names), []
+        return train, _open_val_split(config, names), []
     except NoSuchSplit as error:
         if config.eval_only:
             raise
+        if not _needs_labels(config) and config.val_split == default_of("val_split"):
+            return train, None, [f"there is no {config.val_split} split: nothing is evaluated"]
         raise UserError(
             f"{error}; hold out a tenth of the {len(train):,} training images by --val-fraction 0.1, or train without "
             "evaluation by --val-split ''"
         ) from None
 
 
-def _open_each(config: RunConfig, split: str, classes: Sequence[str] | None = None) -> list[Source]:
+def _open_for_evaluation(config: RunConfig) -> tuple[Source, Source, list[str]]:
+    """The evaluation split in place of both; it may lack some of the classes that the weights name."""
+    names = class_names(config.initial_checkpoint) if config.initial_checkpoint else ()
+    try:
+        source = _open_val_split(config, names)
+    except UserError:  # another tool's names, or other classes, which the caller compares
+        names = ()
+        source = _open_val_split(config, names)
+    if config.num_classes not in (None, source.num_classes) and not names:
+        raise UserError(
+            f"--val-split {config.val_split} has {source.num_classes} classes, the model {config.num_classes}, and "
+            "without a training split nothing says which is which; name the --train-split that has them all"
+        )
+    return source, source, []
+
+
+def _open_val_split(config: RunConfig, names: Sequence[str]) -> Source:
+    """The evaluation split of all --data-dir together.
+
+    Args:
+        config: names the data.
+        names: the classes of training. In evaluation the split may lack some of them, and a task without labels takes
+            a split of any others.
+    """
+    parts = _open_each(config, config.val_split, names, of_evaluation=True)
+    known = _needs_labels(config) or all(part.class_names and {*part.class_names} <= {*names} for part in parts)
+    return mixed(parts, (), (names or None) if known else ())
+
+
+def _open_each(
+    config: RunConfig, split: str, classes: Sequence[str] = (), *, of_evaluation: bool = False
+) -> list[Source]:
     """One split of each --data-dir; in evaluation those need not all have one.
 
     Args:
         config: names the data.
         split: its name.
-        classes: the training split's, when this is the evaluation split.
+        classes: of the training split, when this is the evaluation split.
+        of_evaluation: whether it is.
     """
     folders = [config.data_dir] if isinstance(config.data_dir, str) else config.data_dir
     keys = CaptionKeys(config.csv_img_key, config.csv_caption_key, config.csv_separator.replace("\\t", "\t"))
+    labelled = _needs_labels(config)
     found, missing = [], None
     for folder in folders:
         try:
@@ -234,27 +278,21 @@ def _open_each(config: RunConfig, split: str, classes: Sequence[str] | None = No
                 config.dataset,
                 folder or None,
                 split,
-                classes=classes if len(folders) == 1 else None,
+                classes=classes or None if len(folders) == 1 and labelled else None,
                 download=config.dataset_download,
                 allow_empty=config.allow_empty_classes,
                 captions=keys if TASKS[config.task].has_text else None,
+                labelled=labelled,
+                partly=config.eval_only,
             )
             found.append(source)
         except NoSuchSplit as error:
             missing = error
-            if classes is None:
+            if not of_evaluation:
                 raise
     if missing is not None and not found:
         raise missing
     return found
-
-
-def _open_split(config: RunConfig, split: str, classes: Sequence[str] | None = None) -> Source:
-    """One split of all --data-dir together; those of training in their shares. The arguments are `_open_each`'s."""
-    parts = _open_each(config, split, classes)
-    if isinstance(config.data_dir, str):
-        return parts[0]
-    return mixed(parts, () if classes is not None else config.data_weights, classes)
 
 
 def describe_images(config: RunConfig, data: DataConfig, *, resumes: bool) -> DataConfig:

@@ -107,6 +107,7 @@ def resolve_model(
         UserError: no such model, or classes, weights, degrees or a batch that do not fit it.
     """
     _check_labels(task_type, data)
+    config, unrated = _without_probes(config, task_type, data)
     num_classes = _num_classes(config, task_type, data)
     sizes = all_sizes(config.img_size_schedule, config.train_img_sizes)
     if sizes:
@@ -126,7 +127,9 @@ def resolve_model(
     if 0 < data.train_source.num_classes < num_classes:
         there = f"the data has {data.train_source.num_classes} classes"
         notes.append(f"--num-classes {num_classes}: {there}, and no image is of the other outputs")
-    notes += [*of_teacher, *_unseen_pixels(whole)]
+    if len(classes) == 1 and not (config.eval_only or data.train_source.multi_label):
+        notes.append(f"the images of training are of one class, {classes[0]!r}: every answer is right")
+    notes += [*of_teacher, *unrated, *_unseen_pixels(whole)]
     if config.tp > 1:
         for name in tower_names(whole):
             check_cut(tower_of(whole, name), config.tp)
@@ -241,9 +244,24 @@ def _check_labels(task_type: type[Task], data: DataConfig) -> None:
     for source in filter(None, (data.train_source, data.val_source)):
         where = f"the data of {source.describe(0)}"
         if task_type.has_classes and not source.class_names:
-            raise UserError(f"--task {task_type.name} needs a class for each image; {where} has captions only")
+            raise UserError(f"--task {task_type.name} needs a class for each image; {where} has none")
         if task_type.has_text and not source.has_captions:
             raise UserError(f"--task {task_type.name} needs a caption for each image; {where} has none")
+
+
+def _without_probes(config: RunConfig, task_type: type[Task], data: DataConfig) -> tuple[RunConfig, list[str]]:
+    """The flags of a task without labels, whose features are rated only where the images have classes; and a line."""
+    train, val = data.train_source, data.val_source
+    asked = (config.eval_knn or config.eval_linear_probe) and not config.eval_only
+    if not asked or task_type.has_classes or task_type.has_text:
+        return config, []
+    if val is not None and train.class_names and train.class_names == val.class_names:
+        return config, []
+    reason = "there are no images for evaluation" if val is None else "the images have no common classes"
+    return (
+        dataclasses.replace(config, eval_knn=0, eval_linear_probe=False),
+        [f"features are not rated by --eval-knn or --eval-linear-probe: {reason}"],
+    )
 
 
 def _check_tokenizer(initial: InitialCheckpoint | None, task: Task) -> None:
