@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from timm.data import ImageNetInfo
 
-from ds_vit.data import NoSuchSplit, Source, open_source
+from ds_vit.data import Source, mixed, open_source
 from ds_vit.fault_tolerance.errors import UserError, did_you_mean, first_line, read_text, stripped_lines
 from ds_vit.tasks.metrics import Batch, Figure, Metrics
 from ds_vit.tasks.retrieval import places_of_partners
@@ -57,7 +57,7 @@ def open_zero_shot(name: str, templates: str, data_dir: str | None = None) -> Ze
     """Open the data set of `--zeroshot`, its validation split, and write the sentences of its classes.
 
     Args:
-        name: what `--dataset` or `--data-dir` take, or the folder of a split.
+        name: what `--dataset` or `--data-dir` take, or a split in it: `DIR/test`, `wds/DIR/test`.
         templates: `--zeroshot-templates`.
         data_dir: the folder of a data set of torchvision.
 
@@ -71,20 +71,46 @@ def open_zero_shot(name: str, templates: str, data_dir: str | None = None) -> Ze
     if source.multi_label or not source.class_names:
         found = "several labels" if source.multi_label else "captions only"
         raise UserError(f"--zeroshot {name} needs one class an image, and these have {found}")
-    return ZeroShotData(source, write_prompts(class_words(source.class_names), read_templates(templates)))
+    source, words = _named_by_file(name, source)
+    return ZeroShotData(source, write_prompts(words, read_templates(templates)))
 
 
 def _open_split(name: str, data_dir: str | None) -> Source:
-    if not os.path.isdir(name):
+    dataset, path = _place(name)
+    if not path:
         return open_source(name, data_dir if name.startswith("torch/") else None, _SPLIT)
     try:
-        return open_source("", name, _SPLIT)
-    except NoSuchSplit as error:
-        folder, split = os.path.split(os.path.abspath(name))
+        return open_source(dataset, path, _SPLIT)
+    except UserError as error:
+        folder, split = os.path.split(os.path.abspath(path))
         try:
-            return open_source("", folder, split)
+            return open_source(dataset, folder, split)
         except UserError:
             raise error from None
+
+
+def _place(name: str) -> tuple[str, str]:
+    """The kind of data on disk, as `open_source` takes it, and its path; empty for other data."""
+    kind = next((kind for kind in ("wds/", "hfds/", "parquet/") if name.startswith(kind)), "")
+    return ("", name) if os.path.isdir(name) else (kind, name.removeprefix(kind) if kind else "")
+
+
+def _named_by_file(name: str, source: Source) -> tuple[Source, tuple[str, ...]]:
+    """A source and its classes' names for prompts: those of a classnames.txt where the data have numbers only.
+
+    The file has a name a line, in the order of the numbers, in the folder of the data or that around it. The source
+    then has all of its classes, as CLIP_benchmark has them, also those without an image.
+    """
+    path = _place(name)[1]
+    folders = (path, os.path.dirname(os.path.abspath(path))) if path else ()
+    file = next((file for folder in folders if os.path.isfile(file := os.path.join(folder, "classnames.txt"))), "")
+    if not file or not all(each.isdigit() for each in source.class_names):
+        return source, class_words(source.class_names)
+    words = tuple(line.strip() for line in read_text(file, "").split("\n") if line.strip())
+    numbers = [str(number) for number in range(len(words))]
+    if unknown := {*source.class_names} - {*numbers}:
+        raise UserError(f"{file} names {len(words)} classes, and the images have the class {max(unknown)}")
+    return mixed([source], (), numbers), words
 
 
 def write_prompts(names: Sequence[str], templates: Sequence[Template]) -> tuple[str, ...]:

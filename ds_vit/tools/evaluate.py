@@ -23,6 +23,7 @@ from ds_vit.config.deepspeed_keys import MONITORS
 from ds_vit.config.flag import Scope
 from ds_vit.config.schema import names_with
 from ds_vit.data import Source
+from ds_vit.data.sources.source import TRAIN_NAMES, VAL_NAMES
 from ds_vit.engine.start import quiet_deepspeed
 from ds_vit.fault_tolerance import exit_codes
 from ds_vit.fault_tolerance.errors import UserError
@@ -125,8 +126,13 @@ def evaluate_weights(
     found = find_weights(source, weights, checkpoint)
     stored = flags.load_recipe(str(found.recipe)) if found.recipe else {}
     stored = {name: value for name, value in stored.items() if name in _FROM_RUN}
-    settings |= {"initial_checkpoint": str(found.path), "eval_only": True}
+    settings |= {"initial_checkpoint": str(found.path), "eval_only": True, **_only_split(settings)}
     values = flags.over_recipe(stored, settings)
+    if values.get("val_split") == "" and sources is None and not {"val_split", "zeroshot"} & settings.keys():
+        raise UserError(
+            f"{found.recipe} has val_split: '', its run was not evaluated; name a split, --val-split NAME "
+            "(--val-split train for the images of training)"
+        )
     if not values.get("deepspeed_config"):
         raise UserError(f"{source} has no config.yaml next to it: give --deepspeed_config, the model and the data")
     config, explicit = flags.from_values(values)
@@ -142,6 +148,16 @@ def evaluate_weights(
 def file_of(found: StoredWeights, output: str | Path | None = None) -> Path:
     """Where `evaluate_weights` writes what it finds of these weights."""
     return Path(output) if output else RunFolder(found.folder).evaluation
+
+
+def _only_split(settings: Mapping[str, Any]) -> dict[str, str]:
+    """The split to evaluate of a --data-dir without a training split, where no split is named: val/, else test/."""
+    folder = settings.get("data_dir")
+    if not isinstance(folder, str) or {"val_split", "val_fraction", "dataset"} & settings.keys():
+        return {}
+    there = {name.removesuffix(".tar") for name in os.listdir(folder)} if os.path.isdir(folder) else set()
+    splits = [name for name in (*VAL_NAMES, "test") if name in there]
+    return {"val_split": splits[0]} if splits and not there & {*TRAIN_NAMES} else {}
 
 
 def _check_classes(found: StoredWeights, of_data: tuple[str, ...]) -> None:

@@ -14,14 +14,17 @@ import numpy as np
 import pytest
 from picture_folders import encoded, noise, write_images
 from PIL import Image
+from shards import write_shard
 from sklearn.datasets import load_digits
 from timm.data.readers.reader_image_folder import ReaderImageFolder
 from timm.data.readers.reader_image_in_tar import ReaderImageInTar
 from timm.utils.misc import natural_key as timm_key
 
-from ds_vit.data import ImageDecodeError, open_source
+from ds_vit.data import CaptionKeys, ImageDecodeError, open_source
+from ds_vit.data.sources.folders import find_images
 from ds_vit.data.sources.source import natural_key
 from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.tools.doctor.images import _files as doctors_files
 
 
 def _tar(path: Path, folder: Path, prefix: str = "./") -> None:
@@ -31,7 +34,7 @@ def _tar(path: Path, folder: Path, prefix: str = "./") -> None:
             tar.add(file, arcname=prefix + str(file.relative_to(folder)), recursive=False)
 
 
-NAMES = ("cat/10.png", "cat/9.png", "dog/a.jpg", "class10/x.jpeg", "class9/x.png", "class9/deep/cat/z.png")
+NAMES = ("cat/10.png", "cat/9.png", "dog/a.jpg", "class10/x.jpeg", "class9/x.png", "deep/er/cow/z.png")
 
 
 # Numbering
@@ -42,7 +45,7 @@ def test_a_folder_is_numbered_as_by_timm(tmp_path):
     write_images(tmp_path / "train", *NAMES)
     source = open_source("", str(tmp_path), "train")
     reader = ReaderImageFolder(str(tmp_path / "train"))
-    assert source.class_names == ("cat", "class9", "class10", "dog")
+    assert source.class_names == ("cat", "class9", "class10", "cow", "dog")
     assert {name: number for number, name in enumerate(source.class_names)} == reader.class_to_idx
     assert [(source.describe(i), source.target(i)) for i in range(len(source))] == reader.samples
     expected = [Image.open(path).convert("RGB").tobytes() for path, _ in reader.samples]
@@ -68,7 +71,7 @@ def test_the_same_data_elsewhere_has_the_same_fingerprint(tmp_path):
     shutil.copytree(tmp_path / "plain", tmp_path / "a" / "longer" / "way")
     _tar(tmp_path / "packed" / "train.tar", tmp_path / "plain" / "train")
     _tar(tmp_path / "outer" / "train.tar", tmp_path / "plain" / "train", prefix="data/train/")
-    for name in ("cat", "class9", "class10", "dog"):
+    for name in ("cat", "class9", "class10", "deep", "dog"):
         _tar(tmp_path / "tars" / "train" / f"{name}.tar", tmp_path / "plain" / "train" / name)
     places = ("plain", "a/longer/way", "packed", "outer", "tars")
     prints = {place: open_source("", str(tmp_path / place), "train").fingerprint for place in places}
@@ -158,7 +161,7 @@ def test_more_kinds_of_images_than_timm_lists_and_a_count_of_the_rest(tmp_path):
         (tmp_path / "train" / name).write_text("no image")
     source = open_source("", str(tmp_path), "train")
     assert len(source) == 6
-    assert source.left_out == {".txt": 2, "": 2, ".png": 1}
+    assert source.left_out == {".txt": 2, "": 1, ".png": 1, "hidden": 1}
 
 
 def test_every_mode_becomes_rgb(tmp_path):
@@ -169,6 +172,120 @@ def test_every_mode_becomes_rgb(tmp_path):
     source = open_source("", str(tmp_path), "train")
     assert len(source) == 6
     assert {(source.image(i).mode, source.image(i).size) for i in range(6)} == {("RGB", (5, 4))}
+
+
+NO_PART = (
+    "cat/.ipynb_checkpoints/1-checkpoint.png", ".thumbnails/1.png", "cat/@eaDir/1.png", "__MACOSX/cat/1.PNG",
+    "lost+found/1.png", "$RECYCLE.BIN/1.png", "cat/._1.jpg", "dog/.1.png",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ["folder", "tar", "folder of tars", "tar of tars"])
+def test_hidden_and_system_files_are_no_part_of_a_data_set(tmp_path, form):
+    """Would catch a class `.ipynb_checkpoints`, or macOS's `._1.jpg`, which is no image; the root may be hidden."""
+    root = tmp_path / ".cache" / "data"
+    write_images(tmp_path / "plain" / "train", "cat/1.png", "dog/2.JPG", *NO_PART)
+    if form == "folder":
+        shutil.move(tmp_path / "plain", root)
+    elif form == "tar":
+        _tar(root / "train.tar", tmp_path / "plain" / "train")
+    else:
+        for name in ("cat", "dog", "__MACOSX"):
+            _tar(root / "train" / f"{name}.tar", tmp_path / "plain" / "train" / name)
+        (root / "train" / "._cat.tar").write_bytes(b"no tar")
+        (root / "train" / ".ipynb_checkpoints").mkdir()
+        if form == "tar of tars":
+            shutil.move(root / "train", tmp_path / "tars")
+            _tar(root / "train.tar", tmp_path / "tars")
+            (root / "._train.tar").write_bytes(b"no tar")
+    source = open_source("", str(root), "train")
+    assert (source.class_names, len(source)) == (("cat", "dog"), 2)
+    assert source.left_out["hidden"] >= 3
+    assert source.left_out.keys() == {"hidden"}
+
+
+def test_hidden_files_are_left_out_by_each_reader(tmp_path):
+    """Would catch one more reader with a rule of its own: captions, predict, doctor, several labels, shards."""
+    write_images(tmp_path / "train", "1.png", "._1.png", ".git/2.png", "@eaDir/1.png")
+    for name in ("1", "._1", "._3"):
+        (tmp_path / "train" / f"{name}.txt").write_text("a cat\n")
+    pairs = open_source("", str(tmp_path), "train", captions=CaptionKeys())
+    assert [pairs.path(n) for n in range(len(pairs))] == ["1.png"]
+    named = f"{tmp_path}/train/._1.png"
+    assert find_images([tmp_path, named]) == [f"{tmp_path}/train/1.png", named]
+    assert sorted(doctors_files(str(tmp_path))) == [f"{tmp_path}/train/1.png"]
+    shard = tmp_path / "shards" / "train-0.tar"
+    image = encoded(0)
+    files = {"./a.png": image, "a.cls": b"0", "__MACOSX/a.png": image, "%2E_a.png": image, "%2E_a.cls": b"0"}
+    write_shard(shard, files)
+    assert len(open_source("wds/", str(shard.parent), "train")) == 1
+    data = _multi_label(tmp_path / "several", "file,labels\n1.png,a\n.git/2.png,b\n", "1.png", ".git/2.png")
+    with pytest.raises(UserError, match=r"1 files that are not below \S+ or hidden, the first is .git/2.png"):
+        open_source("", str(data), "several")
+    write_images(tmp_path / "empty", "a/._1.png", "b/1.png")
+    with pytest.raises(UserError, match=r"class folders without images: a \(files in there: 1 hidden\)"):
+        open_source("", str(tmp_path), "empty")
+
+
+AMBIGUOUS = [
+    (("ant/images/1.png", "bee/images/2.png"), "ant/images and bee/images would be one class 'images'"),
+    (("x/cat/1.png", "y/cat/2.png", "dog/3.png"), "x/cat and y/cat would be one class 'cat'"),
+    (("cat/1.png", "cat/more/2.png", "dog/3.png"), "cat and cat/more in it both hold images"),
+    (("cat/1.png", "cat/a/b/2.png", "dog/3.png"), "cat and cat/a/b in it both hold images"),
+]
+
+
+@pytest.mark.parametrize(("names", "message"), AMBIGUOUS)
+@pytest.mark.parametrize("packed", [False, True], ids=["folder", "tar"])
+def test_folders_that_would_merge_or_nest_are_refused(tmp_path, names, message, packed):
+    """Would catch ant/images and bee/images as one class at 100 %, or a folder in a class folder as one more class."""
+    write_images(tmp_path / "data" / "train", *names)
+    if packed:
+        _tar(tmp_path / "data" / "train.tar", tmp_path / "data" / "train")
+        shutil.rmtree(tmp_path / "data" / "train")
+    with pytest.raises(UserError, match=message):
+        open_source("", str(tmp_path / "data"), "train")
+    source = open_source("", str(tmp_path / "data"), "train", labelled=False)
+    assert (source.class_names, len(source), source.target(0)) == ((), len(names), 0)
+
+
+def test_tars_of_the_same_class_folders_are_one_data_set(tmp_path):
+    """Would catch parts of a data set refused because each of them has a folder ant."""
+    for part in ("a", "b"):
+        write_images(tmp_path / part, f"ant/{part}.png", f"bee/{part}.png")
+        _tar(tmp_path / "data" / "train" / f"{part}.tar", tmp_path / part)
+    source = open_source("", str(tmp_path / "data"), "train")
+    assert [source.class_names[source.target(n)] for n in range(4)] == ["ant", "bee", "ant", "bee"]
+
+
+UNLABELLED = {
+    "flat": ("1.png", "2.png"),
+    "nested": ("2023/01/1.png", "2024/01/2.png"),
+    "mixed": ("1.png", "a/2.png", "a/b/3.png"),
+    "one folder": ("all/1.png", "all/2.png"),
+}
+
+
+@pytest.mark.parametrize("form", UNLABELLED)
+@pytest.mark.parametrize("split", ["train", ""], ids=["split", "whole"])
+def test_images_without_classes(tmp_path, form, split):
+    """Would catch a tree of images that pretraining without labels refuses, or reads in part."""
+    write_images(tmp_path / split, *UNLABELLED[form])
+    source = open_source("", str(tmp_path), "train", labelled=False)
+    assert (source.class_names, len(source)) == ((), len(UNLABELLED[form]))
+    assert {source.target(n) for n in range(len(source))} == {0}
+    with pytest.raises(UserError, match=r"has no validation/"):
+        open_source("", str(tmp_path), "validation", labelled=False)
+
+
+def test_class_folders_are_classes_without_need_too(tmp_path):
+    """Would catch k-NN that has no classes, though the folders name them; and images for evaluation trained on."""
+    write_images(tmp_path / "train", "ant/1.png", "bee/1.png")
+    (tmp_path / "train" / "cow").mkdir()
+    assert open_source("", str(tmp_path), "train", labelled=False).class_names == ("ant", "bee")
+    write_images(tmp_path / "typo" / "val", "ant/1.png")
+    with pytest.raises(UserError, match=r"typo has no train/"):
+        open_source("", str(tmp_path / "typo"), "train", labelled=False)
 
 
 # Splits
@@ -350,16 +467,16 @@ def test_a_pipe_that_is_named_like_an_image(tmp_path):
 
 def test_links_to_folders(tmp_path):
     """Would catch the images of a folder listed 40 times for a link that leads back to it, or a link not followed."""
-    write_images(tmp_path / "train", "ant/1.png", "ant/deep/2.png")
+    write_images(tmp_path / "train", "ant/1.png", "deep/dee/2.png")
     write_images(tmp_path / "elsewhere", "3.png")
     (tmp_path / "train" / "ant" / "back").symlink_to(tmp_path / "train")
-    (tmp_path / "train" / "ant" / "deep" / "here").symlink_to(".")
+    (tmp_path / "train" / "deep" / "dee" / "here").symlink_to(".")
     (tmp_path / "train" / "bee").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "train" / "cow").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "elsewhere" / "round").symlink_to(tmp_path / "train" / "bee")
     for name in ("train/ant/itself.png", "train/itself"):
         (tmp_path / name).symlink_to(Path(name).name)
-    names = ["ant/1.png", "ant/deep/2.png", "ant/itself.png", "bee/3.png", "cow/3.png"]
+    names = ["ant/1.png", "ant/itself.png", "bee/3.png", "cow/3.png", "deep/dee/2.png"]
     source = open_source("", str(tmp_path), "train")
     assert [source.path(i) for i in range(len(source))] == names
 

@@ -218,7 +218,7 @@ def open_source(
     elif f"{kind}/" in _IN_DATA_DIR and "/" in dataset:
         if not name and not data_dir:
             raise UserError(f"--dataset {kind}/ needs a path: {kind}/PATH, or --data-dir")
-        source = _open_path(kind, os.path.join(data_dir or "", name), split, classes, captions, labelled)
+        source = _open_path(kind, os.path.join(data_dir or "", name), split, classes, captions)
     elif not dataset:
         if not data_dir:
             raise UserError("no data: pass --data-dir FOLDER (with train/ and val/ in it) or --dataset digits")
@@ -230,6 +230,8 @@ def open_source(
         known = ["digits", "glyphs", *(f"torch/{name}" for name in TORCH_NAMES), *(f"{k}PATH" for k in _IN_DATA_DIR)]
         near = did_you_mean(dataset, known)
         raise UserError(f"unknown data set {dataset!r}{near}; known are {', '.join(known)}, or --data-dir without it")
+    if labelled and isinstance(source, ArraySource) and source.no_classes_because:
+        raise UserError(source.no_classes_because)
     if classes is not None and partly and set(source.class_names) <= set(classes):
         source = mixed([source], (), classes)
     elif classes is not None:
@@ -237,14 +239,12 @@ def open_source(
     return source if percent == 100 else first_part(source, percent)
 
 
-def _open_path(
-    kind: str, path: str, split: str, classes: Sequence[str] | None, captions: CaptionKeys | None, labelled: bool
-) -> Source:
+def _open_path(kind: str, path: str, split: str, classes: Sequence[str] | None, captions: CaptionKeys | None) -> Source:
     """A split of `wds/PATH`, `hfds/PATH`, `parquet/PATH` or `csv/PATH`."""
     if kind == "wds":
-        return open_shards(path, split, classes, captions, labelled=labelled)
+        return open_shards(path, split, classes, captions)
     if kind != "csv":
-        return open_hugging_face(path, split, classes, captions, labelled=labelled)
+        return open_hugging_face(path, split, classes, captions)
     if captions is None:
         raise UserError(f"--dataset csv/{path} has captions and no classes; it is for tasks with text")
     return open_table(path, split, captions)

@@ -44,12 +44,7 @@ _ROWS_AT_ONCE = 256
 
 
 def open_hugging_face(
-    folder: str,
-    split: str,
-    classes: Sequence[str] | None = None,
-    captions: CaptionKeys | None = None,
-    *,
-    labelled: bool = True,
+    folder: str, split: str, classes: Sequence[str] | None = None, captions: CaptionKeys | None = None
 ) -> HuggingFaceSource:
     """Open one split of a data set on disk.
 
@@ -59,7 +54,6 @@ def open_hugging_face(
         split: its name.
         classes: the training split's, when this is the validation split.
         captions: the columns of data with captions, whose classes are not read; None for data with classes.
-        labelled: False for a task without labels, which takes files without a label column too.
 
     Raises:
         UserError: pyarrow is not installed, no such folder or split, or what `HuggingFaceSource` refuses.
@@ -79,7 +73,7 @@ def open_hugging_face(
         others = ("cache-", *(() if form in forms else (*VAL_NAMES, "test")))
         own = [path for path in found if not path.endswith(_MADE) and not os.path.basename(path).startswith(others)]
         if own:
-            return HuggingFaceSource(in_natural_order(own), classes, captions, labelled=labelled)
+            return HuggingFaceSource(in_natural_order(own), classes, captions)
     raise no_such_split(folder, split, f"{split}/ and no {split}-*.parquet")
 
 
@@ -91,19 +85,13 @@ class HuggingFaceSource(ArraySource):
         classes: the training split's, when this is the validation split: what its class numbers mean where the files
             do not say.
         captions: the columns of data with captions; None for data with classes.
-        labelled: as for `open_hugging_face`.
 
     Raises:
         UserError: a file is missing or damaged, has no such columns, or a label that is none of the classes.
     """
 
     def __init__(
-        self,
-        files: Sequence[str],
-        classes: Sequence[str] | None = None,
-        captions: CaptionKeys | None = None,
-        *,
-        labelled: bool = True,
+        self, files: Sequence[str], classes: Sequence[str] | None = None, captions: CaptionKeys | None = None
     ) -> None:
         _check_all_there(files)
         self._files = [_as_arrow(path) if path.endswith(".parquet") else path for path in files]
@@ -118,9 +106,7 @@ class HuggingFaceSource(ArraySource):
         self._bounds = np.cumsum([0, *(table.num_rows for table in tables)])
         if not self._bounds[-1]:
             raise UserError(f"{files[0]} holds no rows")
-        if captions is None and not labelled and not _candidates(schema, features, "ClassLabel", _LABELS):
-            self.class_names, self._targets = (), np.zeros(self._bounds[-1], dtype=np.int64)
-        elif captions is None:
+        if captions is None:
             self._read_classes(tables, features, classes)
         else:
             self.set_captions(_captions(tables, captions, files[0]))
@@ -128,7 +114,10 @@ class HuggingFaceSource(ArraySource):
 
     def _read_classes(self, tables: Sequence[Any], features: dict[str, Any], classes: Sequence[str] | None) -> None:
         where = self._files[0]
-        label = _column(tables[0].schema, features, "ClassLabel", _LABELS, where)
+        try:
+            label = _column(tables[0].schema, features, "ClassLabel", _LABELS, where)
+        except UserError as error:
+            return self.drop_classes(int(self._bounds[-1]), str(error))
         self._targets = np.concatenate([_numbers(table[label], label, where) for table in tables])
         known = features.get(label, {}).get("names") or classes
         self.class_names = tuple(known or map(str, range(int(self._targets.max()) + 1)))
@@ -244,16 +233,12 @@ def _features(schema: Any) -> dict[str, Any]:
 
 def _column(schema: Any, features: dict[str, Any], kind: str, names: Sequence[str], where: str) -> str:
     """The one column of a kind, else the first of the usual names."""
-    found = _candidates(schema, features, kind, names)
-    if not found:
+    of_kind = [name for name in schema.names if features.get(name, {}).get("_type") == kind]
+    usual = [name for name in names if name in schema.names and (name in of_kind or not of_kind)]
+    if not (usual or of_kind):
         has = f"it has {', '.join(schema.names)}: rename_column and save it again"
         raise UserError(f"{where} has no {kind} column and none of the names {', '.join(names)}; {has}")
-    return found[0]
-
-
-def _candidates(schema: Any, features: dict[str, Any], kind: str, names: Sequence[str]) -> list[str]:
-    of_kind = [name for name in schema.names if features.get(name, {}).get("_type") == kind]
-    return [name for name in names if name in schema.names and (name in of_kind or not of_kind)] or of_kind
+    return (usual or of_kind)[0]
 
 
 def _as_arrow(path: str) -> str:

@@ -39,12 +39,7 @@ _NUMBERED = re.compile(r"(.*?)(\d+)\.tar")
 
 
 def open_shards(
-    location: str,
-    split: str,
-    classes: Sequence[str] | None = None,
-    captions: CaptionKeys | None = None,
-    *,
-    labelled: bool = True,
+    location: str, split: str, classes: Sequence[str] | None = None, captions: CaptionKeys | None = None
 ) -> ShardSource:
     """Open one split of WebDataset shards.
 
@@ -54,7 +49,6 @@ def open_shards(
             (`val-{00..07}.tar`), from the folder.
         classes: the training split's, when this is the validation split.
         captions: as for `open_indexes`; the images then have captions and no classes.
-        labelled: as for `ShardSource`.
 
     Raises:
         UserError: no such folder or split, a shard is missing, or what `ShardSource` refuses.
@@ -68,7 +62,7 @@ def open_shards(
         shards = _of_split(folder or ".", split)
     if captions is not None:
         return ShardSource(shards, captions=captions)
-    return ShardSource(shards, _class_names(os.path.dirname(shards[0])), classes, labelled=labelled)
+    return ShardSource(shards, _class_names(os.path.dirname(shards[0])), classes)
 
 
 def shard_name(split: str, number: int) -> str:
@@ -165,10 +159,9 @@ class ShardSource(PackedSource):
             their names, and class names are numbered in natural order.
         classes: the training split's, when this is the validation split: it need not have an example of each.
         captions: as for `open_indexes`.
-        labelled: False for a task without labels: if a sample has none, there are no classes.
 
     Raises:
-        UserError: shards that are damaged, a sample without a label or caption, a label that is none of the classes.
+        UserError: shards that are damaged, a sample without a caption, a label that is none of the classes.
     """
 
     def __init__(
@@ -177,8 +170,6 @@ class ShardSource(PackedSource):
         names: Sequence[str] | None = None,
         classes: Sequence[str] | None = None,
         captions: CaptionKeys | None = None,
-        *,
-        labelled: bool = True,
     ) -> None:
         indexes = open_indexes(shards, captions)
         super().__init__(
@@ -196,15 +187,12 @@ class ShardSource(PackedSource):
         labels = [index.labels for index in indexes]
         if any(part.dtype.kind == "S" for part in labels):
             labels = [part.astype(np.bytes_) for part in labels]
-        bare = np.flatnonzero(np.concatenate(labels) == b"") if labels[0].dtype.kind == "S" else np.empty(0)
-        if len(bare) and labelled:
-            num = sum(map(len, labels))
-            counted = f"{len(bare)} of {num} samples have no label, the first is {self.describe(bare[0])}"
-            raise UserError(f'{counted}; give each a .cls file, or a .json file with "label"')
-        if len(bare):
-            self.class_names, self._targets = (), np.zeros(sum(map(len, labels)), dtype=np.int64)
+        whole = np.concatenate(labels)
+        if whole.dtype.kind == "S" and len(bare := np.flatnonzero(whole == b"")):
+            counted = f"{len(bare)} of {len(whole)} samples have no label, the first is {self.describe(bare[0])}"
+            self.drop_classes(len(whole), f'{counted}; give each a .cls file, or a .json file with "label"')
             return
-        self.class_names, self._targets = self._number(np.concatenate(labels), names if names is not None else classes)
+        self.class_names, self._targets = self._number(whole, names if names is not None else classes)
 
     def _number(self, labels: np.ndarray, known: Sequence[str] | None) -> tuple[tuple[str, ...], np.ndarray]:
         """Class names, and each sample's number among them."""

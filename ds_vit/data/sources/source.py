@@ -158,6 +158,8 @@ class ArraySource(Source):
     _targets: np.ndarray  # int64 [N]
     _paths: np.ndarray | None = None  # bytes [N], with forward slashes
     _captions: Captions | None = None
+    no_classes_because: str = ""
+    """Why the images have no classes; only a task without labels takes them then."""
 
     def __len__(self) -> int:
         return len(self._targets)
@@ -166,6 +168,10 @@ class ArraySource(Source):
         """Give the images captions in place of classes."""
         self._captions, self.has_captions = captions, True
         self.class_names, self._targets = (), np.zeros(len(captions), dtype=np.int64)
+
+    def drop_classes(self, num_images: int, reason: str) -> None:
+        """Leave the images without classes."""
+        self.class_names, self._targets, self.no_classes_because = (), np.zeros(num_images, dtype=np.int64), reason
 
     def captions(self, index: int) -> tuple[str, ...]:
         return super().captions(index) if self._captions is None else self._captions[index]
