@@ -79,10 +79,12 @@ def _open_split(name: str, data_dir: str | None) -> Source:
     dataset, path = _place(name)
     if not path:
         return open_source(name, data_dir if name.startswith("torch/") else None, _SPLIT)
+    folder, split = os.path.split(os.path.abspath(path))
+    if path.endswith(".tar"):
+        return open_source(dataset, folder, split)
     try:
         return open_source(dataset, path, _SPLIT)
     except UserError as error:
-        folder, split = os.path.split(os.path.abspath(path))
         try:
             return open_source(dataset, folder, split)
         except UserError:

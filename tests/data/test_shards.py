@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import shutil
 import tarfile
 import time
@@ -16,7 +17,7 @@ import pytest
 from picture_folders import encoded, noise
 from shards import write_shard
 
-from ds_vit.data import open_source
+from ds_vit.data import CaptionKeys, open_source
 from ds_vit.data.sources import shard_index, tars
 from ds_vit.data.sources.shards import expand_braces
 from ds_vit.data.sources.source import one_at_a_time
@@ -223,9 +224,10 @@ BROKEN = {
     "missing in the middle": (lambda f: (f / "train-001.tar").unlink(), rf"{S} is missing; .*000\.\.002"),
     "without a label": (
         _other({"a.png": PNG, "b.png": PNG, "b.cls": b"1"}),
-        rf"{S}: 1 of 2 .* first is a; give",
+        rf"1 of 10 samples have no label, the first is \S+{S}:a\.png; give",
     ),
     "without images": (_other({"a.cls": b"1"}), "holds no images"),
+    "a dot in a name": (_other({"22.05.JPG": PNG, "22.05.cls": b"1"}), r"holds no images .*; 22.05.JPG: .* first dot"),
     "a name twice": (_other({"a.png": PNG, "./a.png": PNG}), rf"{S} holds a\.png twice"),
     "a label below 0": (
         _other({"a.png": PNG, "a.cls": b"-1"}),
@@ -270,6 +272,30 @@ def test_shards_that_are_not_there(folder, dataset, split, message):
     """Would catch a traceback, a run on fewer shards than were named, or training shards taken for a test split."""
     with pytest.raises(UserError, match=message):
         open_source(dataset.format(folder), None, split)
+
+
+def test_numbered_shards_are_named_by_a_pattern_that_works(tmp_path):
+    """Would catch img2dataset's 00000.tar refused without a way to name them."""
+    for number in range(3):
+        write_shard(tmp_path / f"{number:05}.tar", {f"{number}.png": encoded(number), f"{number}.cls": b"0"})
+    (tmp_path / "._00000.tar").write_bytes(b"no tar")
+    with pytest.raises(
+        UserError, match=r"name the shards, 'wds/\S+/\{00000..00002\}.tar', with --val-split ''"
+    ) as error:
+        open_source("wds/", str(tmp_path), "train")
+    named = re.search(r"'(wds/.*?)'", str(error.value))[1]
+    assert len(open_source(named, None, "train")) == 3
+    with pytest.raises(UserError, match=rf"3 tar files as WebDataset shards: --dataset wds/{tmp_path}$"):
+        open_source("", str(tmp_path), "train", captions=CaptionKeys())
+
+
+def test_shards_without_labels(folder):
+    """Would catch shards of images only, which pretraining without labels refuses, or an index that loses classes."""
+    write_shard(folder / "train-001.tar", {"a.png": PNG, "b.png": PNG, "b.cls": b"1"})
+    source = open_source("wds/", str(folder), "train", labelled=False)
+    assert (source.class_names, source.target(8), len(source)) == ((), 0, 10)
+    write_shard(folder / "train-001.tar", {"b.png": PNG, "b.cls": b"1"})
+    assert open_source("wds/", str(folder), "train", labelled=False).class_names == ("0", "1", "2")
 
 
 def test_classes_that_differ_between_train_and_val(folder):

@@ -13,13 +13,16 @@ import plain_dino
 import pytest
 from curves import assert_same_curve, checkpoints_in_time, read_rows, train_rows
 from pairwise import cover, pairs
+from picture_folders import CPU, write_images
 from PIL import Image
+from project import ROOT
 from runs import resolved, run_quietly
 from safetensors.torch import load_file
 
 from ds_vit.fault_tolerance.errors import UserError
 
 RTOL = 1e-5
+RECIPES = ROOT / "launch" / "recipes"
 # name: (dp, tp, further flags)
 LAYOUTS = {
     "1 rank": (1, 1, ()),
@@ -330,3 +333,45 @@ def test_what_has_no_meaning_is_refused(tmp_path, folder, words, message):
         argv += [f"{name}={value}" for name, value in plain_dino.KWARGS.items()]
     with pytest.raises(UserError, match=message):
         resolved(argv, world=2 if words[0] in ("--pp", "--tp") else 1)
+
+
+# ---- images without classes ------------------------------------------------------------------------------------------
+
+TREES = {
+    "flat": ("{}.png", None),
+    "nested": ("{}/01/x.png", None),
+    "flat splits": ("train/{}.png", "val/{}.png"),
+    "other classes": ("train/{}/x.png", "val/other/{}.png"),
+    "classes": ("train/{}/x.png", "val/{}/y.png"),
+}
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("task", ["dino", "mae"])
+def test_a_tree_of_images_needs_no_flag(tmp_path, tree, task):
+    """A refusal of images without class folders, which are these tasks' usual input, or k-NN without classes."""
+    for split in filter(None, TREES[tree]):
+        write_images(tmp_path, *(split.format(number) for number in range(24)))
+    write_images(tmp_path, "._0.png", ".cache/0.png")
+    recipe = ("--recipe", RECIPES / "dinov2_vit_s14_own_data.yaml") if task == "dino" else ("--task", "mae")
+    words = [*recipe, "--deepspeed_config", CPU, "--data-dir", tmp_path, "-b", 2, "--eval-knn", 20]
+    words += ["--model", "vit_tiny_patch16_224", "--img-size", 28, "--workers", 0, "--output", tmp_path / "run"]
+    words += ["--model-kwargs", "patch_size=14", "embed_dim=24", "depth=1", "num_heads=2"]
+    words += ["--local-crops-size", 14] if task == "dino" else []
+    run = resolved(words)
+    has_classes, evaluates = tree == "classes", TREES[tree][1] is not None
+    assert (len(run.data.train_source), run.data.val_source is not None) == (24, evaluates)
+    assert bool(run.model.task.evaluators) == has_classes
+    assert any("features are not rated" in note for note in run.notes) == (not has_classes)
+    assert any("nothing is evaluated" in note for note in run.notes) == (not evaluates)
+    assert run.config.eval_knn == 20 * has_classes
+
+
+def test_the_command_in_the_recipe_for_images_in_one_folder(tmp_path):
+    """A comment that is refused."""
+    write_images(tmp_path, *(f"{number}.png" for number in range(4)))
+    words = [*("--recipe", RECIPES / "dinov2_vit_s14_own_data.yaml"), "--data-dir", tmp_path, "--batch-size", 2]
+    words += ["--model", "vit_tiny_patch16_224", "--model-kwargs", "patch_size=14", "depth=1"]
+    for more in ((), ("--val-split", "", "--eval-knn", 0)):
+        run = resolved([*words, "--output", tmp_path / "run", *more], on_cpu=False)
+        assert (len(run.data.train_source), run.model.task.evaluators) == (4, ())

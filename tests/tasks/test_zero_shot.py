@@ -12,10 +12,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from curves import read_rows, train_in
+from picture_folders import encoded
 from PIL import Image
 from project import write_config
 from runs import refusal, resolved
 from safetensors.torch import load_file, save_file
+from shards import write_shard
 
 from ds_vit import cli
 from ds_vit.checkpoint.folder import mark_best
@@ -240,6 +242,27 @@ def test_a_folder_of_class_folders(tmp_path):
         Image.new("RGB", (4, 4)).save(tmp_path / split / name / "1.png")
     assert open_zero_shot(str(tmp_path), "none").prompts == ("cat", "dog")
     assert open_zero_shot(str(tmp_path / "test"), "none").prompts == ("dog",)
+
+
+@pytest.mark.parametrize(
+    ("form", "asked"), [("test/0.tar", "test"), ("test-0.tar", "test"), ("test-0.tar", "test-{0..0}.tar")]
+)
+def test_the_test_split_of_shards_with_names_in_a_file(tmp_path, form, asked):
+    # Catches: a test split that cannot be named, prompts "a photo of a 1.", a class without images that is left out.
+    image = encoded(0)
+    write_shard(tmp_path / form, {"a.png": image, "a.cls": b"1", "b.png": image, "b.cls": b"0"})
+    write_shard(tmp_path / "val" / "val-0.tar", {"a.png": image, "a.cls": b"0"})
+    if asked.endswith(".tar"):  # the split that is named, though there is one for validation
+        (tmp_path / "val-0.tar").symlink_to("val/val-0.tar")
+    asked = f"wds/{tmp_path}/{asked}"
+    assert open_zero_shot(asked, "none").prompts == ("0", "1")
+    (tmp_path / "classnames.txt").write_text("tench\ngold fish\nshark\n")
+    found = open_zero_shot(asked, "none")
+    assert found.prompts == ("tench", "gold fish", "shark")
+    assert [found.source.target(n) for n in range(2)] == [1, 0]
+    (tmp_path / "classnames.txt").write_text("tench\n")
+    with pytest.raises(UserError, match=r"classnames.txt names 1 classes, and the images have the class 1"):
+        open_zero_shot(asked, "none")
 
 
 def test_what_is_rejected(capsys, tmp_path, folder):

@@ -197,6 +197,37 @@ def test_a_bare_file_and_a_folder_without_training_images(ranks, run_folder, by_
     assert "9 classes, the model 10" in err
 
 
+@pytest.mark.parametrize("split", ["test", "val"])
+def test_a_test_set_without_training_images_or_without_a_class(ranks, run_folder, by_timm, tmp_path, split):
+    """A refusal of other photographs of the same classes, or class numbers that are the test set's own."""
+    data = tmp_path / "data"
+    shutil.copytree(run_folder.parent / "data" / "val", data / split)
+    (data / split / ".thumbnails").mkdir()
+    result = evaluate(ranks, 1, tmp_path, run_folder, "--data-dir", data)
+    assert (right(result), result["val_split"]) == (by_timm(run_folder / "model.safetensors")[:2], split)
+    shutil.rmtree(data / split / "airplane")
+    fewer = evaluate(ranks, 1, tmp_path, run_folder, "--data-dir", data)
+    shutil.copytree(run_folder.parent / "data" / "train", data / "train")
+    for words in (("--val-split", split), ("--val-split", split, "--train-split", "")):
+        again = evaluate(ranks, 1, tmp_path, run_folder, "--data-dir", data, *words)
+        assert {**again, "seconds": 0} == {**fewer, "seconds": 0}
+    missed = len([*(run_folder.parent / "data" / "val" / "airplane").iterdir()])
+    assert fewer["images"] == IMAGES - missed
+    assert right(result)[0] - missed <= right(fewer)[0] <= right(result)[0]
+    shutil.move(data / split / "bird", data / split / "zebra")
+    _, err = failed(ranks, [run_folder, "--data-dir", data, "--val-split", split, "--train-split", ""])
+    assert "zebra" in err or "9 classes" in err
+
+
+def test_an_empty_split_is_said_to_be_the_runs(ranks, run_folder, tmp_path):
+    """A refusal of --val-split '' to somebody who gave no such flag."""
+    run = shutil.copytree(run_folder, tmp_path / "run")
+    recipe = yaml.safe_load((run / "config.yaml").read_text())
+    (run / "config.yaml").write_text(yaml.safe_dump({**recipe, "val_split": ""}))
+    _, err = failed(ranks, [run, "--knn"])
+    assert f"{run / 'config.yaml'} has val_split: '', its run was not evaluated; name a split, --val-split NAME" in err
+
+
 def train_main_on_rank(argv):
     """On a rank: launch/train.py's exit code."""
     from ds_vit.train import main

@@ -223,7 +223,7 @@ def open_source(
         if not data_dir:
             raise UserError("no data: pass --data-dir FOLDER (with train/ and val/ in it) or --dataset digits")
         if captions is None:
-            source = open_folder(data_dir, split, classes, allow_empty=allow_empty, labelled=labelled)
+            source = open_folder(data_dir, split, classes, allow_empty, labelled)
         else:
             source = open_pairs(data_dir, split)
     else:

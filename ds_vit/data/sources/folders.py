@@ -40,14 +40,7 @@ from ds_vit.data.sources.tars import TarSource
 from ds_vit.fault_tolerance.errors import UserError
 
 
-def open_folder(
-    data_dir: str,
-    split: str,
-    classes: Sequence[str] | None = None,
-    *,
-    allow_empty: bool = False,
-    labelled: bool = True,
-) -> Source:
+def open_folder(data_dir: str, split: str, classes: Sequence[str] | None, allow_empty: bool, labelled: bool) -> Source:
     """Open `data_dir/<split>` or `data_dir/<split>.tar`; see `open_source`."""
     location = find_split(data_dir, split, or_whole=not labelled)
     if os.path.isfile(location):
@@ -84,8 +77,9 @@ def find_split(data_dir: str, split: str, *, or_whole: bool = False) -> str:
             return path
         if os.path.isfile(f"{path}.tar"):
             return f"{path}.tar"
-    splits = {posixpath.splitext(name)[0] for name in os.listdir(data_dir)} & {*TRAIN_NAMES, *VAL_NAMES, "test"}
-    if or_whole and split in TRAIN_NAMES and not splits:
+    inside = [name for name in os.listdir(data_dir) if not hidden(name)]
+    has_splits = {posixpath.splitext(name)[0] for name in inside} & {*TRAIN_NAMES, *VAL_NAMES, "test"}
+    if or_whole and split in TRAIN_NAMES and not has_splits:
         return data_dir
     parent, own = os.path.split(os.path.normpath(data_dir))
     hint = f"a split has a folder for each class: {split}/<class>/<image>"
@@ -98,7 +92,7 @@ def find_split(data_dir: str, split: str, *, or_whole: bool = False) -> str:
         hint = f"it holds class folders and no splits: {shlex.join(words)}"
         if split in TRAIN_NAMES:
             hint += " --val-fraction 0.1 trains on nine tenths of each class"
-    elif tars := sum(name.endswith(".tar") for name in os.listdir(data_dir)):
+    elif tars := sum(name.endswith(".tar") for name in inside):
         hint = f"for its {tars} tar files as WebDataset shards: --dataset wds/{data_dir}"
     raise no_such_split(data_dir, split, f"{split}/ and no {split}.tar", f"; {hint}")
 

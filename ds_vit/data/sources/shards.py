@@ -15,15 +15,7 @@ import numpy as np
 
 from ds_vit.data.sources.captions import CaptionKeys, Captions
 from ds_vit.data.sources.shard_index import open_indexes, state_of
-from ds_vit.data.sources.source import (
-    TRAIN_NAMES,
-    check_labels,
-    hidden,
-    in_natural_order,
-    no_such_split,
-    number_classes,
-    synonyms_of,
-)
+from ds_vit.data.sources.source import check_labels, hidden, in_natural_order, no_such_split, number_classes, synonyms_of
 from ds_vit.data.sources.tars import PackedSource
 from ds_vit.fault_tolerance.errors import UserError, read_text
 
@@ -108,19 +100,17 @@ def _of_split(folder: str, split: str) -> list[str]:
         if shards := in_natural_order(glob.glob(os.path.join(glob.escape(folder), form.format(name)))):
             _check_no_gap(shards)
             return shards
-    raise no_such_split(folder, split, f"shards {split}-*.tar", _pattern_hint(folder, split))
+    raise no_such_split(folder, split, f"shards {split}-*.tar", _pattern_hint(folder))
 
 
-def _pattern_hint(folder: str, split: str) -> str:
+def _pattern_hint(folder: str) -> str:
     """How to name numbered shards without a split in their name, as img2dataset writes them: `{00000..00127}.tar`."""
     tars = in_natural_order([name for name in os.listdir(folder) if name.endswith(".tar") and not hidden(name)])
     numbered = [found for name in tars if (found := _NUMBERED.fullmatch(name))]
     if not numbered or len({found[1] for found in numbered}) > 1:
         return ""
     pattern = f"{numbered[0][1]}{{{numbered[0][2]}..{numbered[-1][2]}}}.tar"
-    if split in TRAIN_NAMES:
-        return f"; name the shards of training, --dataset 'wds/{os.path.join(folder, pattern)}', and --val-split ''"
-    return f"; name the shards, as in --val-split '{pattern}'"
+    return f"; name the shards, 'wds/{os.path.join(folder, pattern)}', with --val-split '' if all are for training"
 
 
 def _check_no_gap(shards: Sequence[str]) -> None:
