@@ -28,7 +28,7 @@ def folder(tmp_path) -> Path:
     for number in range(15):
         split = "train" if number < 12 else "val"
         name = f"i.{number}.png" if number else "i.9.jpg"
-        path = tmp_path / "photos" / split / ("set ü" if number == 4 else "") / f"class{9 + number % 3}" / name
+        path = tmp_path / "photos" / split / ("set ü" if number % 3 == 1 else "") / f"class{9 + number % 3}" / name
         pixels = np.random.default_rng(number).integers(0, 256, (20 + number, 40, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(made(path))
     return tmp_path / "photos"
@@ -171,7 +171,7 @@ def test_resized_and_encoded_anew(folder, tmp_path, capsys):
 
 def test_a_damaged_file_is_told_and_kept(folder, tmp_path, capsys):
     """Would catch one bad file of a million that keeps all others from being packed, or that is left out in silence."""
-    bad = folder / "train" / "class10" / "i.1.png"
+    bad = folder / "train" / "set ü" / "class10" / "i.1.png"
     bad.write_bytes(b"no image")
     told = _told(capsys, folder, tmp_path / "out", "--resize", 25)
     assert f"train: 1 files are no images and went in as they are; the first is {bad}" in told

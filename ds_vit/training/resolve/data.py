@@ -19,7 +19,7 @@ from ds_vit.parallel.layout import Layout
 from ds_vit.tasks import TASKS, ZeroShotData, open_zero_shot
 from ds_vit.training.resolve.deepspeed import DeepSpeedSettings
 from ds_vit.training.resume import Resume, check_micro_batch, keep_global_batch
-from ds_vit.weights.files import class_names
+from ds_vit.weights.files import find_weights
 
 _SHOWN_PROMPTS = 3
 
@@ -230,7 +230,7 @@ def _open_sources(config: RunConfig) -> tuple[Source, Source | None, list[str]]:
 
 def _open_for_evaluation(config: RunConfig) -> tuple[Source, Source, list[str]]:
     """The evaluation split in place of both; it may lack some of the classes that the weights name."""
-    names = class_names(config.initial_checkpoint) if config.initial_checkpoint else ()
+    names = find_weights(config.initial_checkpoint).class_names if config.initial_checkpoint else ()
     try:
         source = _open_val_split(config, names)
     except UserError:  # another tool's names, or other classes, which the caller compares
