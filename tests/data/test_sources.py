@@ -262,7 +262,6 @@ UNLABELLED = {
     "flat": ("1.png", "2.png"),
     "nested": ("2023/01/1.png", "2024/01/2.png"),
     "mixed": ("1.png", "a/2.png", "a/b/3.png"),
-    "one folder": ("all/1.png", "all/2.png"),
 }
 
 

@@ -292,7 +292,9 @@ def test_the_spread_of_features_does_not_choose_the_best_weights(ranks, tmp_path
         loss = train_rows(read_rows(output))[-1]["loss"]
         assert (f"│ training loss │ {loss:.5f} " in out) == (not has_best)
     knn = plain_dino.words_of(folder, 1, tmp_path / "knn", *words, "--eval-knn", 5)
-    assert not any("no weights" in note for note in resolved(knn).notes)
+    notes = resolved(knn).notes
+    assert not any("no weights" in note for note in notes)
+    assert any("of one class, 'all': every answer is right" in note for note in notes)
 
 
 def test_components_of_training_images_are_drawn_without_a_validation_split(ranks, tmp_path, folder):

@@ -258,7 +258,7 @@ def list_images(
         class_folders: path → class folder of all files of a split ("" outside of class folders).
         where: the split, for messages.
         labelled: False for a task without labels: images count wherever they are. They have classes only if all of
-            them are in class folders, of at least two names.
+            them are in class folders.
 
     Returns:
         Their paths in timm's order; their classes, "" for each where they have none; how many other files there are by
@@ -284,7 +284,7 @@ def list_images(
             raise UserError(f"{where}: {problem}")
         kept = in_classes
     classes = [posixpath.basename(class_folders[path]) for path in kept]
-    if not labelled and (problem or "" in classes or len(set(classes)) == 1):
+    if not labelled and (problem or "" in classes):
         classes = [""] * len(kept)
     return kept, classes, dict(suffix_counts(class_folders) - suffix_counts(kept))
 

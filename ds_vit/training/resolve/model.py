@@ -127,8 +127,9 @@ def resolve_model(
     if 0 < data.train_source.num_classes < num_classes:
         there = f"the data has {data.train_source.num_classes} classes"
         notes.append(f"--num-classes {num_classes}: {there}, and no image is of the other outputs")
-    if len(classes) == 1 and not (config.eval_only or data.train_source.multi_label):
-        notes.append(f"the images of training are of one class, {classes[0]!r}: every answer is right")
+    rated = task_type.has_classes or config.eval_knn or config.eval_linear_probe
+    if len(names := data.train_source.class_names) == 1 and rated and not data.train_source.multi_label:
+        notes.append(f"the images of training are of one class, {names[0]!r}: every answer is right")
     notes += [*of_teacher, *unrated, *_unseen_pixels(whole)]
     if config.tp > 1:
         for name in tower_names(whole):
