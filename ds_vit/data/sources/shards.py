@@ -15,7 +15,14 @@ import numpy as np
 
 from ds_vit.data.sources.captions import CaptionKeys, Captions
 from ds_vit.data.sources.shard_index import open_indexes, state_of
-from ds_vit.data.sources.source import check_labels, hidden, in_natural_order, no_such_split, number_classes, synonyms_of
+from ds_vit.data.sources.source import (
+    check_labels,
+    hidden,
+    in_natural_order,
+    no_such_split,
+    number_classes,
+    synonyms_of,
+)
 from ds_vit.data.sources.tars import PackedSource
 from ds_vit.fault_tolerance.errors import UserError, read_text
 
