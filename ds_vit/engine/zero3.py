@@ -228,14 +228,10 @@ class ZeroUnits:
     # ---- layout ----
 
     def _flatten_gradients(self) -> None:
-        """Have the flat gradient in fp32 where the JSON asks for no other type, with DeepSpeed's views of it."""
+        """Cut DeepSpeed's flat gradient, and give it its views."""
         optimizer = self.optimizer
-        flat, masters = optimizer.grad_partitions_flat_buffer, optimizer.fp32_partitioned_groups_flat
-        if self.engine._config.grad_accum_dtype is None and masters[0].dtype == torch.float32 != flat.dtype:
-            flat = torch.zeros_like(flat, dtype=torch.float32, pin_memory=flat.is_pinned())
-            optimizer.grad_partitions_flat_buffer = flat
-        self.flat = flat
-        self.grads = list(flat.split([master.numel() for master in masters]))
+        self.flat, masters = optimizer.grad_partitions_flat_buffer, optimizer.fp32_partitioned_groups_flat
+        self.grads = list(self.flat.split([master.numel() for master in masters]))
         self._averaged = [
             list(flat.split([p.ds_tensor.ds_numel for p in params]))
             for params, flat in zip(optimizer.fp16_groups, self.grads, strict=True)
@@ -246,9 +242,6 @@ class ZeroUnits:
             for p, view in zip(params, views, strict=True)
         }
         setattr(optimizer, GRADIENT_VIEWS, views)
-        if optimizer.offload_optimizer:
-            for master, grad in zip(masters, self.grads, strict=True):
-                master.grad = grad
         for unit in self.units:
             unit.views = [views[p.ds_id].view(p.ds_shape) if self.ranks == 1 else views[p.ds_id] for p in unit.trained]
             unit.segments = [self.grads[number].narrow(0, start, n) for number, start, n in self._runs(unit)]
@@ -586,6 +579,9 @@ class ZeroUnits:
         for unit in self.units if self._writes_in_place else ():
             if unit.trained and not unit.counted:
                 torch._foreach_zero_(unit.segments)
+        if self.optimizer.offload_optimizer:  # DeepSpeed's step takes the gradients of offloaded masters as they are
+            for number in range(len(self.grads)):
+                self._hand_over(number)
         self._zero_grad()
 
     def _zero_grad(self, set_to_none: bool = True) -> None:

@@ -244,10 +244,9 @@ class MemoryRules:
         zero = self.zero = json.get("zero_optimization") or {}
         stage = self.stage = int(zero.get("stage", 0))
         self.autocast = "autocast" in precision.name
-        self.of_type, in_fp32 = 4 if precision.compute == "float32" else 2, sums_in_fp32(json)
+        self.of_type = 4 if precision.compute == "float32" else 2
         self.of_master = 2 if (json.get("bf16") or {}).get("bf16_master_weights_and_grads") else 4
-        names_type = (json.get("data_types") or {}).get("grad_accum_dtype") is not None or self.of_master < 4
-        self.of_gradient = 4 if in_fp32 or (stage == 3 and not names_type) else self.of_type
+        self.of_gradient = 4 if sums_in_fp32(json) else self.of_type
         self.flat = takes_gradients(json)
         self.sent_as = {None: self.of_type, "fp32": 4}.get(json.get("communication_data_type"), 2)
         bucket = 0 if self.flat else int(zero.get("reduce_bucket_size", DEFAULT_BUCKET))

@@ -131,6 +131,34 @@ def test_several_micro_batches_are_summed_in_fp32(tmp_path, stage, kind):
     assert types_and_notes(1, data_types=explicit) == (explicit, [])
 
 
+def type_of_sum(argv):
+    """On a rank: the type of ZeRO-3's flat gradient."""
+    from zero_layouts import start
+
+    with as_on_gpu(argv):
+        engine = start(argv)
+        found = engine.units.flat.dtype
+        engine.close()
+    return found
+
+
+@pytest.mark.parametrize(("accumulation", "dtype"), [(1, torch.bfloat16), (2, torch.float32)])
+def test_one_micro_batch_stays_in_16_bits_at_zero_3(ranks, tmp_path, accumulation, dtype):
+    # Catches: 2 bytes a parameter more than DeepSpeed's own gradient takes.
+    config = write_config(tmp_path / "config.json", 3, **SIXTEEN["bf16"], optimizer=ADAMW)
+    assert ranks.run(1, type_of_sum, ["--deepspeed_config", config, *DEEP, "--grad-accum-steps", accumulation]) == [dtype]
+
+
+def test_offloaded_masters_take_a_sum_in_16_bits(ranks, tmp_path):
+    # Catches: masters in fp32 that are given the flat gradient, of another type, as theirs.
+    words = (*TASKS["classification"], "-b", 4, "--grad-accum-steps", 2, "--set", "data_types.grad_accum_dtype=bf16")
+    offloaded = ("zero_force_ds_cpu_optimizer=false", 'zero_optimization.offload_optimizer={"device":"cpu"}')
+    here, there = (
+        train(ranks, 1, tmp_path / str(len(more)), 3, "bf16", *words, *more, steps=3) for more in ((), offloaded)
+    )
+    assert [row["loss"] for row in here] == pytest.approx([row["loss"] for row in there], rel=1e-6)
+
+
 # ---- the values that a run starts from -------------------------------------------------------------------------------
 
 

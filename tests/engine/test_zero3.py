@@ -427,7 +427,7 @@ ATTRIBUTES = {
     "": """
         zero_overlap_comm zero_prefetch_bucket_size zero_max_live_parameters zero_param_persistence_threshold
         zero_model_persistence_threshold zero_optimization_partition_weights _forward_prologue _forward_epilogue
-        save_checkpoint save_16bit_model _config.grad_accum_dtype
+        save_checkpoint save_16bit_model
     """,
     "module.weight": "ds_tensor.ds_numel ds_numel ds_shape ds_id ds_status ds_process_group all_gather partition",
 }
