@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
-from PIL import ExifTags, Image, ImageOps
+from PIL import ExifTags, Image, ImageOps, TiffImagePlugin
 
 from ds_vit.fault_tolerance.errors import UserError
 
@@ -78,11 +78,16 @@ def describe_depth(mode: str) -> str:
 def to_rgb(image: Image.Image) -> Image.Image:
     """An image in RGB, as timm converts it, except that 16-bit grey is scaled: Pillow clips it (pytorch/vision #2218).
 
+    Pillow leaves the numbers of TIFF files as they are: those of 12 bits reach 4095, and 0 may be white.
+
     Raises:
         OSError: as of `in_8_bits`.
     """
     if describe_depth(image.mode):
-        scaled = Image.fromarray(in_8_bits(np.asarray(image)))
+        tags, pixels = getattr(image, "tag_v2", {}), np.asarray(image)
+        is_12_bits = tags.get(TiffImagePlugin.BITSPERSAMPLE) == (12,)
+        grey = np.rint(pixels * (255 / 4095)).astype(np.uint8) if is_12_bits else in_8_bits(pixels)
+        scaled = Image.fromarray(255 - grey if tags.get(TiffImagePlugin.PHOTOMETRIC_INTERPRETATION) == 0 else grey)
         scaled.info, image = image.info, scaled
     return image.convert("RGB")
 

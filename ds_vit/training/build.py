@@ -133,6 +133,7 @@ def checkpoint_config(resolved: Resolved) -> CheckpointConfig:
     return CheckpointConfig(
         interval=Interval.parse(config.checkpoint_interval, "--checkpoint-interval"),
         keep=config.keep_checkpoints,
+        has_best=resolved.has_best,
         rollback=bool(config.rollback),
         deadline=Deadline(resolved.stop_at, config.stop_before_seconds or 0.0),
         order=resolved.data.order,

@@ -75,6 +75,7 @@ class CheckpointConfig:
     Attributes:
         interval: between checkpoints; false for none.
         keep: checkpoints to keep in addition to the best one; 0 keeps all.
+        has_best: an evaluation may mark a checkpoint as the best one.
         rollback: a bad step may return the run to its last checkpoint.
         deadline: when the run has to stop.
         order: of the training samples.
@@ -86,6 +87,7 @@ class CheckpointConfig:
 
     interval: Interval
     keep: int
+    has_best: bool
     rollback: bool
     deadline: Deadline
     order: SampleOrder
@@ -332,11 +334,13 @@ class CheckpointManager:
         if self.reporter is None:
             return
         each, at_the_end = self._saver.num_bytes()
-        keep = self.config.keep
-        need = (keep + 2 if keep else 1) * each + at_the_end
+        keep, most, best = self.config.keep, self.config.keep + 1, ""
+        if self.config.has_best:
+            most, best = most + 1, " the best,"
+        need = (most if keep else 1) * each + at_the_end
         existing = next(path for path in (self.parent, *self.parent.absolute().parents) if path.exists())
         free = shutil.disk_usage(existing).free
-        number = f"at most {keep + 2} at a time (the newest {keep}, the best, the one being written)"
+        number = f"at most {most} at a time (the newest {keep},{best} the one being written)"
         text = (
             f"checkpoints: {in_words(each)} each in {self.parent}, {number if keep else 'all of them kept'}; with the "
             f"weights of the end {'' if keep else 'at least '}{in_words(need)}, and {in_words(free)} are free"

@@ -26,7 +26,8 @@ _REMEDIES = {
     "train_img_sizes": "give the same --train-img-sizes, say --allow-schedule-change",
     "task_schedules": "give the same --epochs and --max-steps, say --allow-schedule-change",
     "shapes": "give the same --model-kwargs",
-    "teacher": "give the same teacher by --kd-model-name or --kd-checkpoint",
+    "teacher": "give the same teacher by --kd-model-name or --kd-checkpoint (of a run that has trained since, the "
+    "checkpoint that this run named at its start)",
     "images": "give the same training data",
     "class_names": "give the same training data, with the same names of class folders",
     "mixture": "give the same folders in --data-dir, with the same --data-weights",

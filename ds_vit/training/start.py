@@ -162,7 +162,7 @@ def _checkpoints(resolved: Resolved) -> str:
     interval = Interval.parse(config.checkpoint_interval, "--checkpoint-interval")
     if not interval:
         return "none but of the step that the run is interrupted at: what kills it costs all steps, and no best is kept"
-    best = " and the best" if resolved.model.task.figures[0].summed_up else ""
+    best = " and the best" if resolved.has_best else ""
     kept = f"the newest {config.keep_checkpoints}{best} stay" if config.keep_checkpoints else "all stay"
     return f"{_how_often(interval)}; {kept}"
 

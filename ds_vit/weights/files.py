@@ -229,6 +229,7 @@ class StoredWeights:
         recipe: the config.yaml of the run that wrote them; None if no run did.
         folder: default for results.
         kind: "raw", "ema" or "teacher".
+        note: why these and no others, for people.
 
     As a string: the file, and as far as the run says it, the step of the weights and how it was evaluated there.
     """
@@ -237,6 +238,7 @@ class StoredWeights:
     recipe: Path | None
     folder: Path
     kind: str
+    note: str = ""
 
     @property
     def class_names(self) -> tuple[str, ...]:
@@ -247,7 +249,8 @@ class StoredWeights:
         return tuple(json.loads(classes.read_text())) if classes and classes.is_file() else ()
 
     def __str__(self) -> str:
-        header, text = _header(self.path), f"{self.path}{' (the teacher)' * (self.kind == 'teacher')}"
+        header = _header(self.path)
+        text = f"{self.path}{' (the teacher)' * (self.kind == 'teacher')}{self.note}"
         if self.recipe is None or "figure" not in header:
             return text
         step = step_of(self.path.parent.name) or int(header.get("step", 0))
@@ -337,7 +340,7 @@ def find_weights(source: str | Path, weights: str = "", checkpoint: str = "") ->
         recipe = _recipe_of(source.parent)
         of_run = recipe is not None and RunFolder(recipe.parent).deepspeed.is_file()  # others write a config.yaml too
         return StoredWeights(source, recipe if of_run else None, folder, "raw")
-    tried = []
+    tried, note = [], ""
     for place, found in _places(RunFolder(source), weights, checkpoint):
         tried.append((place, found))
         recipe = _recipe_of(place)
@@ -345,14 +348,17 @@ def find_weights(source: str | Path, weights: str = "", checkpoint: str = "") ->
         of_teacher = found != "ema" and _has_teacher(recipe)
         for stem in ("teacher", "ema") if of_teacher and found == "raw" else (found,):
             if path := weights_in(place, stem):
+                if stem == BEST and any(place.glob("text.safetensors*")) and not any(place.glob(f"{_TEXT[BEST]}.s*")):
+                    note = f" ({path} lacks {_TEXT[BEST]}.safetensors, its text tower)"
+                    continue
                 kind = "teacher" if of_teacher else "ema" if stem == "ema" else "raw"
-                return StoredWeights(path, recipe, source, kind)
+                return StoredWeights(path, recipe, source, kind, note)
     if not tried:
         there = ", ".join(sorted(path.name for path in RunFolder(source).checkpoints.glob("step-*"))) or "none"
         raise UserError(f"--checkpoint {checkpoint}: not found; the checkpoints in {source}/checkpoints are: {there}")
     where = " or ".join(dict.fromkeys(str(place) for place, _ in tried))
     hint = "; it has raw weights: drop --weights" if any(weights_in(place, "raw") for place, _ in tried) else ""
-    raise UserError(f"there is no {WEIGHTS[tried[-1][1]]}.safetensors (or its index.json) in {where}{hint}")
+    raise UserError(f"there is no {WEIGHTS[tried[-1][1]]}.safetensors (or its index.json) in {where}{note}{hint}")
 
 
 def weights_line(source: str | Path, weights: str = "", checkpoint: str = "", **_: Any) -> str:

@@ -110,6 +110,26 @@ def test_16_bit_grey_is_scaled_in_every_source_and_by_every_way_to_decode(folder
                 assert torch.equal(batch.images, torch.from_numpy(_rgb(EIGHT)).permute(2, 0, 1).expand_as(batch.images))
 
 
+def _tiff(pixels: np.ndarray, bits: int, first: int) -> bytes:
+    """A grey TIFF file of one strip: of 16 bits, or 12 packed ones; `first` is 0 where 0 is white, else 1."""
+    height, width = pixels.shape
+    data = pixels.astype("<u2").tobytes()
+    if bits == 12:
+        high, low = pixels.reshape(-1, 2).T
+        data = np.stack([high >> 4, (high & 15) << 4 | low >> 8, low & 255], axis=1).astype(np.uint8).tobytes()
+    tags = {256: width, 257: height, 258: bits, 259: 1, 262: first, 273: 110, 277: 1, 278: height}
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
+    return b"II*\0" + struct.pack("<IH", 8, len(tags)) + entries + bytes(4) + data
+
+
+def test_tiff_files_of_12_bits_and_with_white_at_0():
+    """Would catch 12 bits that are scaled as 16, so nearly black, and 16 bits shown as a negative."""
+    twelve = DEEP[:, :6] >> 4
+    assert np.array_equal(decode(_tiff(twelve, 12, 1), "12"), _rgb(np.round(twelve / 4095 * 255).astype(np.uint8)))
+    assert np.array_equal(decode(_tiff(DEEP, 16, 1), "16"), _rgb(EIGHT))
+    assert np.array_equal(decode(_tiff(DEEP, 16, 0), "16"), _rgb(255 - EIGHT))
+
+
 def test_arrays_of_a_program_give_what_files_give():
     """Would catch a layout that is refused or read as another one, and 16 bits that are cut to 8."""
     colours = np.random.default_rng(1).integers(0, 65536, (9, 8, 3), dtype=np.uint16)

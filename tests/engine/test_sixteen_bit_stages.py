@@ -146,7 +146,9 @@ def type_of_sum(argv):
 def test_one_micro_batch_stays_in_16_bits_at_zero_3(ranks, tmp_path, accumulation, dtype):
     # Catches: 2 bytes a parameter more than DeepSpeed's own gradient takes.
     config = write_config(tmp_path / "config.json", 3, **SIXTEEN["bf16"], optimizer=ADAMW)
-    assert ranks.run(1, type_of_sum, ["--deepspeed_config", config, *DEEP, "--grad-accum-steps", accumulation]) == [dtype]
+    assert ranks.run(1, type_of_sum, ["--deepspeed_config", config, *DEEP, "--grad-accum-steps", accumulation]) == [
+        dtype
+    ]
 
 
 def test_offloaded_masters_take_a_sum_in_16_bits(ranks, tmp_path):

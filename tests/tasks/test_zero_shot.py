@@ -4,6 +4,7 @@ import contextlib
 import functools
 import json
 import math
+import re
 import shutil
 from unittest import mock
 
@@ -32,6 +33,7 @@ from ds_vit.tasks.retrieval import DIRECTIONS, RANKS, Retrieval, places_of_partn
 from ds_vit.tasks.zero_shot import ZeroShotAccuracy, class_words, open_zero_shot, read_templates, write_prompts
 from ds_vit.tools.evaluate import main as evaluate_main
 from ds_vit.tools.predict import embed
+from ds_vit.weights.files import find_weights, weights_line
 
 NUM_IMAGES, TEMPLATES = 41, ("a photo of the digit {}.", "{}", "the number {}, drawn by hand")
 LAYOUTS = {
@@ -466,9 +468,17 @@ def test_the_best_weights_are_those_of_both_towers(ranks, folder, tmp_path):
     for one, other, same in (("", "checkpoint", True), ("last", "end", True), ("", "last", False)):
         for name in ("features", "text_features"):
             assert np.allclose(getattr(found[one], name), getattr(found[other], name), atol=1e-6) == same, (one, name)
+    # A run from before best-text.safetensors: its best checkpoint, else its last weights, have both towers.
     (run / "best-text.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"in best-text.safetensors\); a checkpoint has both"):
-        embed(run, [images], texts=["a cat"])
+    why = f" ({run / 'best.safetensors'} lacks best-text.safetensors, its text tower)"
+    assert weights_line(run).startswith(f"weights: {run / 'checkpoints' / 'step-00000002' / 'model.safetensors'}{why}")
+    again = embed(run, [images], texts=["a cat"])
+    assert np.array_equal(again.features, found["checkpoint"].features)
+    assert np.array_equal(again.text_features, found["checkpoint"].text_features)
+    (run / "checkpoints" / "best").unlink()
+    assert weights_line(run).startswith(f"weights: {run / 'model.safetensors'}{why}")
+    with pytest.raises(ValueError, match=f"there is no best.safetensors .*{re.escape(why)}"):
+        find_weights(run, "best")
 
 
 TOWERS_OF = {

@@ -87,6 +87,7 @@ def manager(monkeypatch, tmp_path, said) -> CheckpointManager:
     config = CheckpointConfig(
         interval=Interval(steps=4),
         keep=2,
+        has_best=True,
         rollback=False,
         deadline=Deadline(None, 0.0),
         order=SampleOrder(3, 1, 0),

@@ -143,11 +143,6 @@ OTHERS = {
         {"decode": "fast"},
         "exact there and fast here; give the same --decode, or start",
     ),
-    "EXIF's orientation, in a run from before the flag": (
-        {},
-        {"exif_rotation": "on"},
-        "off there and on here; give the same --exif-rotation, or start",
-    ),
     "one parameter less for Muon": (
         {"left_to_adamw": HEAD},
         {"left_to_adamw": HEAD | {"head.weight": "AdamW's"}},
@@ -177,7 +172,9 @@ def test_another_identity_is_refused(what):
 
 def test_a_run_from_before_a_flag_has_its_default():
     # Catches: a checkpoint that no run can resume since the identity has one more flag.
-    assert check_same_run(resume_of(), {"exif_rotation": "off", "decode": "exact"}, {}) == []
+    assert check_same_run(resume_of(), {"decode": "exact"}, {"exif_rotation": "off"}) == []
+    with pytest.raises(UserError, match="--exif-rotation is off there and on here; give the same, say --allow-sched"):
+        check_same_run(resume_of(), {}, {"exif_rotation": "on"})
 
 
 def test_only_changes_are_named():
@@ -193,7 +190,7 @@ MOVE_THE_CURVE = """
     aa aug_repeats bce_loss bce_sum bce_target_thresh color_jitter color_jitter_prob cutmix cutmix_minmax decode drop
     drop_path gaussian_blur_prob grayscale_prob hflip layer_decay mean mixup mixup_off_epoch mixup_prob
     mixup_switch_prob model_kwargs no_aug ratio recount remode reprob scale smoothing std train_crop_mode
-    train_interpolation vflip img_size_schedule train_img_sizes seed model num_classes img_size task
+    train_interpolation vflip img_size_schedule train_img_sizes seed model num_classes img_size task exif_rotation
     mask_ratio norm_pix_loss kd_distill_type kd_temperature lock_text text_depth global_crops_scale ibot_weight
 """
 

@@ -140,7 +140,6 @@ class Resolved:
             "images": len(source),
             "class_names": list(source.class_names),
             "decode": self.config.decode,
-            "exif_rotation": self.config.exif_rotation,
             "mixture": [list(part) for part in source.mixture],
             "samples": source.fingerprint,
             "optimizer": self.training.cls.__name__,
@@ -148,6 +147,11 @@ class Resolved:
             "trained": [name for name in shapes if name not in self.model.frozen],
             **({"task_schedules": self._task_schedules} if self._task_schedules else {}),
         }
+
+    @property
+    def has_best(self) -> bool:
+        """Whether evaluations choose the best weights."""
+        return self.data.val_source is not None and self.model.task.figures[0].summed_up
 
     @property
     def settings(self) -> dict[str, Any]:
