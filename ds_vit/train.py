@@ -139,7 +139,7 @@ def _run_ranks(
     from ds_vit.fault_tolerance.watchdog import Watchdog
     from ds_vit.parallel.groups import build_groups
     from ds_vit.run_folder import RunFolder
-    from ds_vit.training.build import Training, run_evaluation
+    from ds_vit.training.build import Training, memory_advice, run_evaluation
     from ds_vit.training.output import move_unsaved_run
 
     config, process, is_main = resolved.config, resolved.process, resolved.process.rank == 0
@@ -165,11 +165,13 @@ def _run_ranks(
         groups = build_groups(resolved.layout, saves=not config.eval_only)
         if is_main and (note := move_unsaved_run(folder.path)):
             print(note, flush=True)
+        memory = memory_advice(resolved, on_cpu=on_cpu)
+        stack.enter_context(memory.errors())
         if config.eval_only:
             return run_evaluation(resolved, folder, groups, started, watchdog), folder
 
         # ---- model, engine, and everything around the steps ---------------------------------------------------------
-        training = Training(resolved, folder, groups, started, watchdog, signals, listeners)
+        training = Training(resolved, folder, groups, started, watchdog, memory, signals, listeners)
 
         # ---- steps --------------------------------------------------------------------------------------------------
         exit_word = training.run()

@@ -20,7 +20,7 @@ from functools import cache
 import numpy as np
 from PIL import ExifTags, Image, ImageOps, TiffImagePlugin
 
-from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.fault_tolerance.errors import UserError, is_out_of_memory
 
 DECODERS = ("exact", "fast")
 Box = tuple[int, int, int, int]
@@ -130,6 +130,8 @@ def decode(data: bytes, name: str) -> Image.Image:
         with Image.open(io.BytesIO(data)) as image:
             return to_rgb(image)
     except Exception as error:  # Pillow's plugins raise OSError, SyntaxError, struct.error, ... on damaged files
+        if is_out_of_memory(error):
+            raise
         raise undecodable(name, error, num_bytes=len(data)) from error
 
 

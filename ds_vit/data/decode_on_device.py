@@ -19,7 +19,7 @@ from PIL import Image
 
 from ds_vit.data.decode import decode, require_fast
 from ds_vit.device import decodes_jpeg
-from ds_vit.fault_tolerance.errors import UserError, first_line
+from ds_vit.fault_tolerance.errors import UserError, first_line, is_out_of_memory
 
 
 class File(NamedTuple):
@@ -98,7 +98,7 @@ def _decode(files: list[torch.Tensor], where: torch.device) -> list[torch.Tensor
         with own:
             found = decode_jpeg(files, mode="RGB", device=where)
     except RuntimeError as error:
-        if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):
+        if is_out_of_memory(error):
             raise
         return None
     training.wait_stream(own)

@@ -5,9 +5,12 @@ Every other exception is a bug: it shows its traceback, and a launcher may resta
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import errno
 import io
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from ds_vit.fault_tolerance import exit_codes
@@ -63,10 +66,45 @@ class WorkerLost(UserError):
     exit_code = exit_codes.LOST
 
 
+class OutOfMemory(UserError):
+    """The device or the host has too little memory; the first rank that finds this prints it for all."""
+
+    exit_code = exit_codes.LOST
+
+
 class ReplicasDiffer(UserError):
     """Replicas hold different weights: a machine or a reduction is faulty."""
 
     exit_code = exit_codes.DRIFTED
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether a library failed to allocate memory of the device or the host; each has its own class and words."""
+    words = ("out of memory", "ALLOC_FAILED", "can't allocate memory", "not enough memory", "Cannot allocate memory")
+    is_of_library = isinstance(error, (RuntimeError, OSError)) and any(word in str(error) for word in words)
+    return isinstance(error, MemoryError) or is_of_library or getattr(error, "errno", None) == errno.ENOMEM
+
+
+@contextlib.contextmanager
+def memory_errors(advise: Callable[[bool], str]) -> Iterator[None]:
+    """Turn a library's failure to allocate memory in the block into one line.
+
+    Args:
+        advise: whether a loader process raised it → what to do, after the reason.
+
+    Raises:
+        OutOfMemory: with the bytes that were asked for, where they are known.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, UserError) or not is_out_of_memory(error):
+            raise
+        asked = re.search(r"allocate ([\d.,]+ ?\w+)", str(error))
+        of_loader = "DataLoader worker" in str(error)
+        where = " in a loader process" if of_loader else ""
+        asked_for = f" (allocating {asked[1]})" if asked else ""
+        raise OutOfMemory(f"out of memory{where}{asked_for}: {advise(of_loader)}") from error
 
 
 def read_text(path: str | Path, named_by: str) -> str:

@@ -9,7 +9,7 @@
 | 4 | `--check-replicas` found replicas with different weights | return to an earlier checkpoint |
 | 65 | `ds-vit predict`, `embed`: done, except for unreadable images, which were named | check the files |
 | 71 | a rank made no progress for `--stall-seconds`; all ranks printed their stacks | restart |
-| 72 | a rank or a loader process was lost or failed, and was named | restart |
+| 72 | a rank or a loader process was lost, failed or ran out of memory, and was named | restart |
 | 74 | trained, but a checkpoint, weights or metrics rows could not be written | see the warnings; free space |
 | 75 | interrupted by a signal, Ctrl-C or a time limit, and saved | restart with `--resume auto` |
 | 130 | Ctrl-C before training, or twice: nothing was saved | |

@@ -7,6 +7,7 @@ deepspeed launch/eval.py runs/first --pp 2 --weights ema
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import itertools
 import os
@@ -198,6 +199,7 @@ def _run(
         from ds_vit.training.build import resolve_parts
         from ds_vit.training.evaluation import Watch, build_and_evaluate
         from ds_vit.training.inputs import assign_workers, reads_of
+        from ds_vit.training.memory_advice import MemoryAdvice
 
         on_cpu = get_accelerator().device_name() == "cpu"
     with doing("listing the images, building the model", shown=process.rank == 0):
@@ -211,7 +213,10 @@ def _run(
     engine_config = dataclasses.replace(engine_config, json=json)
     started = time.perf_counter()
     pictures: dict[str, torch.Tensor] = {}
-    with process_group(process, on_cpu=on_cpu, again=again):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(process_group(process, on_cpu=on_cpu, again=again))
+        advice = MemoryAdvice.of_rank(engine_config, process, on_cpu=on_cpu, eval_rows=inputs.eval_rows)
+        stack.enter_context(advice.errors())
         if config.workers == "auto":
             workers, _ = assign_workers(lambda rank: reads_of(task, layout, rank, training=False), process)
             inputs = dataclasses.replace(inputs, workers=workers)

@@ -33,7 +33,7 @@ from ds_vit.data import build_tokenizer, eval_loader, finish_images
 from ds_vit.data.settings import PIXEL_FLAGS
 from ds_vit.data.sources.folders import ImageFiles, find_images
 from ds_vit.fault_tolerance import exit_codes
-from ds_vit.fault_tolerance.errors import UserError, read_text, stripped_lines
+from ds_vit.fault_tolerance.errors import UserError, memory_errors, read_text, stripped_lines
 from ds_vit.models import ContrastiveModel, SequentialViT, take_apart
 from ds_vit.monitoring.metrics import make_console
 from ds_vit.run_folder import to_json, written_whole
@@ -325,17 +325,19 @@ def _forward(
         num_workers=workers,
         pin_memory=device.type != "cpu",
     )
-    model = exported.model.to(device)
     console = Console(stderr=True)
     hidden = not console.is_terminal or len(loader) == 1
     indices = iter(range(len(source)))  # there is none for the rows that pad the last batch
-    for batch in track(loader, "images", len(loader), console=console, transient=True, disable=hidden):
-        features = model.forward_features(finish_images(batch, exported.image, device=device))
-        outputs = model.forward_head(features, pre_logits=pre_logits).float().cpu()
-        reasons = dict(batch.skipped)
-        for output, valid, index in zip(outputs, batch.valid.tolist(), indices, strict=False):
-            image = source.describe(index)
-            yield (image, output) if valid else Unreadable(image, reasons[index])
+    smaller = f"--batch-size {batch_size // 2}, " if batch_size > 1 else ""
+    with memory_errors(lambda of_loader: f"try {smaller}--workers 0 or another --device"):
+        model = exported.model.to(device)
+        for batch in track(loader, "images", len(loader), console=console, transient=True, disable=hidden):
+            features = model.forward_features(finish_images(batch, exported.image, device=device))
+            outputs = model.forward_head(features, pre_logits=pre_logits).float().cpu()
+            reasons = dict(batch.skipped)
+            for output, valid, index in zip(outputs, batch.valid.tolist(), indices, strict=False):
+                image = source.describe(index)
+                yield (image, output) if valid else Unreadable(image, reasons[index])
 
 
 def _find_device(name: str) -> torch.device:

@@ -33,7 +33,7 @@ from ds_vit.config.deepspeed_rules import with_fp32_sums
 from ds_vit.config.units import in_words, parse_bytes
 from ds_vit.device import free_bytes
 from ds_vit.engine.start import device_of
-from ds_vit.fault_tolerance.errors import UserError, first_line
+from ds_vit.fault_tolerance.errors import UserError, first_line, is_out_of_memory
 from ds_vit.launching.process import Process
 from ds_vit.models import BlockLayer, Layer, initialise, run_layers
 from ds_vit.parallel.tensor import TensorParallel
@@ -117,7 +117,8 @@ def agree_on_batch(config: EngineConfig, memory: str, process: Process, *, on_cp
             with TrialStep(config, device_of(process.local_rank)) as trial:
                 found = by_trying(config, room, trial)
     except Exception as error:  # the other ranks wait for an answer
-        traceback.print_exc()
+        if not is_out_of_memory(error):
+            traceback.print_exc()
         found = f"rank {dist.get_rank()}: {first_line(error)}"
     answers: list[Found | str] = [found] * dist.get_world_size()
     dist.all_gather_object(answers, found)
@@ -176,8 +177,7 @@ def _taken(try_one: Try, batch: BatchSizes) -> int | None:
     try:
         return try_one(batch)
     except RuntimeError as error:
-        # cuBLAS and cuDNN have their own words for it, and not torch's class.
-        if isinstance(error, torch.OutOfMemoryError) or "ALLOC_FAILED" in str(error) or "out of memory" in str(error):
+        if is_out_of_memory(error):
             return None
         raise
 

@@ -48,6 +48,7 @@ from ds_vit.training.checkpoint_manager import CheckpointConfig, CheckpointManag
 from ds_vit.training.cost import Prediction
 from ds_vit.training.evaluation import Evaluations, Phases, Watch, build_and_evaluate
 from ds_vit.training.inputs import InputConfig, InputPipeline, reads_of
+from ds_vit.training.memory_advice import MemoryAdvice
 from ds_vit.training.resolve import Resolved, resolve_run
 from ds_vit.training.start import settings_of, show_dry_run, show_start
 from ds_vit.training.step_log import StepLog
@@ -127,6 +128,15 @@ def reads(resolved: Resolved) -> Callable[[int], str]:
     return lambda rank: reads_of(task, layout, rank, training=training)
 
 
+def memory_advice(resolved: Resolved, *, on_cpu: bool) -> MemoryAdvice:
+    """What is free for this rank now, and what lowers its need."""
+    config, data = resolved.config, resolved.data
+    rows = (config.validation_batch_size or data.batch.micro_batch) if data.val_source is not None else 0
+    return MemoryAdvice.of_rank(
+        engine_config(resolved), resolved.process, on_cpu=on_cpu, eval_rows=rows, auto_batch=config.auto_batch
+    )
+
+
 def checkpoint_config(resolved: Resolved) -> CheckpointConfig:
     """When the run saves and stops, and what its checkpoints say about it."""
     config = resolved.config
@@ -165,6 +175,7 @@ class Training:
         groups: of the run.
         started: `time.perf_counter()` when the program began.
         watchdog: receives every bit of progress.
+        memory: what is free for this rank.
         signals: received by this rank, or None where they are not listened for.
         listeners: as for `Reporter`.
     """
@@ -176,6 +187,7 @@ class Training:
         groups: Groups,
         started: float,
         watchdog: Watchdog,
+        memory: MemoryAdvice,
         signals: Signals | None = None,
         listeners: Listeners = MappingProxyType({}),
     ) -> None:
@@ -195,7 +207,10 @@ class Training:
                 stamp=lambda step: {"epoch": order.epoch_of(max(step - 1, 0)), "wall_seconds": self.clock.wall_seconds},
                 listeners=listeners,
             )
-        console, more = (reporter.console, self.prediction.start_rows()) if reporter else (None, ())
+        console, more = None, []
+        if reporter:
+            console, more = reporter.console, self.prediction.start_rows()
+            more += memory.warning(self.prediction.memory_bytes)
         hosts = show_start(resolved, folder, device, self.flops.get(None), console, more)
         with self._doing("building the model"):
             self.engine = build_engine(self.config, device, groups)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ds_vit.fault_tolerance import exit_codes
-from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.fault_tolerance.errors import OutOfMemory, UserError, memory_errors
 from ds_vit.fault_tolerance.exit_codes import Diverged
 from ds_vit.launching.process import Process, discover, rendezvous
 
@@ -40,11 +40,14 @@ def guarded(program: str, body: Callable[[Process], int], interrupted: str, proc
     try:
         process = process or discover()
         is_local_main = process.local_rank == 0
-        return body(process)
+        with memory_errors(lambda of_loader: "end other programs on this machine, or use one with more memory"):
+            return body(process)
     except UserError as error:
         num_met = 0 if error.alike else _ranks_that_have_met()
         # An error of every rank is printed once per host; an error of one rank during the run by that rank.
         speaks = is_local_main or num_met > 0
+        if isinstance(error, OutOfMemory) and num_met > 1:
+            speaks = _is_first()  # of the ranks that have run out of memory, often all at one step
         if not speaks:
             # A launcher ends all ranks with the first that exits, which must not be a silent one.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -104,6 +107,15 @@ def _ranks_that_have_met() -> int:
     """The size of the process group, 0 before there is one; does not import torch."""
     dist = sys.modules.get("torch.distributed")
     return dist.get_world_size() if dist is not None and dist.is_initialized() else 0
+
+
+def _is_first() -> bool:
+    """Whether no other rank has called this; False where rank 0, which holds the ranks' store, has ended."""
+    import torch.distributed as dist
+
+    with contextlib.suppress(RuntimeError):
+        return dist.distributed_c10d._get_default_store().add("ds_vit/out_of_memory", 1) == 1
+    return False
 
 
 @contextlib.contextmanager

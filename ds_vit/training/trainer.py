@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from ds_vit.engine.base import Engine
-from ds_vit.fault_tolerance.errors import EndedTogether, UserError
+from ds_vit.fault_tolerance.errors import EndedTogether, UserError, is_out_of_memory
 from ds_vit.fault_tolerance.exit_codes import Diverged
 from ds_vit.fault_tolerance.signals import Interrupted
 from ds_vit.fault_tolerance.watchdog import Watchdog
@@ -73,10 +73,11 @@ class Trainer:
             self.save()
         except Interrupted:
             return "not all saved" if self.checkpoints.stopped_unsaved else "interrupted"
-        except (Diverged, UserError):
-            # Every rank's writer runs, even if only one rank raised: the checkpoint that is being written counts.
-            self.watchdog.beat(self.step, "saving", patience=4)
-            self.checkpoints.end_save()
+        except Exception as error:
+            if isinstance(error, (Diverged, UserError)) or is_out_of_memory(error):
+                # Every rank's writer runs, even if only one rank raised: the checkpoint that is being written counts.
+                self.watchdog.beat(self.step, "saving", patience=4)
+                self.checkpoints.end_save()
             raise
         return "not all saved" if self.checkpoints.num_failed else "completed"
 
