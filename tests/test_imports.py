@@ -18,6 +18,7 @@ PACKAGE = ROOT / "ds_vit"
 
 # From the doors to the tools, a row each. A module may import from lower rows and from its own package.
 LAYERS: tuple[str, ...] = (
+    "__main__",
     "cli",
     "api",
     "tools",

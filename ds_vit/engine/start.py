@@ -31,6 +31,8 @@ def quiet_deepspeed(verbose: bool) -> None:
     if not any(isinstance(f, WarningsOnly) for f in logger.filters):
         logger.addFilter(WarningsOnly())
     warnings.filterwarnings("ignore", category=FutureWarning, module="deepspeed")
+    # DeepSpeed calls collectives by names that torch deprecates; the warning names torch's own module as the caller.
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.", category=FutureWarning)
     # torch 2.15's word for it, forward_sync_buffers, is not known to 2.10 (DistributedDataParallel).
     warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)
     warnings.filterwarnings("ignore", message="This DataLoader will create")  # timm's 4 workers on a small machine

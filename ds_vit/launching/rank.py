@@ -16,13 +16,14 @@ import ctypes
 import functools
 import json
 import os
+import re
 import select
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -41,9 +42,14 @@ MARK = "ds-vit-rank "
 PROBED = "ds-vit-host "
 """Prefix of the line in which a host answers; JSON follows."""
 
+DRAWS = "TTY_COMPATIBLE"
+"""Variable of rich: what rank 0 prints is for a terminal, with colours and a line that is drawn anew."""
+
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 _STOPS = {signal.SIGUSR1, signal.SIGINT}  # "save and end"
 _POLL_SECONDS = 0.25
+_ERASED = b"\x1b[2K"  # by a terminal: the line so far
+_CONTROL = re.compile(rb"\x1b\[[?0-9;]*[A-Za-z]")
 
 
 @dataclass(frozen=True)
@@ -139,7 +145,8 @@ def run_rank(job: Job, environ: Mapping[str, str] = os.environ) -> int:
         signal.signal(signum, pass_on)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     finder = ErrorFinder()
-    _follow(child, log, finder, is_main=process.rank == 0, stop_seconds=job.stop_seconds)
+    plain = PlainLines() if DRAWS in job.environ else bytes
+    _follow(child, log, finder, plain, is_main=process.rank == 0, stop_seconds=job.stop_seconds)
     code = child.returncode if child.returncode >= 0 else 128 - child.returncode
     # The line is of a Python that has not begun the script.
     if passed & _STOPS and (code - 128 in _STOPS or finder.lines[-1:] == ["KeyboardInterrupt"]):
@@ -155,10 +162,29 @@ def run_rank(job: Job, environ: Mapping[str, str] = os.environ) -> int:
     return code
 
 
+class PlainLines:
+    """What a terminal shows of bytes in the end: whole lines without colours; of one that is drawn anew the last."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def __call__(self, chunk: bytes) -> bytes:
+        """The lines that are complete with these bytes; the rest of them where there are none left."""
+        *lines, rest = (self._rest + chunk).split(b"\n") if chunk else (self._rest, b"")
+        self._rest = rest.rpartition(_ERASED)[2]
+        return b"".join(_CONTROL.sub(b"", line.rpartition(_ERASED)[2]).strip(b"\r") + b"\n" for line in lines if line)
+
+
 def _follow(
-    child: subprocess.Popen, log: BinaryIO | None, finder: ErrorFinder, *, is_main: bool, stop_seconds: float
+    child: subprocess.Popen,
+    log: BinaryIO | None,
+    finder: ErrorFinder,
+    plain: Callable[[bytes], bytes],
+    *,
+    is_main: bool,
+    stop_seconds: float,
 ) -> None:
-    """Copy the child's output until it has ended; ask it to end if the launcher is gone."""
+    """Copy the child's output until it has ended, to the log as plain text; ask it to end if the launcher is gone."""
     assert child.stdout is not None
     pipe = child.stdout.fileno()
     os.set_blocking(pipe, False)
@@ -175,9 +201,9 @@ def _follow(
                 chunk = os.read(pipe, 65536)
             except BlockingIOError:
                 chunk = b""
+            finder.feed(text := plain(chunk))
+            _write(log, text)
             if chunk:
-                finder.feed(chunk)
-                _write(log, chunk)
                 if is_main:
                     with contextlib.suppress(OSError):
                         os.write(1, chunk)

@@ -9,6 +9,7 @@ import argparse
 import os
 import secrets
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from ds_vit.fault_tolerance.exit_codes import BAD_INPUT, INTERRUPTED
 from ds_vit.launching.environment import collected
 from ds_vit.launching.hosts import Host
 from ds_vit.launching.launchers import Hostfile, Launcher, Local, Mpi, Slurm
-from ds_vit.launching.rank import Job
+from ds_vit.launching.rank import DRAWS, Job
 from ds_vit.launching.supervise import Supervisor
 
 
@@ -131,7 +132,7 @@ def build(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Supervis
     job = Job(
         command=(*_program(arguments), *arguments.arguments),
         cwd=str(cwd),
-        environ=collected(environ, cwd, arguments.env_file),
+        environ=collected(environ, cwd, arguments.env_file) | (_terminal() if arguments.launcher is Local else {}),
         logs=arguments.logs or f"logs/{time.strftime('%Y%m%d-%H%M%S')}",
     )
     launcher = arguments.launcher(run=secrets.token_hex(8), environ=dict(environ), **own)
@@ -142,10 +143,18 @@ def build(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Supervis
     return supervisor
 
 
+def _terminal() -> dict[str, str]:
+    """Variables of rich by which rank 0 draws through pipes on the terminal of this process; none without one."""
+    if not sys.stdout.isatty():
+        return {}
+    size = shutil.get_terminal_size()
+    return {DRAWS: "1", "COLUMNS": str(size.columns), "LINES": str(size.lines)}
+
+
 def _program(arguments: argparse.Namespace) -> tuple[str, ...]:
     """What each rank's Python runs: a script, or a command of `ds-vit`, which needs no clone."""
     if "program" in arguments:
-        return ("-m", "ds_vit.cli", arguments.program)
+        return ("-m", "ds_vit", arguments.program)
     script = Path(arguments.script)
     if not script.is_file():
         raise UserError(f"{script} is not a file; the training script comes after the options, e.g. launch/train.py")

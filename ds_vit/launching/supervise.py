@@ -21,7 +21,7 @@ from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.fault_tolerance.exit_codes import BAD_INPUT, DIVERGED, DRIFTED, INTERRUPTED, OK, UNSAVED
 from ds_vit.fault_tolerance.signals import signal_name
 from ds_vit.launching.launchers import Launcher
-from ds_vit.launching.rank import MARK, Job, begin_child
+from ds_vit.launching.rank import DRAWS, MARK, Job, begin_child
 
 # A restart would end the same way; after replicas have diverged, a person must choose the checkpoint.
 _FINAL = (OK, BAD_INPUT, DIVERGED, DRIFTED, UNSAVED)
@@ -31,6 +31,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _PAYLOAD = re.compile(r"(eyJ\w{5})[\w=-]+$")  # of `Job.encode`
 _SSH_FAILED = 255
 _MAX_BACKOFF_SECONDS = 600
+_SHOW_CURSOR = b"\x1b[?25h"
 _ASK_AGAIN_SECONDS = 5.0  # doubled each time: a rank that had not started missed the first signal
 
 
@@ -149,7 +150,8 @@ class Supervisor:
                 for pipe, own in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
                     assert pipe is not None
                     os.set_blocking(pipe.fileno(), False)
-                    selector.register(pipe, selectors.EVENT_READ, _Lines(own.buffer, outcome))
+                    draws = own is sys.stdout and DRAWS in self.job.environ
+                    selector.register(pipe, selectors.EVENT_READ, _Lines(own.buffer, outcome, draws=draws))
             while True:
                 running = [process.pid for process in processes if process.poll() is None]
                 failed = [host for process, host in processes.items() if process.returncode == _SSH_FAILED]
@@ -191,14 +193,17 @@ class Supervisor:
 
 
 class _Lines:
-    """Copies a stream line by line, and removes the ranks' reports from it."""
+    """Copies a stream line by line without the ranks' reports, or as it is if a rank draws on a terminal."""
 
-    def __init__(self, to: BinaryIO, outcome: Outcome) -> None:
-        self._to, self._outcome, self._rest = to, outcome, b""
+    def __init__(self, to: BinaryIO, outcome: Outcome, *, draws: bool) -> None:
+        self._to, self._outcome, self._rest, self._draws = to, outcome, b"", draws
 
     def copy(self, descriptor: int) -> bool:
         """Copy the available data; False at the end of the stream."""
         chunk = os.read(descriptor, 65536)
+        if self._draws:
+            self._write(chunk or _SHOW_CURSOR)  # of a rank that was killed
+            return bool(chunk)
         *lines, self._rest = (self._rest + chunk).split(b"\n")
         if not chunk and self._rest:
             lines, self._rest = [self._rest], b""
@@ -213,8 +218,11 @@ class _Lines:
             with contextlib.suppress(ValueError):
                 self._outcome.reports.append(json.loads(report))
                 return
+        self._write(line + b"\n")
+
+    def _write(self, data: bytes) -> None:
         with contextlib.suppress(OSError):  # the run continues without a reader
-            self._to.write(line + b"\n")
+            self._to.write(data)
             self._to.flush()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -345,8 +346,13 @@ def save_picture(pixels: torch.Tensor, path: Path) -> None:
 
 
 def make_console() -> Console:
-    """The console of rank 0: a terminal with a bar, or 120 columns of plain text in a file or pipe."""
-    return Console(file=sys.stdout) if sys.stdout.isatty() else Console(file=sys.stdout, width=120, soft_wrap=True)
+    """The console of rank 0: a terminal with a bar, or 120 columns of plain text in a file or pipe.
+
+    `ds-vit launch` copies what rank 0 draws to its terminal.
+    """
+    if sys.stdout.isatty() or os.environ.get("TTY_COMPATIBLE") == "1":
+        return Console(file=sys.stdout)
+    return Console(file=sys.stdout, width=120, soft_wrap=True)
 
 
 def print_columns(console: Console, title: str, lines: Sequence[Sequence[str]]) -> None:

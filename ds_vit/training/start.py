@@ -224,7 +224,7 @@ def resume_command(folder: Path, process: Process) -> str:
         process: this rank.
     """
     program, count = sys.argv[0], process.world_size
-    if Path(program).name in ("ds-vit", "cli.py"):  # "cli.py": by -m ds_vit.cli, as each rank of `ds-vit launch`
+    if Path(program).name in ("ds-vit", "__main__.py", "cli.py"):  # the files: by -m, as each rank of `ds-vit launch`
         one_host = f"ds-vit launch -n {count} train"
         several = "the same launcher and ds-vit train" if process.spans_hosts else one_host
         program = "ds-vit train" if count == 1 else several

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import secrets
 import signal
 import subprocess
 import sys
+import termios
 import threading
 import time
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,7 +28,7 @@ from ds_vit.launching.errors import MAX_CHARS, ErrorFinder
 from ds_vit.launching.hosts import Host
 from ds_vit.launching.launchers import check_hosts, filtered, mpi_family
 from ds_vit.launching.ports import free_port
-from ds_vit.launching.rank import MARK, Job
+from ds_vit.launching.rank import MARK, Job, PlainLines
 from ds_vit.launching.supervise import Outcome, Supervisor, describe, exit_code, first_failure
 
 # Environment files.
@@ -218,6 +222,91 @@ if count < 2: raise RuntimeError(f"broken {count}")
         "restarting in 0.2 s with --resume auto (restart 2 of 5)",
     ]
     assert any("RuntimeError: broken 0" in line for line in said)
+
+
+DRAWS = """
+import os, sys, time
+from ds_vit.monitoring.metrics import make_console
+from ds_vit.monitoring.progress import Line
+console = make_console(); line = Line(console); line.train(9, 0)
+for step in range(1, 4): line.step(step, loss=1.0, images=8); time.sleep(0.2)
+console.print("a sentence", console.width); line.close()
+"""
+
+
+def test_rank_0_draws_on_the_launchers_terminal(tmp_path):
+    # Catches: plain step lines of 120 columns under `ds-vit launch`, which has pipes between the rank and the terminal;
+    # a log with each frame of the bar.
+    (tmp_path / "draws.py").write_text(DRAWS)
+    start = (
+        f"import sys; sys.path.insert(0, {str(ROOT / 'tests' / 'support')!r}); sys.argv[1:] = ['local', 'draws.py']\n"
+        "from ds_vit.launching.run import main; sys.exit(main())"
+    )
+    environ = {"DS_ACCELERATOR": "cpu", "TERM": "xterm", "PYTHONPATH": str(ROOT)}
+    environ = {**{key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES")}, **environ}
+    ours, theirs = os.openpty()
+    termios.tcsetwinsize(theirs, (40, 133))
+    with subprocess.Popen(
+        [sys.executable, "-c", start], cwd=tmp_path, env=environ, stdin=theirs, stdout=theirs
+    ) as done:
+        os.close(theirs)
+        shown = b""
+        with contextlib.suppress(OSError):  # the end of a terminal
+            while chunk := os.read(ours, 65536):
+                shown += chunk
+    os.close(ours)
+    assert done.returncode == 0
+    assert shown.count(b"\x1b[2K") >= 3, "frames of the bar"
+    assert b"3/9 loss 1.0000" in re.sub(rb"\x1b\[[?0-9;]*[A-Za-z]", b"", shown)
+    assert shown.rindex(b"\x1b[?25h") > shown.rindex(b"\x1b[?25l"), "the cursor is back"
+    [log] = tmp_path.glob("logs/*/rank-0000*")
+    lines = [line for line in log.read_text().splitlines() if not line.startswith("==")]
+    assert "a sentence 133" in lines
+    assert "\x1b" not in log.read_text()
+    assert sum(line.startswith("train") for line in lines) == 1, "the last frame"
+
+
+def test_a_drawn_line_is_plain_in_a_log():
+    plain = PlainLines()
+    pieces = (b"\x1b[?25l\x1b[1mtrain\x1b[0m 1/9\r\x1b[2Ktr", b"ain 2/9\r\x1b[2", b"Ka sentence\ntrain 3/9", b"", b"")
+    assert [plain(piece) for piece in pieces] == [b"", b"", b"a sentence\n", b"train 3/9\n", b""]
+
+
+EARLY = """
+import importlib.abc, os, signal, sys
+class AtImport(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "ds_vit.config.parser":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, AtImport())
+sys.argv = ["ds-vit", *sys.argv[1:]]
+from ds_vit.__main__ import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("command", ["train", "launch", "predict"])
+def test_ctrl_c_during_the_imports_is_one_line(command):
+    # Catches: a traceback from wherever Python was, of the launcher and of each rank.
+    done = subprocess.run([sys.executable, "-c", EARLY, command], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert done.returncode == 130
+    assert done.stderr == "ds-vit: Ctrl-C while no training is under way: nothing to save\n"
+
+
+def test_torchs_words_about_collectives_are_not_shown():
+    # Catches: a FutureWarning of each rank about a name that DeepSpeed or we call.
+    import torch.distributed as dist
+
+    from ds_vit.engine.start import quiet_deepspeed
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        quiet_deepspeed(False)
+        for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "_all_gather_base", "all_reduce_coalesced"):
+            warnings.warn(f"`torch.distributed.{name}` is deprecated. Please use", FutureWarning, stacklevel=1)
+            with contextlib.suppress(Exception):
+                getattr(dist, name)(None, None)
+    assert [str(one.message) for one in said if one.category is FutureWarning] == []
 
 
 @pytest.mark.parametrize(("code", "starts"), [(2, 1), (3, 1), (4, 1), (1, 3), (75, 3)])
@@ -414,7 +503,7 @@ def test_ds_vit_launch_passes_everything_on(tmp_path, monkeypatch):
     monkeypatch.setattr(Supervisor, "run", lambda self: jobs.append((self.launcher, self.job)) or 0)
     assert cli.main(["launch", "-n", "2", "train", "--restarts", "x", "-n", "3"]) == 0
     [(launcher, job)] = jobs
-    assert job.command == ("-m", "ds_vit.cli", "train", "--restarts", "x", "-n", "3")
+    assert job.command == ("-m", "ds_vit", "train", "--restarts", "x", "-n", "3")
     assert launcher.num_ranks == 2
 
 
