@@ -21,10 +21,10 @@ class BatchSizes:
     dp: int
 
     def __str__(self) -> str:
-        return (
-            f"{self.global_batch} = {self.micro_batch} a micro-batch x {self.accumulation} accumulated "
-            f"x {self.dp} data-parallel"
-        )
+        ranks = f"{self.dp} rank{'s' * (self.dp > 1)}"
+        images = f"{self.micro_batch} image{'s' * (self.micro_batch > 1)}"
+        times = f"{self.accumulation} micro-batch{'es' * (self.accumulation > 1)}"
+        return f"{self.global_batch} = {ranks} × {images} × {times}"
 
     def as_json(self) -> dict[str, int]:
         """The three numbers under the names of DeepSpeed's JSON."""

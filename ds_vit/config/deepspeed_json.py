@@ -12,15 +12,12 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ds_vit.config import deepspeed_keys
 from ds_vit.config.batch import BatchSizes
 from ds_vit.config.schema import FIELDS, KEY_OF_FLAG
-from ds_vit.fault_tolerance.errors import UserError, first_line, read_text
-
-if TYPE_CHECKING:
-    import pydantic
+from ds_vit.fault_tolerance.errors import Problems, UserError, first_line, read_text
 
 
 def derived_path(path: str | Path) -> Path:
@@ -111,20 +108,17 @@ def leaves(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return out
 
 
-def check_numbers(data: Mapping[str, Any], path: str) -> None:
-    """Reject numbers that are not finite, or outside the range of the flag for the same key.
-
-    Raises:
-        UserError: names the key, its range and the number.
-    """
-    fields = {key: FIELDS[name] for name, key in KEY_OF_FLAG.items()}
+def wrong_numbers(data: Mapping[str, Any], path: str) -> dict[str, str]:
+    """Keys of numbers that are not finite, or outside the range of the flag for the same key → what is wrong."""
+    found, fields = {}, {key: FIELDS[name] for name, key in KEY_OF_FLAG.items()}
     for key, value in leaves(data).items():
         for item in _items(value):
             if isinstance(item, float) and not math.isfinite(item):
-                raise UserError(f"{path}: {key} must be a finite number, not {item}")
-        span = fields[key].metadata["span"] if key in fields else None
+                found[key] = f"{path}: {key} must be a finite number, not {item}"
+        span = fields[key].metadata["span"] if key in fields and key not in found else None
         if span and isinstance(value, (int, float)) and not span.holds(value):
-            raise UserError(f"{path}: {key} {span.words}, not {value}")
+            found[key] = f"{path}: {key} {span.words}, not {value}"
+    return found
 
 
 def _items(value: Any) -> Iterator[Any]:
@@ -149,12 +143,23 @@ def check_and_read(data: Mapping[str, Any], path: str) -> dict[str, Any]:
     """The file with the values that DeepSpeed reads, checked by every rule that needs nothing but the file.
 
     Raises:
-        UserError: an unknown or removed key, or a value that does not work; with what to do.
+        UserError: unknown or removed keys, and values that do not work, all at once; with what to do.
     """
-    check_numbers(data, path)
-    deepspeed_keys.check_keys(data, path)
-    read = as_deepspeed_reads(data, path)
-    deepspeed_keys.check_values(read, path)
+    problems = Problems()
+    wrong = {**deepspeed_keys.wrong_keys(data, path), **wrong_numbers(data, path)}
+    problems.found += wrong.values()
+    read = {
+        key: {sub: item for sub, item in value.items() if f"{key}.{sub}" not in wrong}
+        if isinstance(value, Mapping)
+        else value
+        for key, value in data.items()
+        if key not in wrong
+    }
+    with problems.of():
+        read = as_deepspeed_reads(read, path)
+    with problems.of():
+        deepspeed_keys.check_values(read, path)
+    problems.raise_any()
     return read
 
 
@@ -175,7 +180,7 @@ def as_deepspeed_reads(data: Mapping[str, Any], path: str) -> dict[str, Any]:
     stage = deepspeed_keys.value_of(data, "zero_optimization.stage")
     if isinstance(stage, (bool, float)):  # which pydantic reads as an integer
         raise UserError(f"{path}: zero_optimization.stage {stage!r} does not exist; it may be 0, 1, 2 or 3")
-    out = dict(data)
+    out, problems = dict(data), Problems()
     for block, value in data.items():
         model = deepspeed_keys.block_model(block)
         if model is None:
@@ -187,15 +192,18 @@ def as_deepspeed_reads(data: Mapping[str, Any], path: str) -> dict[str, Any]:
         try:
             read = model(**given).model_dump(mode="json", by_alias=True, exclude_unset=True, warnings=False)
         except pydantic.ValidationError as error:
-            raise UserError(f"{path}: {_first_problem(block, error)}") from None
+            problems.found += [f"{path}: {_in_one_line(block, one)}" for one in error.errors()]
+            continue
         except AssertionError as error:  # an old and a new name of one key
-            raise UserError(f"{path}: {block}: {error}") from None
+            problems.found.append(f"{path}: {block}: {error}")
+            continue
         for old, new in _OLD_OFFLOAD.items():
             if given.pop(old, None) is not None and read.get(new):
                 given[new] = read[new] = {"device": "cpu"}
         # The models drop deprecated keys; they stay, so that `idle_keys` names them.
         deprecated = {key: item for key, item in given.items() if key not in read}
         out[block] = deprecated | _given_only(read, given) | later
+    problems.raise_any()
     return out
 
 
@@ -208,9 +216,8 @@ def _given_only(read: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, 
     }
 
 
-def _first_problem(block: str, error: pydantic.ValidationError) -> str:
-    """The first complaint of a pydantic model, in one line."""
-    first = error.errors()[0]
+def _in_one_line(block: str, first: Mapping[str, Any]) -> str:
+    """A complaint of a pydantic model, in one line."""
     name = ".".join([block, *map(str, first["loc"])])
     message = first["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
     # For a rule between keys the input is the whole block, which is too long for a line.

@@ -85,39 +85,39 @@ def keys_of(block: str) -> frozenset[str] | None:
     return frozenset(name for key, field in model.model_fields.items() for name in (key, field.alias) if name)
 
 
-def check_keys(data: Mapping[str, Any], path: str) -> None:
-    """Reject keys that DeepSpeed does not know or has removed.
-
-    Raises:
-        UserError: names the key, the reason and the nearest key that works.
-    """
+def wrong_keys(data: Mapping[str, Any], path: str) -> dict[str, str]:
+    """Keys that DeepSpeed does not know or has removed → the reason, and the nearest key that works."""
     from deepspeed.runtime.config import _REMOVED_TOP_LEVEL_CONFIG_KEYS, _REMOVED_ZERO_CONFIG_KEYS
 
-    if "bfloat16" in data:
-        raise UserError(f'{path}: "bfloat16" is the old name; call the block "bf16"')
+    found: dict[str, str] = {}
     for key, value in data.items():
-        _check_key(key, TOP_LEVEL, _REMOVED_TOP_LEVEL_CONFIG_KEYS, path)
         known = keys_of(key)
-        if known is None:
-            continue
-        if not isinstance(value, Mapping):
-            raise UserError(f'{path}: "{key}" must be a block {{…}}, not {value!r}')
-        for sub in value:
+        if key == "bfloat16":
+            found[key] = f'{path}: "bfloat16" is the old name; call the block "bf16"'
+        elif reason := _why_wrong(key, TOP_LEVEL, _REMOVED_TOP_LEVEL_CONFIG_KEYS, path):
+            found[key] = reason
+        elif known is not None and not isinstance(value, Mapping):
+            found[key] = f'{path}: "{key}" must be a block {{…}}, not {value!r}'
+        elif known is not None:
             removed = _REMOVED_ZERO_CONFIG_KEYS if key == "zero_optimization" else {}
-            _check_key(f"{key}.{sub}", {f"{key}.{name}" for name in known}, removed, path)
+            names = {f"{key}.{name}" for name in known}
+            reasons = {name: _why_wrong(name, names, removed, path) for name in (f"{key}.{sub}" for sub in value)}
+            found |= {name: reason for name, reason in reasons.items() if reason}
+    return found
 
 
-def _check_key(name: str, known: frozenset[str] | set[str], removed: Mapping[str, str], path: str) -> None:
-    """Reject one dotted name."""
+def _why_wrong(name: str, known: frozenset[str] | set[str], removed: Mapping[str, str], path: str) -> str:
+    """What is wrong with one dotted name; "" for nothing."""
     last = name.rpartition(".")[2]
     if last in removed:
-        raise UserError(f'{path}: "{name}": {removed[last].partition(" See ")[0].strip()} Delete it')
+        return f'{path}: "{name}": {removed[last].partition(" See ")[0].strip()} Delete it'
     if name not in known:
         elsewhere = _READ_ELSEWHERE.get(name)
         hint = (
             f'; it reads "{elsewhere}"' if elsewhere else did_you_mean(last, {key.rpartition(".")[2] for key in known})
         )
-        raise UserError(f'{path}: DeepSpeed 0.19 knows no key "{name}"{hint}')
+        return f'{path}: DeepSpeed 0.19 knows no key "{name}"{hint}'
+    return ""
 
 
 def switched_on(block: Any) -> bool:
@@ -277,12 +277,14 @@ def check_values(data: Mapping[str, Any], path: str) -> None:
         data: with the values that DeepSpeed reads (`deepspeed_json.as_deepspeed_reads`).
         path: named in messages.
     """
-    stage = value_of(data, "zero_optimization.stage") or 0
+    stage, problems = value_of(data, "zero_optimization.stage") or 0, []
     for rule in REJECTIONS:
         value = value_of(data, rule.name)
         if value is not None and stage in rule.stages and rule.matches(value) and rule.when(data):
             reason = rule.reason.replace("{value}", repr(value)).replace("{stage}", str(stage))
-            raise UserError(f'{path}: "{rule.name}" {reason}')
+            problems.append(f'{path}: "{rule.name}" {reason}')
+    if problems:
+        raise UserError(*problems)
 
 
 # Keys that have no effect in ds_vit: DeepSpeed's own checkpoints, loaders, optimizers, experts and log level.

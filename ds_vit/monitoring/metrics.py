@@ -264,6 +264,11 @@ class Reporter:
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     @property
+    def unwritten(self) -> set[Path]:
+        """Files of which the disk refused a part for good."""
+        return {path for path in self._refused if path != self._folder.metrics or self.num_lost}
+
+    @property
     def num_lost(self) -> int:
         """Rows of metrics.jsonl that are not written yet, plus files of the start that were removed."""
         return self._unwritten.count(b"\n") + len(self._removed())

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import math
 import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from ds_vit.config.deepspeed_rules import precision
 from ds_vit.config.parser import or_shipped, parse_kwargs
 from ds_vit.config.units import in_words
 from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.launching.launchers import RANK_PY
 from ds_vit.models import ModelSpec
 from ds_vit.monitoring.metrics import make_console, print_columns
 from ds_vit.planner.cost import Machine
@@ -384,8 +386,8 @@ def write(found: Planned, one: Candidate, folder: Path, arguments: argparse.Name
 
 def training_words(one: Candidate, folder: Path, arguments: argparse.Namespace) -> list[str]:
     """The flags of training for a layout."""
-    words = ["--recipe", arguments.recipe] if arguments.recipe else []
-    words += ["--deepspeed_config", str(RunFolder(folder).deepspeed), "--model", arguments.model]
+    words = ["--recipe", _absolute(arguments.recipe)] if arguments.recipe else []
+    words += ["--deepspeed_config", str(RunFolder(folder).deepspeed.absolute()), "--model", arguments.model]
     kwargs = arguments.model_kwargs
     if kwargs and not isinstance(kwargs, Mapping):
         words += ["--model-kwargs", *kwargs]
@@ -405,13 +407,21 @@ def training_words(one: Candidate, folder: Path, arguments: argparse.Namespace) 
 
 def _script(one: Candidate, folder: Path, arguments: argparse.Namespace) -> str:
     """The script that starts training: a --dry-run first, on one process that is given the number of ranks."""
-    words = shlex.join(training_words(one, folder, arguments))
+    folder = folder.absolute()
+    words, hostfile = shlex.join(training_words(one, folder, arguments)), shlex.quote(str(folder / "hostfile"))
+    train, run = (shlex.quote(str(RANK_PY.with_name(name))) for name in ("train.py", "run_hostfile.sh"))
+    python = shlex.quote(sys.executable)
     return (
         "#!/usr/bin/env bash\n"
-        f"# {arguments.model} on {arguments.gpus} GPUs, {one}: planned by ds-vit plan. From the clone's folder:\n"
+        f"# {arguments.model} on {arguments.gpus} GPUs, {one}: planned by ds-vit plan. From any folder:\n"
         f"#     bash {folder / 'command.sh'} --data-dir DIR --output RUN\n"
         f"# Write the hosts' names into {folder / 'hostfile'} before.\n"
         "set -euo pipefail\n"
-        f'RANK=0 LOCAL_RANK=0 WORLD_SIZE={arguments.gpus} python launch/train.py {words} "$@" --dry-run\n'
-        f'bash launch/run_hostfile.sh --hostfile {shlex.quote(str(folder / "hostfile"))} launch/train.py {words} "$@"\n'
+        f'RANK=0 LOCAL_RANK=0 WORLD_SIZE={arguments.gpus} {python} {train} {words} "$@" --dry-run\n'
+        f'bash {run} --hostfile {hostfile} {train} {words} "$@"\n'
     )
+
+
+def _absolute(recipe: str) -> str:
+    """A recipe's file from any folder; one that is shipped and not here keeps its name."""
+    return str(Path(recipe).absolute()) if Path(recipe).is_file() else recipe

@@ -33,10 +33,10 @@ from ds_vit.parallel.placement import Placement
 from ds_vit.planner.counting import Flops
 from ds_vit.planner.memory import num_states
 from ds_vit.run_folder import RunFolder, write_json
+from ds_vit.tasks import Task
 from ds_vit.training.build_engine import EngineConfig
 from ds_vit.training.cost import Cost
 from ds_vit.training.resolve import OptimizerConfig, Resolved, resolved_flags
-from ds_vit.training.resolve.deepspeed import DeepSpeedSettings
 
 Rows = Sequence[tuple[str, str]]
 
@@ -83,9 +83,10 @@ def start_rows(resolved: Resolved, flops: Flops, device: torch.device, folder: P
         ("layout", layout),
         ("precision", _precision(resolved, device)),
         ("data", images),
-        ("global batch", f"{data.batch}{_batch_origins(deepspeed)}"),
+        ("global batch", f"{data.batch}{_batch_origins(resolved)}"),
     ]
     if resolved.optimizer is not None:
+        rows.append(("augmentation", _augmentation(resolved.model.task)))
         rows += _update_rows(resolved, resolved.optimizer, device)
     if resolved.workers.reason:
         rows.append(("--workers auto", "{} per rank ({})".format(*resolved.workers)))
@@ -117,11 +118,34 @@ def settings_of(resolved: Resolved) -> tuple[dict[str, str | float], str, list[s
     return values, text, [*evaluated, "train/loss"]
 
 
-def _batch_origins(deepspeed: DeepSpeedSettings) -> str:
-    """Which numbers of the batch arithmetic stood in no JSON, and whose they are."""
-    words = {"train_micro_batch_size_per_gpu": "micro-batch", "gradient_accumulation_steps": "accumulation"}
-    given = [f"{word}: {deepspeed.origins[key]}" for key, word in words.items() if key in deepspeed.origins]
+def _batch_origins(resolved: Resolved) -> str:
+    """Whose the numbers of the batch arithmetic are that stood in no JSON; what a "rank" is if it is several."""
+    layout, origins = resolved.layout, resolved.deepspeed.origins
+    words = {"train_micro_batch_size_per_gpu": "images", "gradient_accumulation_steps": "micro-batches"}
+    given = [f"{word}: {origins[key]}" for key, word in words.items() if key in origins]
+    if (number := layout.pp * layout.tp) > 1:
+        given.insert(0, f"a rank: the {number} of a replica")
     return f" ({', '.join(given)})" if given else ""
+
+
+def _augmentation(task: Task) -> str:
+    """What training draws for an image, and what it mixes."""
+    augment, mix = task.augment, task.mix
+    if "hflip" in task.refused_flags:
+        return task.refused_flags["hflip"]
+    if augment.no_aug:
+        words = ["none: resized, the centre cropped"]
+    else:
+        area, crop = augment.scale or (0.08, 1.0), augment.train_crop_mode or "rrc"
+        random_size = f"a random crop of {area[0]:.0%} to {area[1]:.0%} of the area"
+        words = [random_size if crop == "rrc" else f"crop {crop}"]
+        chances = {"flip": augment.hflip, "upside down": augment.vflip, "grey": augment.grayscale_prob}
+        chances |= {"blur": augment.gaussian_blur_prob, "erased": augment.reprob}
+        colours = {augment.aa: bool(augment.aa), f"colour jitter {augment.color_jitter}": not augment.aa}
+        words += [word for word, used in colours.items() if used and (augment.aa or augment.color_jitter)]
+        words += [f"{name} {chance:.0%}" for name, chance in chances.items() if chance]
+    words += [f"{name} {alpha:g}" for name, alpha in (("mixup", mix.mixup), ("cutmix", mix.cutmix)) if alpha]
+    return ", ".join(words)
 
 
 def _parameters(resolved: Resolved) -> str:

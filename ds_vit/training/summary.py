@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -78,8 +78,14 @@ def summarise(
     }
 
 
-def end_rows(config: EngineConfig, summary: dict[str, Any], folder: Path, loss: float | None = None) -> Rows:
-    """The table of the end: model, layout, top-1 or else the training loss, images/s, where the files are."""
+def end_rows(
+    config: EngineConfig,
+    summary: dict[str, Any],
+    folder: Path,
+    loss: float | None = None,
+    unwritten: Collection[str] = (),
+) -> Rows:
+    """The table of the end: model, layout, top-1 or else the training loss, images/s, the files except `unwritten`."""
     rows = [
         ("model", summary["model"]),
         ("layout", config.text),
@@ -107,14 +113,15 @@ def end_rows(config: EngineConfig, summary: dict[str, Any], folder: Path, loss: 
     apart = task.weight_files()
     averages = task.average_files() or ["ema", *(f"ema-{name}" for name in apart)]
     names = [f"{name}.safetensors" for name in ("model", BEST, *apart, *averages)]
+    names += [path.name for path in (run.report, run.metrics, run.summary, run.tensorboard)]
     launches = num_starts(run)
     marks = {label: marked(run.checkpoints, name) for label, name in (("newest", "latest"), ("best", BEST))}
     saved = ", ".join(f"{label} {name}" for label, name in marks.items() if name)
-    weights = "".join(f"{name}, " for name in names if any(folder.glob(f"{name}*")))
+    written = ", ".join(name for name in names if name not in unwritten and any(folder.glob(f"{name}*")))
     rows += [
         ("wall time", f"{summary['wall_seconds']:.0f} s" + (f" in {launches} launches" if launches > 1 else "")),
         *([("checkpoints", f"{run.checkpoints}/ ({saved})")] if saved else []),
-        ("files", f"{folder}/ ({weights}report.html, metrics.jsonl, summary.json, tensorboard/)"),
+        ("files", f"{folder}/ ({written})"),
     ]
     return rows
 
@@ -128,7 +135,7 @@ def show_end(
     stopped: str = "",
     more: Rows = (),
 ) -> None:
-    """Write summary.json and show it, on rank 0; then report.html, as far as the disk takes it.
+    """Write summary.json and report.html, as far as the disk takes them, and show the end, on rank 0.
 
     Args:
         config: of the engine.
@@ -143,7 +150,18 @@ def show_end(
         NotSaved: the file could not be written.
     """
     console = reporter.console
-    rows = [*end_rows(config, summary, folder.path, reporter.train_loss), *more]
+    unwritten = {path.name: "" for path in reporter.unwritten}
+    try:
+        write_json(folder.summary, summary)
+    except OSError as error:
+        unwritten[folder.summary.name] = f"{folder.summary} could not be written: {error.strerror or error}"
+    try:
+        write_report(read_records([folder.path]), folder.report)
+    except Exception as error:  # pictures of a run that is done: nothing that is wrong with them may fail it
+        unwritten[folder.report.name] = ""
+        sentence = f"WARNING: {folder.report} is not written ({type(error).__name__}: {error}); ds-vit report makes it"
+        console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+    rows = [*end_rows(config, summary, folder.path, reporter.train_loss, unwritten), *more]
     if stopped and config.optimizer is not None:
         place = f"at {summary['steps']:,} of {config.optimizer.total_steps:,}"
         print_table(console, "interrupted", [("interrupted", f"{place} {stopped}"), *rows])
@@ -151,12 +169,5 @@ def show_end(
         console.print(sentence, markup=False, highlight=False, soft_wrap=True)
     else:
         print_table(console, "done", rows)
-    try:
-        write_json(folder.summary, summary)
-    except OSError as error:
-        raise NotSaved(f"{folder.summary} could not be written: {error.strerror or error}") from error
-    try:
-        write_report(read_records([folder.path]), folder.report)
-    except Exception as error:  # pictures of a run that is done: nothing that is wrong with them may fail it
-        sentence = f"WARNING: {folder.report} is not written ({type(error).__name__}: {error}); ds-vit report makes it"
-        console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+    if problem := unwritten.get(folder.summary.name):
+        raise NotSaved(problem)

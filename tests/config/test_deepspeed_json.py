@@ -145,6 +145,26 @@ def test_rejected(data, message):
         deepspeed_json.check_and_read(data, "c.json")
 
 
+def test_everything_wrong_is_named_at_once():
+    # Catches: a file that is corrected and refused four times over.
+    data = {
+        "trainbatchsize": 8,
+        "gradient_clipping": -1,
+        "zero_optimization": {"stage": 2, "stge": 1, "reduce_bucket_size": "big", "overlap_comm": "perhaps"},
+        "optimizer": {"type": "AdamW", "params": {"lr": float("nan")}},
+        "fp16": 3,
+        "a.b": {"c": float("inf")},
+    }
+    with pytest.raises(UserError) as caught:
+        deepspeed_json.check_and_read(data, "c.json")
+    problems = caught.value.problems
+    named = ("trainbatchsize", "gradient_clipping", "stge", "reduce_bucket_size", "overlap_comm", "lr", "fp16", "a.b")
+    for name in named:
+        assert sum(name in problem.split(";")[0] for problem in problems) >= 1, name
+    assert all(problem.startswith("c.json: ") for problem in problems)
+    assert len([problem for problem in problems if "a.b.c" not in problem]) == len(named)
+
+
 def test_a_monitor_whose_package_is_missing(monkeypatch):
     """An import error on every rank."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

@@ -139,6 +139,9 @@ def test_a_run_ends_with_its_weights_and_a_code(ranks, tmp_path, task):
     assert (tmp_path / "run" / "model.safetensors").exists()
     assert (tmp_path / "run" / "text.safetensors").exists() == (task == "clip")
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["exit"] == "not all saved"
+    files = "".join(line.strip("│ ") for line in said[said.rindex("│ files") :].splitlines()).replace(" ", "")
+    assert "(model.safetensors," in files
+    assert "report.html,summary.json,tensorboard)" in files, "without metrics.jsonl, of which rows are lost"
     RunFolder(tmp_path / "run").rows()
 
 

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shlex
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -165,12 +166,20 @@ def test_every_size_has_a_plan(capsys, name):
     assert found["layouts"]
 
 
-def test_what_is_written_starts(capsys, tmp_path):
-    # Catches: a JSON or flags that our own dry run refuses, and a memory that it sees otherwise: one source of truth.
-    folder = tmp_path / "plan"
+def test_what_is_written_starts(capsys, tmp_path, monkeypatch):
+    # Catches: a JSON or flags that our own dry run refuses, and a memory that it sees otherwise: one source of truth;
+    # a command that starts in the clone's folder only, or in the folder of the plan.
+    monkeypatch.chdir(tmp_path)
+    folder = Path("plan")
     words = ("--global-batch", 64, "--pp", 2, "--img-size", 32, "--num-classes", 10, "--write", folder)
     [best, *_] = planned(capsys, "--gpus", 4, "--gpus-per-node", 4, *words)["layouts"]
     assert (folder / "hostfile").read_text() == "node1 slots=4\n"
+    monkeypatch.chdir("/")
+    folder = tmp_path / folder
+    for line in (folder / "command.sh").read_text().splitlines()[-2:]:
+        paths = [Path(word) for word in shlex.split(line) if "/" in word]
+        assert len(paths) >= 3
+        assert all(path.is_absolute() and path.is_file() for path in paths), paths
     plan = resolve_run(*training_of(folder), Process("env", 0, 4, 0, 4), on_cpu=False)
     assert plan.data.batch.global_batch == 64
     assert list(plan.model.bounds) == best["bounds"]

@@ -63,7 +63,7 @@ def test_two_ranks_take_what_fits(ranks, tmp_path):
     said = train(ranks, 2, tmp_path / "a", "--auto-batch", "--memory", memory_for(3, 2), "--checkpoint-interval", "0")
     assert batch_in(tmp_path / "a") == (3, 4)
     [line] = [line for line in said.splitlines() if line.startswith("--auto-batch: ")]
-    assert line.startswith("--auto-batch: 24 = 3 a micro-batch x 4 accumulated x 2 data-parallel; ")
+    assert line.startswith("--auto-batch: 24 = 2 ranks × 3 images × 4 micro-batches; ")
     assert " (estimated, with a quarter more for what is not counted) of " in line
     assert "; a micro-batch of 4 would need " in line
     assert "micro-batch: --auto-batch" in said
@@ -88,7 +88,7 @@ def test_a_resumed_run_searches_again(ranks, tmp_path):
     again = ["--recipe", str(folder / "config.yaml"), "--output", str(folder), "--resume", "auto", "--max-steps", "4"]
     [(code, said, error)] = ranks.run(1, run_quietly, [*again, "--memory", memory_for(8, 1)])
     assert code == 0, error
-    assert "--auto-batch: 24 = 8 a micro-batch x 3 accumulated x 1 data-parallel" in said
+    assert "--auto-batch: 24 = 1 rank × 8 images × 3 micro-batches" in said
     assert batch_in(folder) == (8, 3)
     assert "auto_batch" not in said, "no setting that has changed"
     # By hand has the last word over the recipe's flag, and --memory goes with it.
@@ -128,7 +128,7 @@ def test_ranks_that_try_agree_on_the_smallest(ranks, tmp_path):
     # Catches: ranks that train on with micro-batches of their own, and hang.
     said = train(ranks, 2, tmp_path / "a", "--auto-batch", "--checkpoint-interval", "0", prepare_rank=small_devices)
     assert batch_in(tmp_path / "a") == (6, 2)
-    assert "24 = 6 a micro-batch x 2 accumulated x 2 data-parallel; 6.0 kB (measured) of " in said
+    assert "24 = 2 ranks × 6 images × 2 micro-batches; 6.0 kB (measured) of " in said
     assert "(free on the device); a micro-batch of 12 would need " in said
 
 
@@ -205,7 +205,7 @@ def test_a_dry_run_says_what_it_would_take(capsys, tmp_path):
     words = [*RUN, *BATCH, "--auto-batch", "--memory", memory_for(8, 1), "--dry-run", "--output", str(tmp_path / "a")]
     assert main(words) == 0
     said = capsys.readouterr().out
-    assert "--auto-batch: 24 = 8 a micro-batch x 3 accumulated x 1 data-parallel; " in said
+    assert "--auto-batch: 24 = 1 rank × 8 images × 3 micro-batches; " in said
     assert "a micro-batch of 12 would need " in said
     assert [*tmp_path.iterdir()] == []
 

@@ -102,7 +102,7 @@ def test_only_rank_0_speaks(digits_run):
     assert second == second_err == ""
     assert "step 5/5" in first
     assert "eval at step 5: top-1" in first
-    assert "32 = 16 a micro-batch x 1 accumulated x 2 data-parallel" in first
+    assert "32 = 2 ranks × 16 images × 1 micro-batch" in first
     assert "INFO" not in first + first_err
 
 

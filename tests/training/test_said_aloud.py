@@ -13,7 +13,7 @@ import torch
 from curves import read_rows
 from deepspeed.accelerator import get_accelerator
 from picture_folders import CPU, TINY, make_folder, picture
-from runs import refusal, resolved, run_quietly
+from runs import ONE_BLOCK, refusal, resolved, run_quietly
 
 from ds_vit.planner.counting import count_flops
 from ds_vit.train import main
@@ -237,3 +237,31 @@ def test_a_gpu_configuration_on_the_cpu(folder, tmp_path, monkeypatch, capsys, n
     assert warning not in dry_run(capsys, *argv)
     monkeypatch.delenv("DS_ACCELERATOR")
     assert (warning in dry_run(capsys, *argv)) == (precision is not None)
+
+
+@pytest.mark.parametrize(
+    ("more", "augmentation"),
+    [
+        ((), "a random crop of 8% to 100% of the area, colour jitter 0.4, flip 50%"),
+        (("--no-aug",), "none: resized, the centre cropped"),
+        (
+            ("--aa", "rand-m9", "--hflip", 0, "--reprob", 0.25, "--mixup", 0.8),
+            "a random crop of 8% to 100% of the area, rand-m9, erased 25%, mixup 0.8",
+        ),
+        (("--task", "dino", "--prototypes", 8), "its crops have DINO's own augmentation"),
+    ],
+)
+def test_the_batch_and_the_augmentation(folder, capsys, more, augmentation):
+    # Catches: "a micro-batch x accumulated x data-parallel", and an augmentation that is on without a word.
+    said = dry_run(capsys, "--data-dir", folder, "-b", 2, "--grad-accum-steps", 3, *more)
+    assert "6 = 1 rank × 2 images × 3 micro-batches (" in said
+    assert augmentation in " ".join(said.replace("│", " ").split()), said
+
+
+def test_a_finished_run_says_so(ranks, tmp_path):
+    # Catches: `--resume auto` that ends at once, with a table as if it had trained.
+    argv = [*ONE_BLOCK, "--deepspeed_config", CPU, "--val-split", ""]
+    argv += ["-b", 8, "--max-steps", 1, "--output", tmp_path / "a"]
+    said = [ranks.run(1, run_quietly, [str(word) for word in (*argv, *more)]) for more in ((), ("--resume", "auto"))]
+    assert [code for [(code, _, _)] in said] == [0, 0]
+    assert ["this run is finished: all of its 1 steps are in" in out for [(_, out, _)] in said] == [False, True]
