@@ -156,12 +156,28 @@ class Search:
 
     def __init__(self, request: PlanRequest) -> None:
         self.request = request
-        self.model = create_model(request.spec)
+        self._unaligned: dict[int, list[str]] = {}
+        self._costs = functools.cache(self._count)
+        self.describe()
+        self._check()
+
+    def describe(self) -> None:
+        """Set the model, its depth and its legal tensor-parallel degrees."""
+        self.model = create_model(self.request.spec)
         self.depth = len(self.model.blocks)
         self.degrees = [tp for tp in legal_degrees(self.model) if self._is_legal_tp(tp)]
-        self._costs = functools.cache(self._count)
-        self._unaligned: dict[int, list[str]] = {}
-        self._check()
+
+    def _rules(self, json: Mapping[str, Any], layout: Layout, checkpointing: Checkpointing) -> MemoryRules:
+        """What memory and time depend on besides the layers."""
+        request = self.request
+        return MemoryRules(
+            json,
+            layout,
+            precision=request.precision,
+            optimizer=self._optimizer[0],
+            average=request.model_ema,
+            checkpointing=checkpointing,
+        )
 
     @functools.cached_property
     def _optimizer(self) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
@@ -275,14 +291,8 @@ class Search:
 
         @functools.cache
         def memory_at(accumulation: int) -> tuple[MemoryRules, list[StageMemory]]:
-            rules = MemoryRules(
-                with_fp32_sums(json_at_stage(request.json, stage), request.precision, accumulation),
-                layout,
-                precision=request.precision,
-                optimizer=self._optimizer[0],
-                average=request.model_ema,
-                checkpointing=RECOMPUTING[recomputing],
-            )
+            json = with_fp32_sums(json_at_stage(request.json, stage), request.precision, accumulation)
+            rules = self._rules(json, layout, RECOMPUTING[recomputing])
             return rules, memory_by_stage(layers, bounds, rules)
 
         for batch in ways_to_share(request.global_batch, layout.dp):

@@ -99,7 +99,13 @@ def plan(arguments: argparse.Namespace) -> int:
             "--output draws --goodput only: plans have no picture any more; --json has memory, seconds and stages"
         )
     with_recipe(arguments)
-    found = Search(request_of(arguments)).run()
+    request = request_of(arguments)
+    if arguments.of_task:
+        from ds_vit.tools.plan_task import search_task  # which imports DeepSpeed
+
+        found = search_task(request, arguments)
+    else:
+        found = Search(request).run()
     if not found.fitting:
         raise UserError(_nothing_fits(found))
     if arguments.json:
@@ -194,13 +200,11 @@ def _calibrate(arguments: argparse.Namespace) -> int:
 
 def with_recipe(arguments: argparse.Namespace) -> None:
     """Fill in, in place, what --recipe has and the command line does not."""
+    arguments.of_task = False
     if arguments.recipe:
         recipe = load_recipe(arguments.recipe)
-        if (task := recipe.get("task", Classification.name)) != Classification.name:
-            raise UserError(
-                f"--recipe {arguments.recipe}: its task is {task}, and plans are made for {Classification.name} only; "
-                "give a recipe of that, or --model and --deepspeed_config"
-            )
+        has_teacher = any(recipe.get(name) for name in ("kd_model_name", "kd_checkpoint"))
+        arguments.of_task = recipe.get("task", Classification.name) != Classification.name or has_teacher
         for key in _OF_RECIPE:
             if key in recipe and not getattr(arguments, key):
                 setattr(arguments, key, recipe[key])
@@ -328,6 +332,8 @@ def _show(found: Planned, arguments: argparse.Namespace) -> None:
         f"{arguments.epochs or _EPOCHS:g} epochs of {arguments.images:,} images (--epochs, --images). --top N shows "
         "more layouts, --write DIR writes the files of the best.",
     ]
+    if arguments.of_task:
+        notes.append("memory is that of the task's run; the time leaves out its loss and what its ranks gather for it.")
     if len(found.fitting) > 1:
         notes.append(f"next best: {why_slower(best, found.fitting[1])}")
     if found.too_large:

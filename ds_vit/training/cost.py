@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,15 +21,18 @@ import torch
 import torch.distributed as dist
 
 from ds_vit.config.batch import BatchSizes
+from ds_vit.config.deepspeed_rules import Checkpointing
 from ds_vit.config.units import in_words
 from ds_vit.device import hardware_name, is_accelerator, peak_bytes, reset_peak_bytes
 from ds_vit.fault_tolerance.errors import first_line
 from ds_vit.models import Layer, compute_class_token
 from ds_vit.optim.build import states_per_element
+from ds_vit.parallel.layout import Layout
 from ds_vit.planner.cost import Machine, StepTime, step_time
-from ds_vit.planner.counting import most_allocated, work_of_layers
+from ds_vit.planner.counting import LayerWork, most_allocated, work_of_layers
 from ds_vit.planner.hardware import Accelerator, Link, accelerator_of_device, link
 from ds_vit.planner.memory import (
+    LayerMemory,
     MemoryRules,
     RankMemory,
     StageMemory,
@@ -83,14 +87,18 @@ class Cost:
     @cached_property
     def rules(self) -> MemoryRules:
         """The settings that memory and time depend on."""
+        return self.rules_of(self.config.json, self.config.layout, self.config.checkpointing)
+
+    def rules_of(self, json: Mapping[str, Any], layout: Layout, checkpointing: Checkpointing) -> MemoryRules:
+        """The same with other settings of the engine, of the same tensor-parallel degree."""
         config = self.config
         return MemoryRules(
-            config.json,
-            config.layout,
+            json,
+            layout,
             precision=config.precision,
             optimizer=config.optimizer.cls if config.optimizer else None,
             average=config.averaged or bool(config.model.task.teachers),
-            checkpointing=config.checkpointing,
+            checkpointing=checkpointing,
             rates=self._scaled_share,
             inputs=self._coupled_inputs,
             loss=functools.cache(self._loss),
@@ -122,15 +130,19 @@ class Cost:
     @cached_property
     def stages(self) -> list[StageMemory]:
         """The memory of a rank of each pipeline stage, by the micro-batch."""
+        return memory_by_stage(self.layer_memory, self._bounds, self.rules)
+
+    @cached_property
+    def layer_memory(self) -> list[LayerMemory]:
+        """What each layer of a rank has and keeps."""
         config, optimizer = self.config, self.config.optimizer
-        layers = memory_of_layers(
+        return memory_of_layers(
             config.model.whole,
             self.layers,
             compute=config.precision.compute,
             states=states_per_element(optimizer.cls, optimizer.arguments) if optimizer else None,
             fallback=(optimizer.fallback if optimizer else None) or frozenset(),
         )
-        return memory_by_stage(layers, self._bounds, self.rules)
 
     def memory(self) -> list[RankMemory]:
         """The memory of a rank of each pipeline stage, with the run's micro-batch."""
@@ -150,7 +162,7 @@ class Cost:
         config, layout = self.config, self.config.layout
         per_node = config.local_world_size or found.gpus_per_node
         return step_time(
-            self._works,
+            self.works,
             self._bounds,
             Machine(found, layout.world_size, per_node, inside or link(found.inside), link("ib400")),
             config.batch,
@@ -158,7 +170,8 @@ class Cost:
         )
 
     @cached_property
-    def _works(self) -> list[Any]:
+    def works(self) -> list[LayerWork]:
+        """The operations of each layer of a rank."""
         return work_of_layers(self.config.model.whole, self.layers, self.config.dtype)
 
 

@@ -116,6 +116,24 @@ def test_the_peak_with_a_fixed_teacher_is_what_was_planned(ranks, device_library
     assert deviation(ranks, device_library, TEACHERS[case], tmp_path / "run", *words) == pytest.approx(1, rel=0.1)
 
 
+PAIRS = ("--dataset", "glyphs", "--text-width", 128, "--text-depth", 4, "--text-heads", 4, "--embed-dim", 64)
+OF_TASKS = {
+    "mae": ("--task", "mae", "--decoder-dim", 64, "--decoder-depth", 2, "--decoder-heads", 4),
+    "clip": (*PAIRS, "--task", "clip", "--context-length", 16),
+    "siglip": (*PAIRS, "--task", "siglip", "--context-length", 16),
+}
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("task", OF_TASKS)
+def test_the_peak_of_a_task_is_what_is_planned(ranks, device_library, tmp_path, task):
+    """Catches: a decoder, a text tower or the features of all ranks that `ds-vit plan --recipe` leaves out."""
+    case = ("cpu_zero2_fp32.json", 2, ("-b", 16))
+    assert deviation(ranks, device_library, case, tmp_path, *WITHOUT_MIXUP, *OF_TASKS[task]) == pytest.approx(
+        1, rel=0.1
+    )
+
+
 @pytest.mark.parametrize("case", PLANNED)
 def test_the_peak_is_what_was_planned(ranks, device_library, tmp_path, case):
     """A tenth either way, as tests/planner/test_memory.py allows for a peak of all storages on a CPU."""

@@ -10,9 +10,11 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import timm
 import torch
 import yaml
 from project import ROOT
+from timm.models import save_for_hf
 
 from ds_vit.cli import main
 from ds_vit.config import parse
@@ -35,11 +37,12 @@ def planned(capsys, *words, base=BASE):
     return json.loads(capsys.readouterr().out)
 
 
-def training_of(folder):
+def training_of(folder, *more, data="digits"):
     """The settings of the training that --write has written a script of."""
     line = next(line for line in (folder / "command.sh").read_text().splitlines() if line.startswith("RANK=0"))
     words = shlex.split(line.partition("train.py ")[2].partition(' "$@"')[0])
-    return parse([*words, "--dataset", "digits", "--max-steps", "2", "--warmup-steps", "0", "--workers", "0"])
+    words += ["--dataset", data, "--max-steps", "2", "--warmup-steps", "0", "--workers", "0", *map(str, more)]
+    return parse(words)
 
 
 def test_layouts_are_ranked_and_legal(capsys):
@@ -212,6 +215,41 @@ def test_a_recipe_is_read_as_training_reads_it(capsys, tmp_path, monkeypatch):
     assert planned(capsys, *words, base=["plan"])["layouts"][0]["recomputing"] == ""
     config, _ = training_of(tmp_path / "plan")
     assert (config.pp, config.tp, config.grad_checkpointing, config.img_size) == (1, 1, "", 32)
+
+
+SMALL = (
+    "model: vit_tiny_patch16_224\nimg_size: 16\nmodel_kwargs: {patch_size: 4, embed_dim: 64, depth: 2, num_heads: 2}\n"
+)
+PAIRS = "text_width: 24\ntext_depth: 1\ntext_heads: 2\ncontext_length: 16\nembed_dim: 16\n"
+TASKS = {
+    "clip": PAIRS,
+    "siglip": PAIRS,
+    "mae": "decoder_dim: 48\ndecoder_depth: 1\ndecoder_heads: 4\n",
+    "dino": "local_crops_size: 8\nprototypes: 64\nhead_hidden_dim: 8\nhead_bottleneck_dim: 16\nlocal_crops_number: 2\n",
+    "classification": "kd_model_name: local-dir:TEACHER\n",
+}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_task_is_planned_by_the_memory_of_its_run(capsys, tmp_path, task):
+    # Catches: towers, a teacher or the held inputs of a coupled step left out of a plan, and a plan that cannot start.
+    shape = {"patch_size": 4, "embed_dim": 96, "depth": 2, "num_heads": 2, "img_size": 16}
+    teacher = timm.create_model("vit_tiny_patch16_224", num_classes=1000, **shape)
+    save_for_hf(teacher, tmp_path / "teacher", safe_serialization=True, model_args=shape)
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(f"task: {task}\n{SMALL}{TASKS[task]}".replace("TEACHER", str(tmp_path / "teacher")))
+    words = ("--recipe", recipe, "--gpus", 2, "--gpus-per-node", 2, "--global-batch", 16, "--write", tmp_path / "plan")
+    [best, *others] = planned(capsys, *words, base=["plan"])["layouts"]
+    assert {one["zero_stage"] for one in [best, *others]} == {1, 2, 3}
+    classes = ("--num-classes", 1000) if task == "classification" else ()
+    config, explicit = training_of(
+        tmp_path / "plan", *classes, data="glyphs" if task in ("clip", "siglip") else "digits"
+    )
+    run = resolve_run(config, explicit, Process("env", 0, 2, 0, 2), on_cpu=False)
+    fullest = Cost(engine_config(run)).fullest(run.data.batch)
+    assert fullest.together == pytest.approx(best["memory"]["together"], rel=1e-3)
+    assert main([str(word) for word in ("plan", *words, "--pp", 2)]) == 2
+    assert f"--task {task} is planned with --pp 1 --tp 1 only" in capsys.readouterr().err
 
 
 def calibrate_here(path):
