@@ -17,7 +17,7 @@ from typing import Any
 from ds_vit.config import deepspeed_keys
 from ds_vit.config.batch import BatchSizes
 from ds_vit.config.schema import FIELDS, KEY_OF_FLAG
-from ds_vit.fault_tolerance.errors import Problems, UserError, first_line, read_text
+from ds_vit.fault_tolerance.errors import UserError, first_line, read_text
 
 
 def derived_path(path: str | Path) -> Path:
@@ -145,9 +145,7 @@ def check_and_read(data: Mapping[str, Any], path: str) -> dict[str, Any]:
     Raises:
         UserError: unknown or removed keys, and values that do not work, all at once; with what to do.
     """
-    problems = Problems()
     wrong = {**deepspeed_keys.wrong_keys(data, path), **wrong_numbers(data, path)}
-    problems.found += wrong.values()
     read = {
         key: {sub: item for sub, item in value.items() if f"{key}.{sub}" not in wrong}
         if isinstance(value, Mapping)
@@ -155,32 +153,27 @@ def check_and_read(data: Mapping[str, Any], path: str) -> dict[str, Any]:
         for key, value in data.items()
         if key not in wrong
     }
-    with problems.of():
-        read = as_deepspeed_reads(read, path)
-    with problems.of():
-        deepspeed_keys.check_values(read, path)
-    problems.raise_any()
+    read, problems = as_deepspeed_reads(read, path)
+    if problems := [*wrong.values(), *problems, *deepspeed_keys.wrong_values(read, path)]:
+        raise UserError(*problems)
     return read
 
 
-def as_deepspeed_reads(data: Mapping[str, Any], path: str) -> dict[str, Any]:
+def as_deepspeed_reads(data: Mapping[str, Any], path: str) -> tuple[dict[str, Any], list[str]]:
     """The values as DeepSpeed's pydantic models read them.
 
     In these blocks "auto" means the default, quoted numbers and truth values are valid, and the offload settings of
     ZeRO have an old spelling.
 
     Returns:
-        A new file. An "auto" of `RESOLVED_LATER` is kept.
-
-    Raises:
-        UserError: a value that the models reject, in one line.
+        A new file, in which an "auto" of `RESOLVED_LATER` is kept; what the models reject, each in one line.
     """
     import pydantic
 
     stage = deepspeed_keys.value_of(data, "zero_optimization.stage")
     if isinstance(stage, (bool, float)):  # which pydantic reads as an integer
-        raise UserError(f"{path}: zero_optimization.stage {stage!r} does not exist; it may be 0, 1, 2 or 3")
-    out, problems = dict(data), Problems()
+        return dict(data), [f"{path}: zero_optimization.stage {stage!r} does not exist; it may be 0, 1, 2 or 3"]
+    out, problems = dict(data), []
     for block, value in data.items():
         model = deepspeed_keys.block_model(block)
         if model is None:
@@ -192,10 +185,10 @@ def as_deepspeed_reads(data: Mapping[str, Any], path: str) -> dict[str, Any]:
         try:
             read = model(**given).model_dump(mode="json", by_alias=True, exclude_unset=True, warnings=False)
         except pydantic.ValidationError as error:
-            problems.found += [f"{path}: {_in_one_line(block, one)}" for one in error.errors()]
+            problems += [f"{path}: {_in_one_line(block, one)}" for one in error.errors()]
             continue
         except AssertionError as error:  # an old and a new name of one key
-            problems.found.append(f"{path}: {block}: {error}")
+            problems.append(f"{path}: {block}: {error}")
             continue
         for old, new in _OLD_OFFLOAD.items():
             if given.pop(old, None) is not None and read.get(new):
@@ -203,8 +196,7 @@ def as_deepspeed_reads(data: Mapping[str, Any], path: str) -> dict[str, Any]:
         # The models drop deprecated keys; they stay, so that `idle_keys` names them.
         deprecated = {key: item for key, item in given.items() if key not in read}
         out[block] = deprecated | _given_only(read, given) | later
-    problems.raise_any()
-    return out
+    return out, problems
 
 
 def _given_only(read: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import importlib.util
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ds_vit.fault_tolerance.errors import UserError, did_you_mean
+from ds_vit.fault_tolerance.errors import did_you_mean
 
 if TYPE_CHECKING:
     import pydantic
@@ -270,8 +270,8 @@ REJECTIONS = (
 )
 
 
-def check_values(data: Mapping[str, Any], path: str) -> None:
-    """Reject values by the table `REJECTIONS`.
+def wrong_values(data: Mapping[str, Any], path: str) -> list[str]:
+    """The values that the table `REJECTIONS` rejects, and why.
 
     Args:
         data: with the values that DeepSpeed reads (`deepspeed_json.as_deepspeed_reads`).
@@ -283,8 +283,7 @@ def check_values(data: Mapping[str, Any], path: str) -> None:
         if value is not None and stage in rule.stages and rule.matches(value) and rule.when(data):
             reason = rule.reason.replace("{value}", repr(value)).replace("{stage}", str(stage))
             problems.append(f'{path}: "{rule.name}" {reason}')
-    if problems:
-        raise UserError(*problems)
+    return problems
 
 
 # Keys that have no effect in ds_vit: DeepSpeed's own checkpoints, loaders, optimizers, experts and log level.

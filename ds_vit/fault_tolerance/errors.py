@@ -42,28 +42,6 @@ class UserError(ValueError):
         super().__init__("\n  ".join((*head, *self.problems)) + last)
 
 
-class Problems:
-    """Collects the problems of several checks, which are then raised together."""
-
-    def __init__(self) -> None:
-        self.found: list[str] = []
-
-    @contextlib.contextmanager
-    def of(self) -> Iterator[None]:
-        """For a block with one check."""
-        try:
-            yield
-        except UserError as error:
-            self.found += error.problems
-
-    def raise_any(self) -> None:
-        """Raises:
-        UserError: with all that was found.
-        """
-        if self.found:
-            raise UserError(*self.found)
-
-
 class EndedTogether(UserError):
     """All ranks end at the same step, which is saved, with the same message."""
 

@@ -34,6 +34,7 @@ from ds_vit.planner.counting import count_flops
 from ds_vit.tasks import Horizon, find_task
 from ds_vit.tools.counting import StepCounts, count_step
 from ds_vit.tools.peers import check_comparable, check_peer, default_peer, peer_step
+from ds_vit.training.auto_batch import memory_of_rank
 from ds_vit.training.memory_advice import MemoryAdvice
 from ds_vit.training.program import process_group
 
@@ -187,7 +188,8 @@ def measure_sides(
     config, feeds = next(iter(ours.values())), feeds or {}
     configs = {**ours, **dict.fromkeys(peers, config)}
     with ranks_met(process) as device, contextlib.ExitStack() as stack:
-        stack.enter_context(MemoryAdvice.of_rank(config, process, on_cpu=not is_accelerator(device)).errors())
+        free = memory_of_rank("", process, on_cpu=not is_accelerator(device))
+        stack.enter_context(MemoryAdvice(config, free).errors())
         runners: dict[str, Step] = {}
         measured: dict[str, tuple[StepCounts, int | None]] = {}
         for name, own in configs.items():

@@ -196,6 +196,7 @@ def _run(
         from ds_vit.engine.start import device_of
         from ds_vit.monitoring.metrics import make_console, save_picture
         from ds_vit.parallel.groups import build_groups
+        from ds_vit.training.auto_batch import memory_of_rank
         from ds_vit.training.build import resolve_parts
         from ds_vit.training.evaluation import Watch, build_and_evaluate
         from ds_vit.training.inputs import assign_workers, reads_of
@@ -215,8 +216,8 @@ def _run(
     pictures: dict[str, torch.Tensor] = {}
     with contextlib.ExitStack() as stack:
         stack.enter_context(process_group(process, on_cpu=on_cpu, again=again))
-        advice = MemoryAdvice.of_rank(engine_config, process, on_cpu=on_cpu, eval_rows=inputs.eval_rows)
-        stack.enter_context(advice.errors())
+        free = memory_of_rank("", process, on_cpu=on_cpu)
+        stack.enter_context(MemoryAdvice(engine_config, free, inputs.eval_rows).errors())
         if config.workers == "auto":
             workers, _ = assign_workers(lambda rank: reads_of(task, layout, rank, training=False), process)
             inputs = dataclasses.replace(inputs, workers=workers)

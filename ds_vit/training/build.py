@@ -33,6 +33,7 @@ from ds_vit.parallel.groups import Groups
 from ds_vit.planner.counting import Flops, count_flops
 from ds_vit.run_folder import RunFolder
 from ds_vit.tasks import Batch
+from ds_vit.training.auto_batch import memory_of_rank
 from ds_vit.training.build_engine import EngineConfig, build_engine
 from ds_vit.training.callbacks import (
     AverageWeights,
@@ -132,9 +133,8 @@ def memory_advice(resolved: Resolved, *, on_cpu: bool) -> MemoryAdvice:
     """What is free for this rank now, and what lowers its need."""
     config, data = resolved.config, resolved.data
     rows = (config.validation_batch_size or data.batch.micro_batch) if data.val_source is not None else 0
-    return MemoryAdvice.of_rank(
-        engine_config(resolved), resolved.process, on_cpu=on_cpu, eval_rows=rows, auto_batch=config.auto_batch
-    )
+    free = memory_of_rank("", resolved.process, on_cpu=on_cpu)
+    return MemoryAdvice(engine_config(resolved), free, rows, config.auto_batch)
 
 
 def checkpoint_config(resolved: Resolved) -> CheckpointConfig:

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from ds_vit.config.batch import ways_to_share
 from ds_vit.config.units import in_words
 from ds_vit.fault_tolerance.errors import memory_errors
-from ds_vit.launching.process import Process
 from ds_vit.tasks import ChainTask
-from ds_vit.training.auto_batch import Memory, legal, memory_of_rank
+from ds_vit.training.auto_batch import Memory, legal
 from ds_vit.training.build_engine import EngineConfig
 from ds_vit.training.cost import Cost
 
@@ -30,13 +29,6 @@ class MemoryAdvice:
     free: Memory
     eval_rows: int = 0
     auto_batch: bool = False
-
-    @classmethod
-    def of_rank(
-        cls, config: EngineConfig, process: Process, *, on_cpu: bool, eval_rows: int = 0, auto_batch: bool = False
-    ) -> MemoryAdvice:
-        """With the memory that is free now."""
-        return cls(config, memory_of_rank("", process, on_cpu=on_cpu), eval_rows, auto_batch)
 
     @property
     def remedies(self) -> str:

@@ -315,7 +315,7 @@ def test_keys_of_deepspeeds_sums(stage, offload, is_idle):
     data = {"zero_optimization": zero, "bf16": {"enabled": True, "immediate_grad_update": True}}
     own = ["bf16.immediate_grad_update", "zero_optimization.contiguous_gradients", "zero_optimization.overlap_comm"]
     assert deepspeed_keys.idle_keys(data) == (own if is_idle else [])
-    deepspeed_keys.check_values({**data, "prescale_gradients": True} if is_idle else data, "c.json")
+    assert not deepspeed_keys.wrong_values({**data, "prescale_gradients": True} if is_idle else data, "c.json")
 
 
 def test_keys_without_a_meaning_at_stage_3_are_named():
@@ -333,8 +333,8 @@ def test_a_key_of_an_idle_block_is_named_with_it():
 
 def test_a_second_partition_is_refused():
     data = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}
-    with pytest.raises(UserError, match=r"zero_hpz_partition_size.* gathers them by layer; delete it"):
-        deepspeed_keys.check_values(data, "c.json")
+    [problem] = deepspeed_keys.wrong_values(data, "c.json")
+    assert re.search(r"zero_hpz_partition_size.* gathers them by layer; delete it", problem)
 
 
 def test_deepspeeds_own_complaint_is_one_line():
