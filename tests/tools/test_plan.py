@@ -110,7 +110,7 @@ def test_matrices_that_are_not_multiples_of_8_are_named(capsys):
         (("--gpus-per-node", "0"), "--gpus-per-node 0: a host has at least 1"),
         (("--gpus-per-node", "-8", "--goodput"), "--gpus-per-node -8: a host has at least 1"),
         (("--gpus", "24", "--tp", "3"), "--tp 3 .*host of 8"),
-        (("--recipe", "launch/recipes/mae_digits.yaml", "--tp", 2), "mae.*--tp 1 only"),
+        (("--recipe", "launch/recipes/mae_digits.yaml", "--tp", "2"), "mae.*--tp 1 only"),
         (("--gpus", "20"), "no whole number of hosts of 8; the nearest is 16"),
         (("--global-batch", "1001", "--pp", "1", "--tp", "1"), "cannot be shared by 16 replicas; the nearest .* 1008"),
         (("--pp", "2", "--zero", "3"), "--pp 2 .*ZeRO-1.*ZeRO-3"),

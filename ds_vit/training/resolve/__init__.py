@@ -212,6 +212,7 @@ def resolve_run(
     on_cpu: bool,
     stop_at: float | None = None,
     sources: tuple[Source, Source | None] | None = None,
+    with_weights: bool = True,
 ) -> Resolved:
     """Resolve a run.
 
@@ -222,6 +223,7 @@ def resolve_run(
         on_cpu: there is no accelerator.
         stop_at: `time.time()` at which the scheduler or --time-limit ends the run.
         sources: the images of training and evaluation, where the flags do not name them.
+        with_weights: as for `resolve_model`.
 
     Raises:
         UserError: one message for people, with the numbers and the way out.
@@ -241,7 +243,7 @@ def resolve_run(
     deepspeed = sum_micro_batches(deepspeed, data.batch)
     if process.rank == 0:
         data = describe_images(config, data, resumes=resume is not None)
-    model = resolve_model(config, explicit, task_type, data, resumes=resume is not None)
+    model = resolve_model(config, explicit, task_type, data, resumes=resume is not None, with_weights=with_weights)
     _check_recomputation(deepspeed, model)
     model = find_fastest_stages(model, deepspeed, layout, data.batch)
     config = model.task.config

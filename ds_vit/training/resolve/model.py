@@ -92,7 +92,13 @@ class ModelConfig:
 
 
 def resolve_model(
-    config: RunConfig, explicit: frozenset[str], task_type: type[Task], data: DataConfig, *, resumes: bool
+    config: RunConfig,
+    explicit: frozenset[str],
+    task_type: type[Task],
+    data: DataConfig,
+    *,
+    resumes: bool,
+    with_weights: bool = True,
 ) -> ModelConfig:
     """Describe the model, and check its weights and how it is distributed.
 
@@ -102,6 +108,7 @@ def resolve_model(
         task_type: of --task.
         data: the splits and the batch.
         resumes: the weights come from a checkpoint of this run.
+        with_weights: open the files of weights; False for a plan.
 
     Raises:
         UserError: no such model, or classes, weights, degrees or a batch that do not fit it.
@@ -122,8 +129,8 @@ def resolve_model(
     )
     whole = task_type.create_model(spec, config, for_training=not config.eval_only)
     classes = data.train_source.class_names if task_type.has_classes else ()
-    initial, notes = (None, []) if resumes else _initial_weights(config, whole, classes)
-    fixed, of_teacher = open_teacher(config, whole, classes) if spec.teacher else ({}, [])
+    initial, notes = (None, []) if resumes or not with_weights else _initial_weights(config, whole, classes)
+    fixed, of_teacher = open_teacher(config, whole, classes) if spec.teacher and with_weights else ({}, [])
     if 0 < data.train_source.num_classes < num_classes:
         there = f"the data has {data.train_source.num_classes} classes"
         notes.append(f"--num-classes {num_classes}: {there}, and no image is of the other outputs")
