@@ -67,5 +67,5 @@ class MemoryAdvice:
     def _advise(self, of_loader: bool) -> str:
         numbers = f"{in_words(self.free.bytes)} were {self.free.whose} at the start"
         with contextlib.suppress(Exception):  # the meta device takes host memory too, and knows not every layer
-            numbers = f"{in_words(Cost(self.config).fullest(self.config.batch).together)} a rank predicted, {numbers}"
+            numbers = f"{in_words(Cost(self.config).fullest(self.config.batch).together)} per rank predicted, {numbers}"
         return f"{numbers}; try {'fewer --workers, ' if of_loader else ''}{self.remedies}"
