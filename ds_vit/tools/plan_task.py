@@ -19,10 +19,9 @@ from ds_vit.planner.counting import LayerWork, count_flops
 from ds_vit.planner.memory import LayerMemory, MemoryRules, unaligned_matrices
 from ds_vit.planner.search import Planned, PlanRequest, Search, json_at_stage
 from ds_vit.tasks import find_task
-from ds_vit.training.build import engine_config
+from ds_vit.training.build import resolve_parts
 from ds_vit.training.build_engine import EngineConfig
 from ds_vit.training.cost import Cost
-from ds_vit.training.resolve import resolve_run
 
 
 def search_task(request: PlanRequest, arguments: argparse.Namespace) -> Planned:
@@ -77,4 +76,4 @@ def run_of(arguments: argparse.Namespace, request: PlanRequest) -> EngineConfig:
     given |= {"num_classes": request.spec.num_classes} if task.has_classes else {}
     config, explicit = from_values(given, arguments.recipe)
     one_rank = Process("none", 0, 1, 0, 1)
-    return engine_config(resolve_run(config, explicit, one_rank, on_cpu=False, with_weights=False))
+    return resolve_parts(config, explicit, one_rank, on_cpu=False, with_weights=False).engine

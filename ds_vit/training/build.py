@@ -71,9 +71,10 @@ def resolve_parts(
     *,
     on_cpu: bool,
     sources: tuple[Source, Source | None] | None = None,
+    with_weights: bool = True,
 ) -> Parts:
     """Resolve a run for a tool; arguments and errors are those of `resolve_run`."""
-    resolved = resolve_run(config, explicit, process, on_cpu=on_cpu, sources=sources)
+    resolved = resolve_run(config, explicit, process, on_cpu=on_cpu, sources=sources, with_weights=with_weights)
     return Parts(engine_config(resolved), input_config(resolved))
 
 
