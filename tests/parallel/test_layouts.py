@@ -371,7 +371,7 @@ def test_a_recipe_keeps_the_global_batch_and_says_where_values_come_from(ranks, 
     argv = [*recipe, "--output", str(tmp_path / "two"), "--max-steps", "2"]
     [(code, said, wrong), _] = ranks.run(2, run_quietly, argv)
     assert code == 0, wrong
-    assert "24 = 12 a micro-batch" in said
+    assert "24 = 2 ranks × 12 images × 1 micro-batch" in said
     assert_same_curve(reference("plain", "sgd").rows[:2], train_rows(read_rows(tmp_path / "two")), rtol=RTOL)
     written = json.loads((tmp_path / "two" / "deepspeed.json").read_text())
     assert (written["train_batch_size"], written["train_micro_batch_size_per_gpu"]) == (24, 12)
