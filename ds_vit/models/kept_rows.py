@@ -215,7 +215,7 @@ def find_rows(
         on_host = bits.cpu()[[row for row, _ in kept]]
     else:
         on_host = hash_together(paths, keys_on_host)
-    masks = Together(paths, on_host).masks().numpy()
+    masks = Together(paths, on_host).masks.numpy()
     found = {path: np.flatnonzero(mask) for path, mask in zip(paths, masks, strict=True) if not mask.all()}
     if not found:
         return {}

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -33,10 +33,12 @@ class KeyedDrop(nn.Module):
         name: of its draws.
         rate: the share that it drops.
         row: for each sample of the micro-batch that runs, its hash, int64 [B], or of a drop-path its factor, fp32 [B].
+        shared: what it was hashed with, and its row there.
         branch: the drop-path that ends its branch, where only what that keeps is computed (kept_rows.py).
     """
 
     row: torch.Tensor | None = None
+    shared: tuple[Together, int]
     branch: KeyedDropPath | None = None
     always = False
     """Whether it draws in evaluation too."""
@@ -58,20 +60,22 @@ class KeyedDrop(nn.Module):
         """The rows of the micro-batch that it receives, int64 [k]; None for all of them."""
         return None if self.branch is None else self.branch.kept
 
-    def own_row(self) -> torch.Tensor | None:
-        """Its row, of the samples that it receives; None where it draws nothing.
+    def own_row(self, dtype: torch.dtype | None = None) -> torch.Tensor | None:
+        """Its row, of the samples that it receives, in another type if one is given; None where it draws nothing.
 
         A compiled block runs this: it reads no rate in training, because rates differ from block to block.
 
         Raises:
             UserError: it draws, and the model has received no keys.
         """
-        if self.row is None:
+        row, rows = self.row, self.rows
+        if row is None:
             if self.draws:
                 raise UserError(f"{self.name!r} is random: give the model the samples' keys")
             return None
-        rows = self.rows
-        return self.row if rows is None else self.row.index_select(0, rows)
+        if dtype is not None and row.dtype != dtype:  # eager modules cast the masks of all of them once
+            row = row.to(dtype) if torch.compiler.is_compiling() else self.shared[0].row_in(self.shared[1], dtype)
+        return row if rows is None else row.index_select(0, rows)
 
 
 def _mask(draws: torch.Tensor, drop_prob: float | torch.Tensor, divisor: float | torch.Tensor) -> torch.Tensor:
@@ -95,8 +99,8 @@ class KeyedDropPath(KeyedDrop):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [B, ...] -> the same, with whole samples zeroed and (by default) the others divided by the keep rate."""
-        row = self.own_row()
-        return x if row is None else x * row.to(x.dtype).view(-1, *(1,) * (x.ndim - 1))
+        row = self.own_row(x.dtype)
+        return x if row is None else x * row.view(-1, *(1,) * (x.ndim - 1))
 
 
 class KeyedDropout(KeyedDrop):
@@ -202,15 +206,23 @@ class Together:
         self, drops: Sequence[KeyedDrop], bits: torch.Tensor, kept: Mapping[KeyedDrop, torch.Tensor] | None = None
     ) -> None:
         self.drops, self.bits, self.kept = drops, bits, kept or {}
+        self._cast: dict[torch.dtype, Sequence[torch.Tensor]] = {}
 
+    @cached_property
     def masks(self) -> torch.Tensor:
         """The masks of the drop-path modules, fp32 [M, B]; the rows of other modules are meaningless."""
         _, rates, divisors = _columns(self.drops, self.bits.device)
         return _mask(randomness.uniform_of(self.bits), rates, divisors)
 
+    def row_in(self, row: int, dtype: torch.dtype) -> torch.Tensor:
+        """A row of the masks, [B], in another type."""
+        if dtype not in self._cast:
+            self._cast[dtype] = self.masks.to(dtype).unbind()
+        return self._cast[dtype][row]
+
     def _rows(self) -> list[torch.Tensor]:
         paths = [isinstance(drop, KeyedDropPath) for drop in self.drops]
-        masks = self.masks().unbind() if any(paths) else ()
+        masks = self.masks.unbind() if any(paths) else ()
         bits = () if all(paths) else self.bits.unbind()
         return [masks[row] if path else bits[row] for row, path in enumerate(paths)]
 
@@ -221,14 +233,14 @@ class Together:
         In their dictionaries: `Module.__setattr__` would cost the host a call for each.
         """
         own = [drop.__dict__ for drop in self.drops]
-        before = [(of_drop.get("row"), of_drop.get("kept")) for of_drop in own]
-        for drop, of_drop, row in zip(self.drops, own, self._rows(), strict=True):
-            of_drop["row"], of_drop["kept"] = row, self.kept.get(drop)
+        before = [(of_drop.get("row"), of_drop.get("kept"), of_drop.get("shared")) for of_drop in own]
+        for number, (drop, of_drop, row) in enumerate(zip(self.drops, own, self._rows(), strict=True)):
+            of_drop["row"], of_drop["kept"], of_drop["shared"] = row, self.kept.get(drop), (self, number)
         try:
             yield
         finally:
-            for of_drop, (row, kept) in zip(own, before, strict=True):
-                of_drop["row"], of_drop["kept"] = row, kept
+            for of_drop, old in zip(own, before, strict=True):
+                of_drop["row"], of_drop["kept"], of_drop["shared"] = old
 
 
 def convert(module: nn.Module, kind: type[nn.Module], **attributes: Any) -> None:

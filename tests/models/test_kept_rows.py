@@ -90,7 +90,7 @@ def drops_of(model):
 def kept_of_each(model, keys):
     """How many rows each drop-path keeps, by its name."""
     drops = drops_of(model)
-    masks = Together(drops, hash_together(drops, keys)).masks()
+    masks = Together(drops, hash_together(drops, keys)).masks
     return {drop.name: int((mask > 0).sum()) for drop, mask in zip(drops, masks, strict=True)}
 
 
