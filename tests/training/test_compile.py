@@ -77,6 +77,8 @@ def train_with_stale_masks(argv):
     rows, found = Together._rows, []
 
     def once(self):
+        if self.bits.device.type == "meta":  # costs are counted
+            return rows(self)
         found.append(found[0] if found else rows(self))
         return found[-1]
 
