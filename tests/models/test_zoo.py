@@ -29,7 +29,10 @@ from ds_vit.planner.counting import count_flops
         (ModelSpec("hf-hub:a/b/c"), "in no repository"),
         (ModelSpec("timm/vit"), r"Use 'hf-hub:timm/vit' to load from the Hub"),
         (ModelSpec("local-dir:/nowhere"), r"--model local-dir:/nowhere: there is no /nowhere/config.json"),
-        (ModelSpec("resnet50"), r"'resnet50' is of timm's 'resnet' family; only .* VisionTransformer and Eva"),
+        (
+            ModelSpec("resnet50"),
+            r"'resnet50' is of timm's 'resnet' family; ds_vit trains models of .* VisionTransformer and Eva only",
+        ),
         (ModelSpec("vit_tiny_patch16_224", num_classes=0), r"num_classes 0 has no classifier to train"),
         (ModelSpec("vit_tiny_patch16_224", num_classes=-1), r"num_classes -1 must not be negative"),
         (ModelSpec("vit_tiny_patch16_224", drop_path=1.0), r"drop_path 1\.0 must lie in \[0, 1\)"),

@@ -376,9 +376,10 @@ def without_ranks(case: Case, folder: Path) -> Verdict | None:
     try:
         plan = planned(argv)
     except ValueError as error:
-        # The way out of train.py: a UserError becomes one line and exit code 2, anything else a traceback.
-        one_line = isinstance(error, UserError) and "\n" not in str(error)
-        return Verdict("refused" if one_line else "traceback", str(error))
+        # The way out of train.py: a UserError becomes a line for each thing and exit code 2, else there is a traceback.
+        head, *lines = str(error).split("\n")
+        listed = not lines or head == f"{len(lines)} things are wrong:"
+        return Verdict("refused" if isinstance(error, UserError) and listed else "traceback", str(error))
     finally:
         (folder / "case").rename(folder / f"done-{len(list(folder.iterdir()))}")
     reference = folder / f"reference-{zlib.crc32(f'{json.dumps(case.reference)}{case.place}'.encode())}"
