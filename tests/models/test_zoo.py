@@ -29,7 +29,7 @@ from ds_vit.planner.counting import count_flops
         (ModelSpec("hf-hub:a/b/c"), "in no repository"),
         (ModelSpec("timm/vit"), r"Use 'hf-hub:timm/vit' to load from the Hub"),
         (ModelSpec("local-dir:/nowhere"), r"--model local-dir:/nowhere: there is no /nowhere/config.json"),
-        (
+        (ModelSpec("resnet50"), r"'resnet50' is of timm's 'resnet' family; .* classes VisionTransformer and Eva only"),
             ModelSpec("resnet50"),
             r"'resnet50' is of timm's 'resnet' family; ds_vit trains models of .* VisionTransformer and Eva only",
         ),
