@@ -66,7 +66,7 @@ def test_two_ranks_take_what_fits(ranks, tmp_path):
     assert line.startswith("--auto-batch: 24 = 2 ranks × 3 images × 4 micro-batches; ")
     assert " (estimated, with a quarter more for what is not counted) of " in line
     assert "; a micro-batch of 4 would need " in line
-    assert "micro-batch: --auto-batch" in said
+    assert "images: --auto-batch" in said
 
 
 def test_a_pipeline_keeps_as_many_micro_batches_as_stages():

@@ -11,14 +11,32 @@ from ds_vit.training.build_engine import EngineConfig, layer_converters
 from ds_vit.training.resolve.model import ModelConfig
 
 # ZeRO stage, type, type of norms, tp, drop-path's rows, compiled, the pipeline's bounds: the converters in their order.
-ALL = "cut_layer cast_block_buffers norms_in_fp32 freeze compute_class_token _compute_kept _partition"
+ALL = "cut_layer cast_block_buffers norms_in_fp32 freeze compute_class_token _compute_kept skip_idle_modules _partition"
 CASES = [
-    (1, "float32", "float32", 1, "all", False, (0, 4), "freeze compute_class_token"),
-    (2, "bfloat16", "model", 1, "all", False, (0, 4), "cast_block_buffers freeze compute_class_token"),
-    (1, "bfloat16", "float32", 2, "all", False, (0, 4), ALL.replace(" _compute_kept _partition", "")),
-    (3, "float32", "float32", 2, "all", False, (0, 3, 4), "cut_layer freeze _partition"),
+    (1, "float32", "float32", 1, "all", False, (0, 4), "freeze compute_class_token skip_idle_modules"),
+    (
+        2,
+        "bfloat16",
+        "model",
+        1,
+        "all",
+        False,
+        (0, 4),
+        "cast_block_buffers freeze compute_class_token skip_idle_modules",
+    ),
+    (1, "bfloat16", "float32", 2, "all", False, (0, 4), ALL.replace(" _compute_kept", "").replace(" _partition", "")),
+    (3, "float32", "float32", 2, "all", False, (0, 3, 4), "cut_layer freeze skip_idle_modules _partition"),
     (3, "bfloat16", "float32", 2, "auto", False, (0, 4), ALL),
-    (3, "float32", "float32", 1, "auto", True, (0, 4), "freeze compute_class_token _partition compile_block"),
+    (
+        3,
+        "float32",
+        "float32",
+        1,
+        "auto",
+        True,
+        (0, 4),
+        "freeze compute_class_token skip_idle_modules _partition compile_block",
+    ),
 ]
 
 

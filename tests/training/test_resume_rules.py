@@ -86,7 +86,9 @@ def test_another_micro_batch_is_used_or_refused(asked, dp, result):
 def test_an_impossible_batch_is_refused_with_the_numbers():
     # Catches: a floor division.
     batch = BatchSizes(24, 8, 1, 3)
-    with pytest.raises(ValueError, match=r"global batch is 32.*24 = 8 .* 3 data-parallel.*start 2 data-parallel ranks"):
+    with pytest.raises(
+        ValueError, match=r"global batch is 32.*24 = 3 ranks × 8 images.* 3 data-parallel.*start 2 data-parallel ranks"
+    ):
         keep_global_batch(batch, resume_of(32), fixed=False, allow=False)
     with pytest.raises(ValueError, match=r'write "train_batch_size": 32 or "auto", or say --allow-batch-change'):
         keep_global_batch(BatchSizes(64, 16, 1, 4), resume_of(32), fixed=True, allow=False)
