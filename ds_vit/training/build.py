@@ -223,7 +223,9 @@ class Training:
             reporter.settings(*settings_of(resolved))
             if resolved.resume and self.trainer.step >= self.trainer.total_steps:
                 steps = f"all of its {self.trainer.total_steps:,} steps are in the checkpoint"
-                reporter.say(f"this run is finished: {steps}; a longer one has a larger --epochs or --max-steps")
+                reporter.say(
+                    f"this run is finished: {steps}; a longer one needs a larger --epochs and --allow-schedule-change"
+                )
             precision, zero_stage = resolved.deepspeed.precision.name, resolved.deepspeed.zero_stage
             schedule = resolved.training.schedule
             note_start(folder, self.trainer.step, resolved.layout, zero_stage, device, hosts, schedule, precision)

@@ -39,6 +39,7 @@ class SkippedImages:
         self._by_epoch: Counter[str] = Counter()
         self._towards_limit: Counter[int] = Counter()  # by epoch
         self._logged: set[str] = set()
+        self._reasons: dict[str, str] = {}  # by file, of those since the start or the resume
         self._lines = LineLog(self.log) if self.log is not None else None
         if self.log is not None and self.log.exists():  # of the run that is resumed
             for line in self.log.read_text().splitlines():
@@ -63,6 +64,7 @@ class SkippedImages:
             dist.all_gather_object(everywhere, self._new)
             self._new = []
             for file, reason, split, epoch in (item for of_rank in everywhere for item in of_rank):
+                self._reasons[file] = reason
                 if epoch is not None:
                     self._by_file[file] += 1
                     self._by_epoch[str(epoch)] += 1
@@ -79,11 +81,13 @@ class SkippedImages:
         self._towards_limit = Counter({newest: self._towards_limit[newest]})  # earlier epochs are over
         if number <= self.most * self.epoch_images:
             return ""
+        first = next((f" ({file}: {reason})" for file, reason in sorted(self._reasons.items())), "")
         self._towards_limit.clear()  # a run that resumes counts anew: the files may have been repaired
         return (
             f"{number:,} of the {self.epoch_images:,} images of epoch {epoch} ({number / self.epoch_images:.2g}) "
-            f"could not be decoded, and --max-bad-images allows {self.most:g}; {self.log} names those found so far, "
-            "and ds-vit doctor --images DATA_DIR all of them; repair or replace the files, or raise --max-bad-images"
+            f"could not be decoded{first}, and --max-bad-images allows {self.most:g}; "
+            f"{self.log} names those found so far, and ds-vit doctor --images DATA_DIR all damaged files; repair or "
+            "replace them, or raise --max-bad-images"
         )
 
     def state_dict(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from ds_vit.data import CaptionKeys, NoSuchSplit, SampleOrder, Source, hold_out,
 from ds_vit.data.decode import describe_depth, require_fast
 from ds_vit.data.decode_on_device import require_fast_on_device
 from ds_vit.data.sources.shard_index import FIRST_DOT
-from ds_vit.data.sources.source import headers_of_some, is_image
+from ds_vit.data.sources.source import headers_of_some, is_image, shortened
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.parallel.layout import Layout
 from ds_vit.tasks import TASKS, ZeroShotData, open_zero_shot
@@ -233,13 +233,20 @@ def _open_for_evaluation(config: RunConfig) -> tuple[Source, Source, list[str]]:
     names = find_weights(config.initial_checkpoint).class_names if config.initial_checkpoint else ()
     try:
         source = _open_val_split(config, names)
+        if names:
+            return source, source, []
     except UserError:  # another tool's names, or other classes, which the caller compares
-        names = ()
-        source = _open_val_split(config, names)
-    if config.num_classes not in (None, source.num_classes) and not names:
+        source = _open_val_split(config, ())
+    if config.num_classes not in (None, source.num_classes):
+        others = [name for name in source.class_names if name not in names]
+        why = (
+            f"{shortened(others)} is none of the weights' ({shortened(names)})"
+            if names
+            else "nothing says which is which"
+        )
         raise UserError(
             f"--val-split {config.val_split} has {source.num_classes} classes, the model {config.num_classes}, and "
-            "without a training split nothing says which is which; name the --train-split that has them all"
+            f"without a training split {why}; name the --train-split that has them all"
         )
     return source, source, []
 
