@@ -61,13 +61,6 @@ def or_shipped(path: str) -> str:
 class Parser(argparse.ArgumentParser):
     """argparse with `UserError`s that name the nearest valid word."""
 
-    used = False
-
-    def parse_known_args(self, *args: Any, **kwargs: Any) -> tuple[Any, list[str]]:
-        """As `ArgumentParser.parse_known_args`, which a command's parser is called by."""
-        self.used = True
-        return super().parse_known_args(*args, **kwargs)
-
     def error(self, message: str) -> NoReturn:
         """As `ArgumentParser.error`.
 
@@ -82,10 +75,9 @@ class Parser(argparse.ArgumentParser):
         raise UserError(message)
 
     def known_flags(self) -> list[str]:
-        """The flags of this parser, and of its command or, without one, of all its commands."""
+        """The flags of this parser and of its commands."""
         below = [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]
         parsers = [parser for action in below for parser in action.choices.values()]
-        parsers = [parser for parser in parsers if parser.used] or parsers
         return [*self._option_string_actions, *(flag for parser in parsers for flag in parser.known_flags())]
 
 

@@ -200,7 +200,8 @@ def test_too_many_bad_images_end_the_run_saved(ranks, tmp_path, folder):
         step = max(row["step"] for row in train_rows(read_rows(output)))
         assert marked(output / "checkpoints", "latest") == f"step-{step:08d}"
     assert len(set(lines)) == 1
-    assert "1 of the 6 images of epoch 0 (0.17) could not be decoded (train/cat/1.png: " in lines[0]
+    assert "1 of the 6 images of epoch 0 (0.17) could not be decoded (" in lines[0]
+    assert "train/cat/1.png: " in lines[0]
     assert "), and --max-bad-images allows 0.01;" in lines[0]
     argv += ["-b", "2"]
     [(code, said)] = ranks.run(1, run_main, [*argv, "--output", str(tmp_path / "allowed"), "--max-bad-images", "0.2"])
