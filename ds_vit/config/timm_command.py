@@ -54,7 +54,7 @@ class Translation:
         notes = "".join(f"# {note}\n" for note in self.notes)
         file = self.words[self.words.index("--deepspeed_config") + 1]
         write = f"[ -e {file} ] || cat > {file} <<'EOF'  # an existing file stays as it is"
-        return f"{notes}{write}\n{json.dumps(self.json, indent=2)}\nEOF\n{shlex.join(self.words)}"
+        return f"{notes}{write}\n{json.dumps(self.json, indent=2)}\nEOF\n{' '.join(map(_quoted, self.words))}"
 
 
 def translate(command: Sequence[str], origin: Origin = ORIGINS["from-timm"]) -> Translation:
@@ -71,6 +71,8 @@ def translate(command: Sequence[str], origin: Origin = ORIGINS["from-timm"]) -> 
         words = shlex.split(command[0]) if len(command) == 1 else list(command)
     except ValueError as error:
         raise UserError(f"{command[0]!r} is not a shell command: {error}") from None
+    if "&&" in words:  # cd open_clip/src && torchrun …
+        words = words[len(words) - words[::-1].index("&&") :]
     launcher, words = _split_launcher([word for word in words if word.strip()], origin)
     parser = build_parser()
     actions = parser._option_string_actions
@@ -117,6 +119,13 @@ def translate(command: Sequence[str], origin: Origin = ORIGINS["from-timm"]) -> 
     notes += [f"{_REJECTED}: {problem}" for problem in (*refusals, *problems)]
     file = f"deepspeed-{hashlib.sha256(json.dumps(data).encode()).hexdigest()[:6]}.json"
     return Translation((*launcher, "--deepspeed_config", file, *_flat(out)), data, tuple(notes))
+
+
+def _quoted(word: str) -> str:
+    """A word for the shell, which still expands variables and `~` in it."""
+    if re.fullmatch(r"[\w@%+=:,./{}$-]*\$[\w@%+=:,./{}$-]*", word):
+        return f'"{word}"'
+    return f"~/{shlex.quote(word[2:])}" if word.startswith("~/") else shlex.quote(word)
 
 
 def _flat(flags: Mapping[str, Sequence[str]]) -> list[str]:

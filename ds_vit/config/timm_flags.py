@@ -12,6 +12,7 @@ import argparse
 import ast
 import json
 import re
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import PurePath
@@ -46,7 +47,7 @@ class Answer(NamedTuple):
         if self.values:
             parts.append(f"it is decided by the DeepSpeed JSON: {json.dumps(overlay({}, self.values, ''))[1:-1]}")
         if self.words:
-            parts.append(f"write {' '.join(self.words)}")
+            parts.append(f"write {shlex.join(self.words)}")
         return "; ".join([*parts, *([self.note] if self.note else [])])
 
 
@@ -80,8 +81,8 @@ def frozen_text(words: Sequence[str], given: Given) -> Answer:
         return Answer("then all of a text tower of 12 blocks is trained; drop it")
     last = 12 - unlocked  # of the frozen blocks
     names = ["text.token_embed", "text.pos_embed"]
-    names += [f"'text.blocks.[0-{min(last, 9)}]'"] if last >= 0 else []
-    names += [f"'text.blocks.1[0-{last - 10}]'"] if last >= 10 else []
+    names += [f"text.blocks.[0-{min(last, 9)}]"] if last >= 0 else []
+    names += ["text.blocks.10", "text.blocks.11"][: max(last - 9, 0)]
     names += ["text.norm"] if unlocked == 1 else []
     return Answer("for 12 blocks; the projection counts as a layer in open_clip", ("--freeze", *names))
 

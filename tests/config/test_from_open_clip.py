@@ -181,3 +181,13 @@ def test_models_exist():
     assert {words[name][3] for name in words} <= {*timm.list_models()}
     assert {words[name][5] for name in words} <= {*TEXT_MODELS}
     assert len(words) >= 15
+
+
+def test_the_shell_still_expands_what_it_would_have():
+    """Variables and `~` in single quotes, the command before `&&` as a launcher, and patterns that are quoted twice."""
+    command = "cd open_clip/src && torchrun --node_rank=$SLURM_PROCID -m open_clip_train.main --logs ~/runs --name a"
+    command += f"{SMALL.removeprefix(START)} --lock-text --lock-text-unlocked-layers 2"
+    line = str(translate([command], ORIGINS["from-open-clip"])).splitlines()[-1]
+    assert line.startswith('torchrun "--node_rank=$SLURM_PROCID" ')
+    assert "--output ~/runs/a" in line
+    assert "--freeze text.token_embed text.pos_embed 'text.blocks.[0-9]' text.blocks.10" in line
