@@ -7,7 +7,7 @@ are views of their shards, and nothing is gathered.
 A unit is gathered for its forward pass, and again when the first of its outputs gets its gradient. Its backward pass
 ends when the next unit's begins: autograd runs the ready node that was created last, a unit's nodes are created one
 after the other, and none of them waits for a node that was created before the unit's. The gradients are then reduced
-into this rank's shard of a flat gradient, fp32, and the weights are released.
+into this rank's shard of a flat gradient, and the weights are released.
 
 Collectives run on two streams, one a direction, each with one buffer as large as the largest unit. Everything that
 reads or writes a unit's own memory runs on the stream of the model. The next unit is gathered into the buffer
