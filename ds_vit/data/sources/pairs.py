@@ -66,7 +66,8 @@ class TextFileSource(FileSource):
         stems = [posixpath.splitext(path)[0] for path in images]
         bare = [path for path, stem in zip(images, stems, strict=True) if stem not in texts]
         check_matches(root, bare, [texts[stem] for stem in texts.keys() - {*stems}], len(images))
-        self.left_out = dict(suffix_counts(files) - suffix_counts([*images, *texts.values()]))
+        taken = {*images, *texts.values()}
+        self.left_out = dict(suffix_counts(path for path in files if path not in taken))
         super().__init__(root, images, np.zeros(len(images), dtype=np.int64))
 
         def read(stem: str) -> tuple[str, ...]:

@@ -286,7 +286,8 @@ def list_images(
     classes = [posixpath.basename(class_folders[path]) for path in kept]
     if not labelled and (problem or "" in classes):
         classes = [""] * len(kept)
-    return kept, classes, dict(suffix_counts(class_folders) - suffix_counts(kept))
+    taken = {*kept}
+    return kept, classes, dict(suffix_counts(path for path in class_folders if path not in taken))
 
 
 def _ambiguity(class_folders: Mapping[str, str]) -> str:
