@@ -7,7 +7,6 @@ A training command is run with --dry-run, as rank 0 of its ranks. Above a block 
 from __future__ import annotations
 
 import ast
-import importlib.util
 import os
 import re
 import shlex
@@ -19,7 +18,7 @@ from typing import NamedTuple
 import pytest
 import yaml
 from PIL import Image
-from project import ROOT, give_a_clone, run_shell
+from project import ROOT, give_a_clone, lightly_train, run_shell
 from runs import run_quietly
 
 from ds_vit import cli
@@ -247,10 +246,7 @@ def test_flags_of_their_tables_exist(name):
 
 def arguments_of_lightly(path: str, name: str) -> set[str]:
     """The arguments of a function, or the fields of a class, of lightly-train, whose dependencies are not needed."""
-    package = importlib.util.find_spec("lightly_train")
-    if package is None:
-        pytest.skip("pip install --no-deps lightly-train==0.18.0")
-    tree = ast.parse(Path(package.submodule_search_locations[0], path).read_text())
+    tree = ast.parse((lightly_train() / path).read_text())
     [found] = [node for node in tree.body if getattr(node, "name", "") == name]
     if isinstance(found, ast.FunctionDef):
         return {argument.arg for argument in found.args.kwonlyargs}
@@ -270,10 +266,7 @@ def test_every_argument_of_lightly_has_a_row(path, name):
 
 def test_every_setting_of_dinov2_has_a_row():
     # Catches: a setting that the table forgets. lightly-train carries the file.
-    package = importlib.util.find_spec("lightly_train")
-    if package is None:
-        pytest.skip("pip install --no-deps lightly-train==0.18.0")
-    [file] = Path(package.submodule_search_locations[0]).rglob("ssl_default_config.yaml")
+    [file] = lightly_train().rglob("ssl_default_config.yaml")
     settings = yaml.safe_load(file.read_text())
     named = {f"{section}.{key}" for section in settings for key in settings[section]}
     page = (ROOT / "docs/from_dinov2.md").read_text()

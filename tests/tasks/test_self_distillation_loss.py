@@ -8,13 +8,13 @@ import contextlib
 import functools
 import importlib.util
 import math
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from peaks import LargestTensor, SavedBytes
+from project import lightly_train
 
 from ds_vit.tasks import self_distillation_loss as losses
 
@@ -69,10 +69,7 @@ def global_batch(part, masks="uneven"):
 
 def dinov2_losses():
     """lightly-train's file of DINOv2's losses, without the package, which imports all of its dependencies."""
-    package = importlib.util.find_spec("lightly_train")
-    if package is None:
-        pytest.skip("needs lightly-train: pip install --no-deps lightly-train==0.18.0")
-    path = Path(package.submodule_search_locations[0]) / "_methods" / "dinov2" / "dinov2_loss.py"
+    path = lightly_train() / "_methods" / "dinov2" / "dinov2_loss.py"
     spec = importlib.util.spec_from_file_location("lightly_train_dinov2_loss", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
