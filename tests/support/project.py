@@ -8,11 +8,10 @@ import os
 import subprocess
 import sys
 import time
+import unittest
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 ON_CPU = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -22,7 +21,7 @@ def lightly_train() -> Path:
     """The folder of lightly-train's files, which are read without its dependencies; skips where it is not installed."""
     package = importlib.util.find_spec("lightly_train")
     if package is None:
-        pytest.skip("needs lightly-train: pip install --no-deps lightly-train==0.18.0")
+        raise unittest.SkipTest("needs lightly-train: pip install --no-deps lightly-train==0.18.0")
     return Path(package.submodule_search_locations[0])
 
 
