@@ -12,7 +12,10 @@ from pathlib import Path
 # This clone's package, installed or not, and not another clone's.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from ds_vit.tools.evaluate import main
-
 if __name__ == "__main__":
+    from ds_vit.fault_tolerance.signals import end_at_signals
+
+    end_at_signals("eval.py")
+    from ds_vit.tools.evaluate import main
+
     sys.exit(main())

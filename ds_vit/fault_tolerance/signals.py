@@ -43,8 +43,10 @@ class Interrupted(Exception):
 def end_at_signals(program: str) -> None:
     """End this process with code 75 (Ctrl-C: 130) on `SIGNALS`, until `Signals` records them.
 
-    For the first line of a program: importing torch and DeepSpeed takes seconds.
+    For the first line of a program: importing torch and DeepSpeed takes seconds. torch reads its level of C++ messages
+    as it is imported. A warning shows 25 lines of stack, for example when the store of another run closes.
     """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
     def end(number: int, frame: Any) -> None:
         line = f"{program}: {signal_name(number)} while no training is under way: nothing to save\n"

@@ -123,11 +123,11 @@ def job_end(environ: Mapping[str, str] = os.environ) -> float | None:
     return float(end) if end.isdigit() else None
 
 
-def run_token(process: Process, environ: Mapping[str, str] = os.environ, argv: Sequence[str] = sys.argv) -> str:
+def run_token(process: Process, environ: Mapping[str, str] = os.environ, argv: Sequence[str] = ()) -> str:
     """Equal for the ranks of one run, different for other runs; the ranks compare it when they meet.
 
     A launcher that sets no identifier is identified by its process on one host. On several hosts only a hash of the
-    command line is left, which two runs of one command share.
+    command line is left, which two runs of one command share (`argv`, by default this process's).
     """
     rank_name, *_, names = next(row[1:] for row in _LAUNCHERS if row[0] == process.launcher)
     values = {name: environ.get(name, "none") for name in ((RUN_ID,) if RUN_ID in environ else names)}
@@ -135,7 +135,7 @@ def run_token(process: Process, environ: Mapping[str, str] = os.environ, argv: S
         return " ".join(f"{name}={value}" for name, value in values.items())
     if not process.spans_hosts and (launcher := _launcher_process(rank_name)):
         return launcher
-    words = [word for word in argv[1:] if not re.match("--local[-_]rank=", word)]
+    words = [word for word in (argv or sys.argv)[1:] if not re.match("--local[-_]rank=", word)]
     return f"command line {hashlib.blake2b(repr(words).encode(), digest_size=6).hexdigest()}"
 
 

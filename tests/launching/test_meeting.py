@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -32,13 +33,32 @@ def _leave_the_pool() -> int:
     return rank
 
 
-def _meet(run: str, rank: int, value: float) -> tuple[int, float, str]:
+SRUN = {"SLURM_PROCID": "{r}", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "1"}
+# How a launcher says which run of two a rank belongs to: environment and arguments of both runs' rank r.
+RUNS = {
+    "ds-vit launch": [({"RANK": "{r}", "LOCAL_SIZE": "2", "DS_VIT_RUN_ID": run}, []) for run in "ab"],
+    "two Slurm jobs": [({**SRUN, "SLURM_JOB_ID": job, "SLURM_STEP_ID": "0"}, []) for job in ("12", "13")],
+    "two Slurm steps": [({**SRUN, "SLURM_JOB_ID": "12", "SLURM_STEP_ID": step}, []) for step in "01"],
+    "pdsh": [({"RANK": "{r}", "LOCAL_SIZE": "1"}, ["--local_rank={r}", "--lr", rate]) for rate in "12"],
+}
+TOKENS = {
+    "ds-vit launch": ("DS_VIT_RUN_ID=a", "DS_VIT_RUN_ID=b"),
+    "two Slurm jobs": ("SLURM_JOB_ID=12 SLURM_STEP_ID=0", "SLURM_JOB_ID=13 SLURM_STEP_ID=0"),
+    "two Slurm steps": ("SLURM_JOB_ID=12 SLURM_STEP_ID=0", "SLURM_JOB_ID=12 SLURM_STEP_ID=1"),
+    "pdsh": ("command line ", "command line "),
+}
+
+
+def _meet(run: str, rank: int, value: float, launcher: str = "ds-vit launch") -> tuple[int, float, str]:
     """Meet the other rank of a run, and sum the values of both; gives exit code, sum, and the lines for people."""
     from ds_vit.engine.start import init_distributed
     from ds_vit.launching.process import rendezvous
 
-    os.environ |= {"DS_VIT_RUN_ID": run, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-    os.environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):  # of the pool
+        os.environ.pop(name, None)
+    environ, words = RUNS[launcher]["ab".index(run)]
+    os.environ |= {"WORLD_SIZE": "2"} | {name: value.format(r=rank) for name, value in environ.items()}
+    sys.argv[1:] = [word.format(r=rank) for word in words]
     total = torch.tensor(value)
 
     def body(process: Process) -> int:
@@ -51,7 +71,7 @@ def _meet(run: str, rank: int, value: float) -> tuple[int, float, str]:
     return code, total.item(), said.getvalue()
 
 
-def stranger_first(folder: Path, agent: bool) -> tuple[int, float, str]:
+def stranger_first(folder: Path, agent: bool, launcher: str) -> tuple[int, float, str]:
     """On ranks 0 and 1: run a. On rank 2: rank 1 of run b, which comes before rank 1 of run a."""
     store = None
     if agent:  # torchrun: the store is its own, and every rank is a client
@@ -63,26 +83,31 @@ def stranger_first(folder: Path, agent: bool) -> tuple[int, float, str]:
     if rank < 2:
         if rank == 1:
             wait_until((folder / "rejected").exists, "the rank of run b was not rejected")
-        result = _meet("a", rank, 1.0 + rank)
+        result = _meet("a", rank, 1.0 + rank, launcher)
         (folder / f"met-{rank}").touch()
         return result
     with mock.patch.object(program.time, "sleep"):  # for the launcher to end this rank
-        result = _meet("b", 1, 100.0)
+        result = _meet("b", 1, 100.0, launcher)
     (folder / "rejected").touch()
     if store is not None:
         wait_until(lambda: all((folder / f"met-{r}").exists() for r in (0, 1)), "run a did not meet")
     return result
 
 
-@pytest.mark.parametrize("agent", [False, True], ids=["rank 0's store", "torchrun's store"])
-def test_a_rank_of_another_run_is_rejected(agent, ranks, tmp_path):
-    # Catches: a stranger that takes a rank's place, or is counted; one that ends without a word, or with a traceback.
-    first, second, (code, _, said) = ranks.run(3, stranger_first, tmp_path, agent, timeout=240)
+@pytest.mark.parametrize(("launcher", "agent"), [*((launcher, False) for launcher in RUNS), ("ds-vit launch", True)])
+def test_a_rank_of_another_run_is_rejected(launcher, agent, ranks, tmp_path):
+    # Catches: a stranger that takes a rank's place, or is counted; one that ends without a word, or with a traceback;
+    # two jobs or steps of Slurm that share a MASTER_PORT, and two command lines under pdsh, taken for one run.
+    first, second, (code, _, said) = ranks.run(3, stranger_first, tmp_path, agent, launcher, timeout=240)
     assert first == second == (0, 3.0, "")
     assert code == 2
     [line] = said.splitlines()
-    assert line.startswith("train.py: error: rank 1 of this run (DS_VIT_RUN_ID=b) reached another run at 127.0.0.1:")
-    assert "(DS_VIT_RUN_ID=a); choose another with the launcher's --master_port" in line
+    own, others = TOKENS[launcher][::-1]
+    assert re.fullmatch(
+        rf"train\.py: error: rank 1 of this run \({own}\w*\) reached another run at 127\.0\.0\.1:\d+ \({others}\w*\); "
+        r"choose another with the launcher's --master_port .*",
+        line,
+    )
 
 
 def meet_a_silent_store(folder: Path, ends: bool) -> str:
@@ -123,8 +148,35 @@ def test_a_store_that_gives_no_token(ends, ranks, tmp_path):
     assert "(no token of ds_vit); choose another" in line
 
 
+# Rank 1 of a run, which says when it asks.
+ASKING = """
+from ds_vit.fault_tolerance.signals import end_at_signals
+end_at_signals("train.py")
+import datetime
+import torch.distributed as dist
+from ds_vit.engine import start
+from ds_vit.training.program import guarded
+get = dist.TCPStore.get
+dist.TCPStore.get = lambda store, key: print("asking", flush=True) or get(store, key)
+guarded("train.py", lambda process: next(dist.rendezvous("ds-vit://b", timeout=datetime.timedelta(seconds=60))), "")
+"""
+
+
+def test_the_line_has_no_stack_of_torch_above_it():
+    # Catches: torch's warning about a closed connection, with 25 lines of C++ frames.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environ = {name: value for name, value in os.environ.items() if name != "TORCH_CPP_LOG_LEVEL"}
+    environ |= {**ON_CPU, "PYTHONPATH": str(ROOT), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    environ |= {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    rank = subprocess.Popen([sys.executable, "-c", ASKING], env=environ, **pipes)
+    assert rank.stdout.readline() == "asking\n"
+    del store
+    [line] = rank.communicate(timeout=120)[1].splitlines()
+    assert "reached another run" in line
+
+
 SEVERAL_HOSTS = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}
-SRUN = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "1"}
 MPIRUN = {f"OMPI_COMM_WORLD_{name}": "2" for name in ("SIZE", "LOCAL_SIZE")}
 MPIRUN |= {f"OMPI_COMM_WORLD_{name}": "1" for name in ("RANK", "LOCAL_RANK")}
 
@@ -138,7 +190,7 @@ MPIRUN |= {f"OMPI_COMM_WORLD_{name}": "1" for name in ("RANK", "LOCAL_RANK")}
         (SEVERAL_HOSTS, "command line "),
         (SEVERAL_HOSTS | {"WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}, f"launcher {os.getppid()} started at "),
         (SEVERAL_HOSTS | {"WORLD_SIZE": "2", "SLURM_JOB_ID": "1", "SLURM_STEP_ID": "2"}, f"launcher {os.getppid()} "),
-        (SRUN | {"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "3"}, "SLURM_JOB_ID=12 SLURM_STEP_ID=3"),
+        (SRUN | {"SLURM_PROCID": "1", "SLURM_JOB_ID": "12", "SLURM_STEP_ID": "3"}, "SLURM_JOB_ID=12 SLURM_STEP_ID=3"),
         (MPIRUN | {"PMIX_NAMESPACE": "prterun-n1-7@1"}, "PMIX_NAMESPACE=prterun-n1-7@1"),
         (MPIRUN, f"launcher {os.getppid()} started at "),
     ],
