@@ -214,7 +214,8 @@ BASE = {"kind": "soft", "dp": 1, "accumulation": 1, "stage": 1, "how": "plain"}
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["feature", "soft"])
 def test_a_run_resumes_in_another_layout_without_the_teacher_in_its_files(ranks, weights, expected, tmp_path, kind):
-    # Catches: a teacher in checkpoints or in the exported weights, one that is not loaded again after a resume.
+    # Catches: a teacher in checkpoints or in the exported weights, one that is not loaded again after a resume, one
+    # that has trained since the student began, and a way out that is none.
     first, second = BASE | {"kind": kind, "dp": 2, "stage": 3}, BASE | {"kind": kind, "how": "tp 2", "accumulation": 4}
     words = ("--checkpoint-interval", 5)
     train(ranks, weights, tmp_path / "run", first, *words, "--max-steps", 5)
@@ -222,8 +223,14 @@ def test_a_run_resumes_in_another_layout_without_the_teacher_in_its_files(ranks,
     argv = command(weights, tmp_path / "run", kind, BATCH, 1, 1, "--resume", "auto")
     with pytest.raises(ValueError, match="teacher: its weights are others; give the same teacher"):
         resolved([*argv, "--kd-model-name", f"local-dir:{tmp_path / 'other'}"])
+    student = command(weights, tmp_path / "student", "soft", BATCH, 1, 1, "--kd-model-name", "", "--kd-checkpoint")
+    student += [str(tmp_path / "run"), "--max-steps", "1", "--checkpoint-interval", "1", "--resume", "auto"]
+    assert ranks.run(1, train_on_rank, student) == [0]
     rows = train(ranks, weights, tmp_path / "run", second, *words, "--resume", "auto")
     assert_same_curve(expected(kind), rows, rtol=1e-5)
+    with pytest.raises(ValueError, match=r"its weights are others; .* the checkpoint that this run named at its start"):
+        resolved(student)
+    resolved([*student, "--kd-checkpoint", tmp_path / "run" / "checkpoints" / "step-00000005"])
     names = set(timm.create_model(NAME, num_classes=10, img_size=16, **STUDENT).state_dict())
     projection = {"projection.linear.weight", "projection.linear.bias"} if kind == "feature" else set()
     checkpoint, _ = newest(tmp_path / "run" / "checkpoints")

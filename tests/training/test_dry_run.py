@@ -75,7 +75,10 @@ def test_the_warm_up_of_the_default_has_no_cliff(capsys, tmp_path):
     for flags in ("--epochs 5", "--epochs 6", "--epochs 49", "--epochs 50", "--epochs 300", "--max-steps 200"):
         warmups[flags] = resolved([*words, *flags.split()]).optimizer.schedule.warmup_steps
     assert [*warmups.values()] == [7, 9, 73, 75, 75, 20]
-    for flags, wanted in (("--warmup-epochs 4", 60), ("--warmup-epochs 0.5", 8), ("--warmup-steps 74", 74)):
+    (tmp_path / "r.yaml").write_text("warmup_steps: 3")
+    asked = {"--warmup-epochs 4": 60, "--warmup-epochs 0.5": 8, "--warmup-steps 74": 74, "--warmup-epochs 0": 0}
+    asked |= {f"--recipe {tmp_path}/r.yaml": 3, f"--recipe {tmp_path}/r.yaml --warmup-epochs 0": 0}
+    for flags, wanted in asked.items():
         run = resolved([*words, "--epochs", "5", *flags.split()])
         assert run.optimizer.schedule.warmup_steps == wanted
         assert "warming up" not in " ".join(run.notes)

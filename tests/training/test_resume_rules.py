@@ -310,6 +310,7 @@ REFUSED = {
         ("--mixup", 0.8),
         ["--mixup is 0.0 there and 0.8 here; give the same, say --allow-schedule-change to resume with the new ones"],
     ),
+    "mixup of a recipe": (("--recipe", "mixup.yaml"), ["--mixup is 0.0 there and 0.8 here; give the same"]),
     "several": (
         ("--smoothing", 0, "--reprob", 0.25, "--drop-path", 0.1, "--aa", "rand-m9"),
         [f"--{name} is {old} there and {new} here" for name, old, new in SEVERAL],
@@ -334,6 +335,7 @@ def test_another_run_is_refused(run, tmp_path, capsys, what, monkeypatch):
     # Catches: weights of one run under the optimizer state, data or seed of another.
     for name, data in OTHER_JSON.items():
         (tmp_path / name).write_text(json.dumps(data))
+    (tmp_path / "mixup.yaml").write_text("mixup: 0.8")
     flags, parts = REFUSED[what]
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     monkeypatch.chdir(tmp_path)
@@ -347,6 +349,8 @@ def test_other_settings_are_allowed_by_the_flag(run, tmp_path):
     argv = words("--output", tmp_path / "new", "--resume", run[0], "--mixup", 0.8, "--weight-decay", 0.5)
     [note] = resolved([*argv, "--allow-schedule-change"]).changes
     assert note.endswith(": mixup 0.0 → 0.8; optimizer.params.weight_decay 0.05 → 0.5")
+    (tmp_path / "mixup.yaml").write_text("mixup: 0.8")
+    assert resolved([*argv[:-4], "--recipe", tmp_path / "mixup.yaml", "--mixup", 0]).changes == ()
 
 
 def test_the_same_command_on_more_ranks(run, tmp_path):
