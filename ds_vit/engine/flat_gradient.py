@@ -224,7 +224,7 @@ class FlatGradient:
                 self._hooks.append(last.register_post_accumulate_grad_hook(partial(self._arrived, bucket)))
         engine.allreduce_gradients = self.finish
         if self._stage == 0:
-            engine.zero_grad = lambda: None
+            engine.zero_grad = self._clear
             return
         from deepspeed.runtime.base_optimizer import ZeROOptimizer
 
@@ -232,7 +232,7 @@ class FlatGradient:
             hook.remove()
         optimizer._grad_acc_hooks = []
         optimizer.step = self._step
-        optimizer.zero_grad = lambda set_to_none=True: None
+        optimizer.zero_grad = self._clear
         optimizer.backward_prologue = optimizer.backward_epilogue = lambda *_, **__: None
         optimizer.clear_backward_seen_flag = lambda: ZeROOptimizer.clear_backward_seen_flag(optimizer)
 
@@ -251,6 +251,11 @@ class FlatGradient:
             self._fresh = False
 
         self._engine._INSTRUCTION_MAP = {**instructions, BackwardPass: backward_pass}
+
+    def _clear(self, set_to_none: bool = True) -> None:
+        """Clear what no gradient overwrites, where `clip` has spread NaN: the scaler would skip all later steps."""
+        if self._scaler is not None and self.overflow:
+            torch._foreach_zero_(self.shares)
 
     def close(self) -> None:
         """Take the hooks off the parameters."""

@@ -560,6 +560,10 @@ class ZeroUnits:
         if self.ranks > 1:
             dist.all_reduce(squares, group=self.group)
         optimizer._model_parallel_all_reduce(tensor=squares, op=dist.ReduceOp.SUM)
+        if self._scaler is not None:
+            self._seen.grad = squares.sum().float()
+            self._scaler.unscale_(self._sees)
+            self._update_scale()
         return list(squares.sqrt().float().to(self.flat.device).unbind())
 
     def _hand_over(self, number: int) -> None:
@@ -579,6 +583,8 @@ class ZeroUnits:
         for unit in self.units if self._writes_in_place else ():
             if unit.trained and not unit.counted:
                 torch._foreach_zero_(unit.segments)
+        if self._scaler is not None:
+            self.flat.mul_(1 / self._scaler.get_scale())
         if self.optimizer.offload_optimizer:  # DeepSpeed's step takes the gradients of offloaded masters as they are
             for number in range(len(self.grads)):
                 self._hand_over(number)
@@ -631,6 +637,13 @@ class ZeroUnits:
             setattr(optimizer, name, function)
         optimizer.persistent_parameters = []
         optimizer.parameter_offload.release_backward_leftovers = lambda: None
+        self._scaler = scaler = optimizer.torch_autocast_gradscaler
+        if scaler is not None:
+            # DeepSpeed clips by the norm of scaled gradients, and never lowers a scale that overflows. Here gradients
+            # are unscaled before their norm, by which the scaler decides.
+            self._seen = torch.zeros((), device=self.device, requires_grad=True)
+            self._sees = torch.optim.SGD([self._seen])
+            self._update_scale, scaler.update, scaler.step = scaler.update, lambda: None, lambda base: base.step()
 
 
 def _refuse(*_: Any, **__: Any) -> None:

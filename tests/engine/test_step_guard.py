@@ -60,8 +60,9 @@ def accident(what, step):
             spoil_batches([step - 1])
         if what == "loss":
             stack.enter_context(mock.patch.object(Classification, "loss", loud))
-        if what == "nan in fp16":  # which a CPU has to be talked into
+        if what.endswith("in fp16"):  # which a CPU has to be talked into
             stack.enter_context(pretend_fp16())
+        if what == "nan in fp16":
             # Of an overflow, many in a row have to come before anything is done.
             stack.enter_context(mock.patch.object(callbacks, "MAX_SKIPS", 1))
         if what == "nan read late":  # TensorBoard's points, which read each of so few steps
@@ -116,15 +117,32 @@ def test_a_step_that_is_not_finite_is_skipped(ranks, cifar32, tmp_path, layout):
 
 
 def test_an_overflow_of_float16_autocast_is_a_skipped_step(ranks, cifar32, tmp_path):
-    """torch's GradScaler leaves LAMB, which is not fused, out without a word: no layer named, and no way back."""
+    """torch's GradScaler leaves LAMB, which is not fused, out without a word: no layer named, and no way back.
+
+    NaN that stays in the memory between gradients, for which a scaler skips all later steps in silence, or on one rank;
+    a ZeRO stage that scales in another way.
+    """
     autocast = {"torch_autocast": {"enabled": True, "dtype": "float16"}, "optimizer": oracle.BLOCKS["lamb"]}
-    flags = ["--checkpoint-interval", BAD_STEP - 1, "--rollback", 1]
-    codes, _, rows, _ = run(ranks, cifar32, tmp_path, 1, 0, autocast, flags, "nan in fp16")
-    assert codes == [0]
-    (skipped,) = [row for row in rows if row["kind"] == "skip"]
-    assert (skipped["step"], skipped["reason"], skipped["layer"]) == (BAD_STEP, "overflow", "embed")
-    (back,) = [row for row in rows if row["kind"] == "rollback"]
-    assert (back["step"], back["to_step"]) == (BAD_STEP, BAD_STEP - 1)
+    back = ["--checkpoint-interval", BAD_STEP - 1, "--rollback", 1]
+    curves = []
+    for stage, world, what, flags in (
+        (0, 1, "nan in fp16", back),
+        (2, 2, "nan once in fp16", []),
+        (3, 2, "nan once in fp16", []),
+    ):
+        codes, _, rows, _ = run(ranks, cifar32, tmp_path, world, stage, autocast, flags, what, f"zero{stage}")
+        assert codes == [0] * world
+        (skipped,) = [row for row in rows if row["kind"] == "skip"]
+        assert (skipped["step"], skipped["reason"], skipped["layer"]) == (BAD_STEP, "overflow", "embed")
+        steps = [row["to_step"] for row in rows if row["kind"] == "rollback"]
+        assert steps == ([BAD_STEP - 1] if flags else [])
+        curve = [row for row in rows if row["kind"] == "train"]
+        # A rollback restores the scale.
+        scales = [row["loss_scale"] for row in curve if row["step"] > BAD_STEP]
+        assert scales == [skipped["loss_scale"] / (1 if flags else 2)] * (STEPS - BAD_STEP)
+        curves.append([row for row in curve if row["step"] < BAD_STEP])
+    for curve in curves[1:]:
+        assert_same_curve(curves[0], curve, rtol=4e-4, keys=("loss", "grad_norm"))
 
 
 @pytest.mark.sampled(3)
