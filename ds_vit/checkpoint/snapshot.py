@@ -240,7 +240,7 @@ class Saver:
             host |= dict.fromkeys(self._averages, average)
         kinds = tuple(host)
         temporary = folder / ".weights.partial"
-        entries, error = self._write(temporary, kinds, host, {"step": str(step)})
+        entries, error = self._write(temporary, kinds, host, step=str(step))
         if not error:
             names = [entry.name for entry in entries]
             error = self._on_first_rank(lambda: move_files(temporary, folder, names, self._indices(kinds)))
@@ -304,11 +304,7 @@ class Saver:
         return index_files({kind: self._gather(tuple(kinds)).files[kind] for kind in kinds})
 
     def _write(
-        self,
-        temporary: Path,
-        kinds: tuple[str, ...],
-        host: Mapping[str, Sequence[torch.Tensor]],
-        more: Mapping[str, str] | None = None,
+        self, temporary: Path, kinds: tuple[str, ...], host: Mapping[str, Sequence[torch.Tensor]], **more: str
     ) -> tuple[list[FileEntry], str]:
         """All files of these kinds in a temporary folder, with `more` in the headers of weights (a collective).
 
@@ -318,7 +314,7 @@ class Saver:
         error = self._on_first_rank(lambda: make_empty(temporary))
         if error:
             return [], error
-        metadata = {kind: {**entries, **(more or {})} for kind, entries in self._metadata.items()}
+        metadata = {kind: {**entries, **more} for kind, entries in self._metadata.items()}
         results = gather_objects(self._gather(kinds).run(host, temporary, self._group, metadata), self._group)
         errors = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(results) if error]
         return [entry for entries, _ in results for entry in entries], "; ".join(errors)

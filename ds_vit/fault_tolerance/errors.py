@@ -32,7 +32,6 @@ class UserError(ValueError):
 
     exit_code = exit_codes.BAD_INPUT
     alike = False  # whether all ranks raise it together, so that one rank per host prints it
-    of_one_rank = False  # whether a rank prints it that no launcher ends within seconds, because no other may raise it
 
     def __init__(self, *problems: str, remedy: str = "") -> None:
         """`remedy`: a last line for all problems."""
@@ -49,9 +48,10 @@ class EndedTogether(UserError):
 
 
 class OtherRun(UserError):
-    """The place where the ranks meet belongs to another run; a rank may find that before the others begin."""
+    """The place where the ranks meet belongs to another run.
 
-    of_one_rank = True
+    A rank may find that before the others begin. No launcher ends it then, and it prints the error itself.
+    """
 
 
 class NotSaved(UserError):

@@ -239,6 +239,8 @@ def _encode_texts(
     exported: Exported, texts: Sequence[str], batch_size: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Features of texts float32 [M, E], of length 1; logit scale (its logarithm) and bias, [1 or 2]; on the CPU."""
+    if batch_size < 1:
+        raise UserError(f"--batch-size must be at least 1, not {batch_size}")
     model = exported.model
     assert isinstance(model, ContrastiveModel)
     tokenizer = build_tokenizer(exported.tokenizer, model.text.settings.context_length)
@@ -266,8 +268,6 @@ def _predict_texts(
     """Which of some texts each image resembles, by the model's own logit scale and bias."""
     if not texts:
         raise UserError(f'{exported.weights.path} has no classes: give texts, --labels "a cat" "a dog", or a file')
-    if batch_size < 1:
-        raise UserError(f"--batch-size must be at least 1, not {batch_size}")
     features, (scale, *bias) = _encode_texts(exported, texts, batch_size, _find_device(device))
     exported = replace(exported, labels=tuple(texts), bce=bool(bias))
     outputs = _outputs(exported, files, batch_size, workers, device)

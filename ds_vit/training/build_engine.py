@@ -7,7 +7,7 @@ holds more than one layer whole. A new one (fp8, other norms) is a line of `laye
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -178,22 +178,19 @@ def _build_engine(config: EngineConfig, device: torch.device, groups: Groups) ->
     return engine
 
 
-def _build_towers(config: EngineConfig, device: torch.device, groups: Groups) -> dict[str, list[Layer]]:
+_Layers = dict[str, list[Layer]]  # by tower
+
+
+def _build_towers(config: EngineConfig, device: torch.device, groups: Groups) -> _Layers:
     """The layers of each tower, or in a pipeline one list of all layers; those of this rank's stage are filled."""
     towers, of_stage = _layers_of_stage(config)
-    converters = layer_converters(config, groups)
-
-    def on_layer(layer: Layer) -> None:
-        for convert in converters:
-            convert(layer)
-
-    for name, layers in of_stage.items():
-        # DeepSpeed casts a whole model itself, and expects a partitioned one to be in its type already.
-        _fill(config, device, name, layers, on_layer, config.dtype if config.zero_stage == 3 else torch.float32)
+    # DeepSpeed casts a whole model itself, and expects a partitioned one to be in its type already.
+    dtype = config.dtype if config.zero_stage == 3 else torch.float32
+    _fill(config, device, of_stage, layer_converters(config, groups), dtype)
     return towers
 
 
-def _layers_of_stage(config: EngineConfig) -> tuple[dict[str, list[Layer]], dict[str, list[Layer]]]:
+def _layers_of_stage(config: EngineConfig) -> tuple[_Layers, _Layers]:
     """Layers without values: of each tower, or in a pipeline one list of all; and of each tower those of this stage."""
     task, bounds = config.model.task, config.model.bounds
     towers = task.towers(config.model.whole)
@@ -207,30 +204,21 @@ def _layers_of_stage(config: EngineConfig) -> tuple[dict[str, list[Layer]], dict
 
 
 def _fill(
-    config: EngineConfig,
-    device: torch.device,
-    tower: str,
-    layers: list[Layer],
-    on_layer: Callable[[Layer], None],
-    dtype: torch.dtype = torch.float32,
+    config: EngineConfig, device: torch.device, towers: _Layers, converters: Sequence[Converter], dtype: torch.dtype
 ) -> None:
-    """Initial values of layers of a tower; arguments as for `initialise`."""
-    initialise(
-        tower_of(config.model.whole, tower),
-        layers,
-        seed=config.seed,
-        device=device,
-        dtype=dtype,
-        checkpoint=config.model.weights_of(tower),
-        on_layer=on_layer,
-    )
+    """Initial values of the layers of each tower, in a type; each layer passes the converters then."""
+
+    def on_layer(layer: Layer) -> None:
+        for convert in converters:
+            convert(layer)
+
+    for name, layers in towers.items():
+        tower, weights = tower_of(config.model.whole, name), config.model.weights_of(name)
+        initialise(tower, layers, seed=config.seed, device=device, dtype=dtype, checkpoint=weights, on_layer=on_layer)
 
 
 def _write_initial(
-    config: EngineConfig,
-    device: torch.device,
-    groups: Groups,
-    write: Callable[[Mapping[str, torch.Tensor]], None],
+    config: EngineConfig, device: torch.device, groups: Groups, write: Callable[[Mapping[str, torch.Tensor]], None]
 ) -> None:
     """Pass the initial values to `write` a second time, in fp32, a layer at a time.
 
@@ -239,17 +227,15 @@ def _write_initial(
     Args:
         write: takes the tensor slices of a layer by timm name.
     """
-    task, cut = config.model.task, _cut(config, groups)
 
-    def on_layer(layer: Layer) -> None:
-        for convert in cut:
-            convert(layer)
+    def pass_on(layer: Layer) -> None:
         write({layer.prefix + name: parameter for name, parameter in layer.named_parameters()})
         layer.to_empty(device="meta")
 
-    for name, layers in _layers_of_stage(config)[1].items():
-        if name not in (*task.teachers, *task.fixed_towers):  # they hold averages, or are not saved
-            _fill(config, device, name, layers, on_layer)
+    task, towers = config.model.task, _layers_of_stage(config)[1]
+    for name in (*task.teachers, *task.fixed_towers):  # they hold averages, or are not saved
+        towers.pop(name, None)
+    _fill(config, device, towers, [*_cut(config, groups), pass_on], torch.float32)
 
 
 def _build_optimizer(

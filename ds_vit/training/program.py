@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ds_vit.fault_tolerance import exit_codes
-from ds_vit.fault_tolerance.errors import OutOfMemory, UserError, memory_errors
+from ds_vit.fault_tolerance.errors import OtherRun, OutOfMemory, UserError, memory_errors
 from ds_vit.fault_tolerance.exit_codes import Diverged
 from ds_vit.launching.process import Process, discover, rendezvous
 
@@ -51,8 +51,8 @@ def guarded(program: str, body: Callable[[Process], int], interrupted: str, proc
         if not speaks:
             # A launcher ends all ranks with the first that exits, which must not be a silent one.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            time.sleep(20 if error.of_one_rank else 5)
-        if speaks or error.of_one_rank:
+            time.sleep(20 if isinstance(error, OtherRun) else 5)
+        if speaks or isinstance(error, OtherRun):
             where = f" (rank {process.rank})" if process is not None and num_met > 1 else ""
             _say(f"{program}: error{where}: {error}")
         return error.exit_code

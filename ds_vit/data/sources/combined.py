@@ -6,7 +6,6 @@ import re
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Sequence
-from typing import BinaryIO
 
 import numpy as np
 from PIL import Image
@@ -28,10 +27,6 @@ class _View(Source):
     def encoded(self, index: int) -> bytes | None:
         source, number = self._locate(index)
         return source.encoded(number)
-
-    def file(self, index: int) -> BinaryIO:
-        source, number = self._locate(index)
-        return source.file(number)
 
     def image(self, index: int) -> Image.Image:
         source, number = self._locate(index)

@@ -12,7 +12,6 @@ import posixpath
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
@@ -148,11 +147,8 @@ class FileSource(ArraySource):
         self._targets = targets
 
     def encoded(self, index: int) -> bytes:
-        with self.file(index) as file:
+        with open(self.describe(index), "rb") as file:
             return file.read()
-
-    def file(self, index: int) -> BinaryIO:
-        return open(self.describe(index), "rb")
 
     def describe(self, index: int) -> str:
         return os.path.join(self._root, self.path(index))

@@ -19,7 +19,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
-from typing import BinaryIO
 
 import numpy as np
 from PIL import Image
@@ -105,13 +104,6 @@ class Source(ABC):
             OSError: its file cannot be read.
         """
         return None
-
-    def file(self, index: int) -> BinaryIO:
-        """An image's file, opened to be read in part; LookupError in a source of pixels, OSError as of `encoded`."""
-        data = self.encoded(index)
-        if data is None:
-            raise LookupError(f"{self.describe(index)} has no file")
-        return io.BytesIO(data)
 
     def image(self, index: int) -> Image.Image:
         """Decode one image, to RGB.
@@ -378,8 +370,9 @@ def headers_of_some(source: Source) -> list[tuple[str, int]]:
     """
 
     def header(number: int) -> tuple[str, int]:
+        path = source.describe(number)
         try:
-            with source.file(number) as file, Image.open(file) as image:
+            with Image.open(path if os.path.isfile(path) else io.BytesIO(source.encoded(number) or b"")) as image:
                 return image.mode, orientation(image)
         except Exception:
             return "", 0
