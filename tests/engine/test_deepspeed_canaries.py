@@ -436,6 +436,19 @@ def test_zero3s_linear_map_adds_the_bias_to_a_rounded_product():
                 assert torch.equal(linear.zero3_linear_wrap(*given), plain)
 
 
+def test_zero3_clips_scaled_gradients_under_autocast_in_fp16():
+    """ZeroUnits unscales them before their norm: DeepSpeed's own loss scale is 1 there, and torch's scaler comes last."""
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+    master = torch.zeros(1)
+    master.grad = torch.full((1,), 1024.0)  # a gradient of 1, below the limit
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer = SimpleNamespace(loss_scale=1.0, clip_grad=2.0, fp32_partitioned_groups_flat=[master])
+    optimizer.torch_autocast_gradscaler = scaler
+    DeepSpeedZeroOptimizer_Stage3.unscale_and_clip_grads(optimizer, 0, torch.tensor(1024.0))
+    assert master.grad.item() == pytest.approx(2.0)
+
+
 IMPORTS_MUON = """
 import importlib, sys
 from ds_vit.engine.patches.process import import_muon_uncompiled

@@ -451,6 +451,8 @@ def test_predict_and_embed(folder, evaluated, towers, tmp_path, capsys):
     np.testing.assert_allclose(arrays["features"], of_images, atol=1e-5)
     np.testing.assert_allclose(arrays["text_features"], of_texts, atol=1e-5)
     assert tuple(arrays["texts"]) == texts
+    with pytest.raises(ValueError, match="--batch-size must be at least 1, not 0"):
+        embed(run, texts=texts, batch_size=0)
     assert cli.main(["predict", str(run), str(images)]) == 2
     assert "give texts, --labels" in capsys.readouterr().err
     assert cli.main(["predict", str(run), str(images), "--labels", str(tmp_path / "texts.txt"), "--json"]) == 0
