@@ -437,7 +437,7 @@ def test_zero3s_linear_map_adds_the_bias_to_a_rounded_product():
 
 
 def test_zero3_clips_scaled_gradients_under_autocast_in_fp16():
-    """ZeroUnits unscales them before their norm: DeepSpeed's own loss scale is 1 there, and torch's scaler comes last."""
+    """ZeroUnits unscales them before their norm: DeepSpeed's own loss scale is 1, and torch's scaler comes last."""
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
     master = torch.zeros(1)
