@@ -114,7 +114,7 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
     text = "one training step without data loading; other flags are those of launch/train.py"
     step = _add(kinds, "step", text, _bench)
     step.add_argument("--output", metavar="FILE", help="draw the rates into a png, svg or pdf")
-    against = "timm, timm-compiled, ddp, fsdp2 (default: timm or ddp); of clip and siglip open_clip; of dino lightly"
+    against = "timm, ddp, fsdp2 (default: timm or ddp); clip, siglip: open_clip; dino: lightly; NAME-compiled of each"
     step.add_argument("--against", nargs="+", metavar="PEER", help=against)
     text = "published steps towards a fast ViT, one after the other; other flags as in training"
     ladder = _add(kinds, "ladder", text, _bench)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,11 +28,12 @@ from ds_vit.device import allocated_bytes, hardware_name, is_accelerator, peak_b
 from ds_vit.engine.start import device_of, quiet_deepspeed
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import Process, discover
+from ds_vit.models.compiled import compiler_settings
 from ds_vit.monitoring.figures import new_figure
 from ds_vit.monitoring.throughput import peak_tflops
 from ds_vit.planner.counting import count_flops
 from ds_vit.tasks import Horizon, find_task
-from ds_vit.tools.counting import StepCounts, count_step
+from ds_vit.tools.counting import StepCounts, count_calls, count_step, device_seconds
 from ds_vit.tools.peers import check_comparable, check_peer, default_peer, peer_step
 from ds_vit.training.auto_batch import memory_of_rank
 from ds_vit.training.memory_advice import MemoryAdvice
@@ -64,15 +65,21 @@ class Side:
         images: of a step, over all ranks.
         seconds: a step, of each turn; of the slowest rank.
         images_per_second: of the fastest turn, over all ranks.
+        host_seconds: the same, until Python had queued the step.
         counts: of one step, on rank 0.
+        calls: of Python, in one step on rank 0; None on an accelerator, whose backward pass has its own thread.
+        device_seconds: a step's kernels on rank 0, added up; None where the profiler does not know them.
         memory_bytes: of rank 0's GPU at the peak of a step, with weights and optimizer; None on a CPU.
         mfu: share of the accelerators' datasheet peak; None where that is not known.
     """
 
     images: int
     seconds: tuple[float, ...]
+    host_seconds: tuple[float, ...]
     images_per_second: float
     counts: StepCounts
+    calls: int | None
+    device_seconds: float | None
     memory_bytes: int | None
     mfu: float | None
 
@@ -190,19 +197,17 @@ def measure_sides(
     with ranks_met(process) as device, contextlib.ExitStack() as stack:
         free = memory_of_rank("", process, on_cpu=not is_accelerator(device))
         stack.enter_context(MemoryAdvice(config, free).errors())
-        runners: dict[str, Step] = {}
-        measured: dict[str, tuple[StepCounts, int | None]] = {}
+        stack.enter_context(compiler_settings())
+        prepared: dict[str, Prepared] = {}
         for name, own in configs.items():
             before = allocated_bytes(device)
             step: Step
             if name in feeds:
                 step = FedStep(own, feeds[name], device, stack)
             else:
-                step = make_ours(own, device, stack) if name in ours else _make_peer(name, own, device)
-            runners[name] = step
-            measured[name] = _count_and_peak(step, before, device)
-        times = _in_turns(runners, turns, steps, device)
-        sides = {name: _side(own, times[name], *measured[name], device) for name, own in configs.items()}
+                step = make_ours(own, device, stack) if name in ours else make_peer(name, own, device)
+            prepared[name] = prepare(step, own, before, device)
+        sides = measure(prepared, turns, steps, device)
     return Bench(
         model=config.model.spec.name,
         options=" ".join(words),
@@ -223,30 +228,52 @@ def measure_sides(
     )
 
 
-def _count_and_peak(step: Step, before: int, device: torch.device) -> tuple[StepCounts, int | None]:
-    """What a step does, and the peak of its memory over `before`, in bytes, on an accelerator."""
-    peak = None
+class Prepared(NamedTuple):
+    """A side before it is timed: its step, its engine or that of its model, and what `Side` has of one step."""
+
+    step: Step
+    config: EngineConfig
+    counts: StepCounts
+    calls: int | None
+    memory_bytes: int | None
+
+
+def prepare(step: Step, config: EngineConfig, before: int, device: torch.device) -> Prepared:
+    """Take a side's first steps, which compile, and count a later one.
+
+    Args:
+        step: of the side.
+        config: gives its model and the images of a step.
+        before: bytes on an accelerator without this side, which the peak leaves out.
+        device: of this rank.
+    """
+    calls = peak = None
     with _running(step):
         seconds_of(step, 3)  # the first steps make what later ones keep, torch's reducer in its second
         if is_accelerator(device):
             reset_peak_bytes(device)
             step()
             peak = peak_bytes(device) - before
+        else:
+            calls = count_calls(step)
         with torch.compiler.set_stance("force_eager"):  # torch cannot look into a graph
-            return count_step(step), peak
+            return Prepared(step, config, count_step(step), calls, peak)
 
 
-def _side(
-    config: EngineConfig, seconds: Sequence[float], counts: StepCounts, memory: int | None, device: torch.device
-) -> Side:
-    """The rate of a side's fastest turn, with the MFU where the device's peak is known."""
-    images, peak = config.batch.global_batch, peak_tflops(device, config.precision.name)
-    rate = images / min(seconds)
-    mfu = None
-    if peak:
-        flops = count_flops(config.model.whole, config.model.frozen).training
-        mfu = flops * rate / dist.get_world_size() / 1e12 / peak
-    return Side(images, tuple(seconds), rate, counts, memory, mfu)
+def measure(sides: Mapping[str, Prepared], turns: int, steps: int, device: torch.device) -> dict[str, Side]:
+    """Time sides that take turns of so many steps, and profile each (a collective)."""
+    times, measured = _in_turns({name: side.step for name, side in sides.items()}, turns, steps, device), {}
+    for name, (step, config, counts, calls, memory) in sides.items():
+        with _running(step):
+            kernels = device_seconds(step, device)
+        host, seconds = map(tuple, zip(*times[name], strict=True))
+        images, peak = config.batch.global_batch, peak_tflops(device, config.precision.name)
+        rate, mfu = images / min(seconds), None
+        if peak:
+            flops = count_flops(config.model.whole, config.model.frozen).training
+            mfu = flops * rate / dist.get_world_size() / 1e12 / peak
+        measured[name] = Side(images, seconds, host, rate, counts, calls, kernels, memory, mfu)
+    return measured
 
 
 @contextlib.contextmanager
@@ -371,7 +398,8 @@ def _running(step: Step) -> contextlib.AbstractContextManager[None]:
     return step.running() if isinstance(step, FedStep) else contextlib.nullcontext()
 
 
-def _make_peer(name: str, config: EngineConfig, device: torch.device) -> Step:
+def make_peer(name: str, config: EngineConfig, device: torch.device) -> Step:
+    """A peer's step on random pixels (a collective)."""
     pixels = _random_batch(config, config.batch.global_batch // dist.get_world_size(), torch.float32, device)
     return peer_step(name, config, pixels)
 
@@ -415,16 +443,16 @@ def _random_batch(config: EngineConfig, rows: int, dtype: torch.dtype, device: t
     return batch
 
 
-def _in_turns(sides: Mapping[str, Step], turns: int, steps: int, device: torch.device) -> dict[str, list[float]]:
-    """Seconds per step of each side in each turn, of the slowest rank; every other turn goes the other way round."""
-    times: dict[str, list[float]] = {name: [] for name in sides}
+def _in_turns(sides: Mapping[str, Step], turns: int, steps: int, device: torch.device) -> dict[str, list[list[float]]]:
+    """`_host_and_wall` of each side in each turn, of the slowest rank; every other turn goes the other way round."""
+    times: dict[str, list[list[float]]] = {name: [] for name in sides}
     for turn in range(turns):
         for name in sides if turn % 2 else reversed(list(sides)):
             with _running(sides[name]):
                 dist.barrier()
-                seconds = torch.tensor(seconds_of(sides[name], steps), device=device, dtype=torch.float64)
+                seconds = torch.tensor(_host_and_wall(sides[name], steps), device=device, dtype=torch.float64)
             dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-            times[name].append(float(seconds))
+            times[name].append(seconds.tolist())
     return times
 
 
@@ -436,14 +464,20 @@ def seconds_of(call: Step, times: int = 1, clock: Callable[[], float] = time.per
         times: in a row.
         clock: `time.process_time` where other programs should not count.
     """
+    return _host_and_wall(call, times, clock)[1]
+
+
+def _host_and_wall(call: Step, times: int, clock: Callable[[], float] = time.perf_counter) -> tuple[float, float]:
+    """Seconds per call until Python has queued it, and until the device has done it; as `seconds_of`."""
     from deepspeed.accelerator import get_accelerator
 
     get_accelerator().synchronize()
     start = clock()
     for _ in range(times):
         call()
+    queued = clock()
     get_accelerator().synchronize()
-    return (clock() - start) / times
+    return (queued - start) / times, (clock() - start) / times
 
 
 def mean_over_ranks(value: float, device: torch.device) -> float:
@@ -478,6 +512,7 @@ def table(result: Bench) -> list[tuple[str, ...]]:
     for name, side in sides.items():
         ratios = result.ratios.get(name, {})
         cells = [(label, ratios.get(label)) for label in labels]
+        times = {"wall ms": min(side.seconds), "host ms": min(side.host_seconds), "device ms": side.device_seconds or 0}
         rows.append(
             {
                 "": name,
@@ -488,6 +523,8 @@ def table(result: Bench) -> list[tuple[str, ...]]:
                 },
                 "published": published.get(name, ""),
                 "largest model, planned": f"{result.largest[name] / 1e6:,.1f} M" if name in result.largest else "",
+                **{column: f"{1e3 * own:.1f}" if side.device_seconds else "" for column, own in times.items()},
+                "Python calls": str(side.calls) if side.calls else "",
                 "operations": str(side.counts.operations),
                 "waits": str(side.counts.waits),
                 "MB allocated": f"{side.counts.allocated_bytes / 1e6:.0f}",

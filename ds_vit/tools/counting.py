@@ -1,4 +1,4 @@
-"""What a training step asks of the hardware, counted: operations, waits of the host, bytes.
+"""What a training step asks of the hardware, counted: operations, waits of the host, bytes, Python calls, kernel time.
 
 On a GPU each operation is a launch and each wait an empty queue. The counts are the same on any machine and have no
 noise, so they are compared where times cannot be.
@@ -6,14 +6,20 @@ noise, so they are compared where times cannot be.
 
 from __future__ import annotations
 
+import os
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
+from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
+
+from ds_vit.device import profiled_activities, synchronize
 
 # What needs a number on the host before it can continue; item(), float(), bool() and `if tensor:` are the first one.
 _WAITS = {
@@ -86,3 +92,36 @@ def count_step(step: Callable[[], object]) -> StepCounts:
         step()
     names = dict(counting.names.most_common())
     return StepCounts(counting.names.total(), counting.waits, counting.allocated, names)
+
+
+def count_calls(step: Callable[[], object]) -> int:
+    """Run a step once and count its Python calls in this thread, which runs the backward pass too on a CPU."""
+    number, before = 0, sys.getprofile()
+
+    def hook(frame: Any, event: str, argument: Any) -> None:
+        nonlocal number
+        number += event == "call"
+
+    sys.setprofile(hook)
+    try:
+        step()
+    finally:
+        sys.setprofile(before)
+    return number
+
+
+def device_seconds(step: Callable[[], object], device: torch.device, steps: int = 2) -> float | None:
+    """Time of the device's kernels and copies in a step, added up; None where torch's profiler does not know them.
+
+    A range such as "Optimizer.step" is reported on the device too; it would count its kernels twice.
+    """
+    activities = profiled_activities(device)
+    if len(activities) == 1:
+        return None
+    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # else it prints
+    with profile(activities=activities) as watched:
+        for _ in range(steps):
+            step()
+        synchronize(device)
+    kernels = [e for e in watched.key_averages() if e.device_type != DeviceType.CPU and not e.is_user_annotation]
+    return sum(kernel.self_device_time_total for kernel in kernels) / 1e6 / steps

@@ -3,24 +3,36 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from ds_vit.engine.patches.process import replaced
 from ds_vit.fault_tolerance.errors import UserError, first_line
-from ds_vit.models import ContrastiveModel
+from ds_vit.models import ContrastiveModel, compiled
 from ds_vit.tasks import Batch, Task
 from ds_vit.training.build_engine import EngineConfig
 from ds_vit.training.resolve.optimizer import OptimizerConfig
 
+COMPILED = "-compiled"
+"""The end of a peer's name: its blocks are compiled, or all of timm's model."""
 
-def _compiled(model: nn.Module, half: bool) -> nn.Module:
-    model.compile()
-    return model
+
+def _compile_blocks(*stacks: Iterable[nn.Module]) -> None:
+    """Compile each block of these stacks in place, as one graph without a break."""
+    for block in itertools.chain(*stacks):
+        block.compile(fullgraph=True, backend=compiled.BACKEND)
+
+
+def own_linear() -> contextlib.AbstractContextManager[None]:
+    """torch's linear map for the block: at ZeRO-3 under autocast an engine of ours replaces the whole process's."""
+    return replaced(nn.functional, "linear", torch._C._nn.linear)
 
 
 def _fsdp2(model: nn.Module, half: bool) -> nn.Module:
@@ -35,27 +47,26 @@ def _fsdp2(model: nn.Module, half: bool) -> nn.Module:
 
 _WRAPPERS: dict[str, Callable[[nn.Module, bool], nn.Module]] = {
     "timm": lambda model, half: model,
-    "timm-compiled": _compiled,
     "ddp": lambda model, half: nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True),
     "fsdp2": _fsdp2,
 }
-_OPEN_CLIP, _LIGHTLY = "open_clip", "lightly"
-PEERS = (*_WRAPPERS, _OPEN_CLIP, _LIGHTLY)
 _TRAINED: dict[str, tuple[str, ...]] = {
-    "classification": tuple(_WRAPPERS),
-    "clip": (_OPEN_CLIP,),
-    "siglip": (_OPEN_CLIP,),
-    "dino": (_LIGHTLY,),
+    task: tuple(f"{name}{end}" for name in names for end in ("", COMPILED))
+    for task, names in {
+        "classification": tuple(_WRAPPERS),
+        "clip": ("open_clip",),
+        "siglip": ("open_clip",),
+        "dino": ("lightly",),
+    }.items()
 }
 """Peers by task."""
+PEERS = tuple(dict.fromkeys(itertools.chain(*_TRAINED.values())))
 
 
 def default_peer(task: Task, world_size: int) -> str:
     """The peer of a task on so many ranks without --against."""
-    able = _TRAINED.get(task.name, ())
-    if len(able) == 1:
-        return able[0]
-    return "timm" if world_size == 1 else "ddp"
+    able = _TRAINED.get(task.name, PEERS)
+    return "ddp" if "ddp" in able and world_size > 1 else able[0]
 
 
 def check_peer(name: str, world_size: int) -> None:
@@ -66,7 +77,7 @@ def check_peer(name: str, world_size: int) -> None:
     """
     if name not in PEERS:
         raise UserError(f"--against {name}: there is no such peer; choose among {', '.join(PEERS)}")
-    if world_size > 1 and name in ("timm", "timm-compiled"):
+    if world_size > 1 and name.startswith("timm"):
         raise UserError(f"--against {name} is one process, and the launcher started {world_size}; use ddp or fsdp2")
 
 
@@ -122,11 +133,18 @@ def peer_step(name: str, engine: EngineConfig, batch: Batch) -> Callable[[], Non
         batch: of this rank for the whole step: fp32 "images" [B, C, height, width], and "targets" int64 [B] or "texts"
             int64 [B, L]; or crops, as `--task dino` has them.
     """
-    further = {_OPEN_CLIP: _open_clip_step, _LIGHTLY: _lightly_step}
-    return further[name](engine, batch) if name in further else _classification_step(name, engine, batch)
+    kind = name.removesuffix(COMPILED)
+    make = {"open_clip": _open_clip_step, "lightly": _lightly_step}.get(kind, partial(_classification_step, kind))
+    step = make(engine, batch, name != kind)
+
+    def with_own_linear() -> None:
+        with own_linear():
+            step()
+
+    return with_own_linear
 
 
-def _classification_step(name: str, engine: EngineConfig, batch: Batch) -> Callable[[], None]:
+def _classification_step(kind: str, engine: EngineConfig, batch: Batch, compiles: bool) -> Callable[[], None]:
     import timm
 
     optimizer, half = engine.optimizer, engine.precision.name != "fp32"
@@ -138,10 +156,14 @@ def _classification_step(name: str, engine: EngineConfig, batch: Batch) -> Calla
         options["img_size"] = config.img_size
     images, targets = batch["images"], batch["targets"]
     model = timm.create_model(config.model, **options).to(images.device).train()
-    peer = _WRAPPERS[name](model, half)
+    if compiles and kind == "timm":
+        model.compile(backend=compiled.BACKEND)
+    elif compiles:
+        _compile_blocks(model.blocks)
+    peer = _WRAPPERS[kind](model, half)
     groups = timm.optim.param_groups_weight_decay(peer, optimizer.weight_decay)
     timms = optimizer.cls(groups, **{**optimizer.arguments, "lr": optimizer.lr, "fused": True})
-    autocast = half and name != "fsdp2"
+    autocast = half and kind != "fsdp2"
 
     def step() -> None:
         with torch.autocast(images.device.type, torch.bfloat16, enabled=autocast):
@@ -207,7 +229,7 @@ def _open_clip_model(engine: EngineConfig) -> nn.Module:
     )
 
 
-def _open_clip_step(engine: EngineConfig, batch: Batch) -> Callable[[], None]:
+def _open_clip_step(engine: EngineConfig, batch: Batch, compiles: bool) -> Callable[[], None]:
     """A step of open_clip's model, loss and accumulation: it caches the features of all micro-batches, and compares
     each micro-batch's, computed again, with the cache (`--accum-freq`, `--local-loss`, `--gather-with-grad`).
     """
@@ -220,6 +242,8 @@ def _open_clip_step(engine: EngineConfig, batch: Batch) -> Callable[[], None]:
     clip_loss = engine.model.task.config.task == "clip"
     loss = ClipLoss(local_loss=True, gather_with_grad=True, **ranks) if clip_loss else SigLipLoss(**ranks)
     peer = model.to(device).train()
+    if compiles:
+        _compile_blocks(model.visual.trunk.blocks, model.text.transformer.resblocks)
     if world > 1:
         peer = _WRAPPERS["ddp"](peer, half)
     torchs = _torchs_optimizer(optimizer, model.parameters())
@@ -285,7 +309,7 @@ class _MultiCrop(nn.Module):
         return self.head(torch.cat([self.backbone(of_size.transpose(0, 1).flatten(0, 1)) for of_size in crops]))
 
 
-def _lightly_step(engine: EngineConfig, batch: Batch) -> Callable[[], None]:
+def _lightly_step(engine: EngineConfig, batch: Batch, compiles: bool) -> Callable[[], None]:
     """A step of DINO with lightly's head, loss and momentum.
 
     Raises:
@@ -303,6 +327,8 @@ def _lightly_step(engine: EngineConfig, batch: Batch) -> Callable[[], None]:
     teacher = _MultiCrop(config, 0.0).to(device)
     teacher.load_state_dict(student.state_dict())
     teacher.requires_grad_(False)
+    if compiles:
+        _compile_blocks(student.backbone.blocks, teacher.backbone.blocks)
     peer: nn.Module = student
     if dist.get_world_size() > 1:
         peer = _WRAPPERS["ddp"](student, half)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from bridge_towers import write_folder
+from compiling import counting_graphs
 from picture_folders import encoded
 from project import ROOT
 from runs import run_quietly
@@ -80,9 +81,33 @@ def config_of(path, case):
     return path
 
 
+def run_counting_graphs(argv):
+    """On a rank: exit code, stdout, stderr, and how many graphs were compiled."""
+    graphs = []
+    with counting_graphs(graphs):
+        return (*run_quietly(argv, None, main), len(graphs))
+
+
 def bench(ranks, world, *words, kind="step"):
     """What the command says on each rank: exit code, stdout, stderr."""
-    return ranks.run(world, run_quietly, ["bench", kind, *map(str, words)], None, main, timeout=300)
+    found = ranks.run(world, run_counting_graphs, ["bench", kind, *map(str, words)], timeout=300)
+    return [own[:3] for own in found]
+
+
+def compared_with_compiled(ranks, world, peers, *words):
+    """What is printed as JSON of these peers, eager and compiled; the graphs of rank 0."""
+    words = [*words, "--against", *peers, *(f"{peer}-compiled" for peer in peers)]
+    (code, out, said, graphs), *_ = ranks.run(
+        world, run_counting_graphs, ["bench", "step", "--json", *map(str, words)], timeout=300
+    )
+    assert code == 0, said
+    result = json.loads(out.splitlines()[-1])
+    for peer in peers:
+        eager, compiled = (result["peers"][name] for name in (peer, f"{peer}-compiled"))
+        assert eager["counts"] == compiled["counts"], "counted without the compiler"
+        assert 0 < compiled["calls"] != eager["calls"] > 0
+        assert 0 < min(compiled["host_seconds"]) <= min(compiled["seconds"])
+    return result, graphs
 
 
 def measured(ranks, *words, kind="step"):
@@ -144,18 +169,16 @@ def test_a_block_of_a_large_model_stays_within_its_counts(ranks, tmp_path):
         assert 0 < of_a_block[name] <= most * of_a_block["timm"], name
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_ours_and_its_peers_take_turns_on_two_ranks(ranks, tmp_path, precision):
     """A peer that trains something else, a side that is not measured, two ranks that both speak, no picture."""
     configs = [config_of(tmp_path / f"zero{stage}.json", f"{precision} ZeRO-{stage}") for stage in (1, 3)]
     words = [*WORDS, "--model", "test_vit", "--img-size", 32, "--turns", 2, "--output", tmp_path / "rates.png"]
-    words += ["--against", "ddp", "fsdp2"]
-    (code, out, _), (code_too, nothing, _) = bench(ranks, 2, "--json", "--deepspeed_config", *configs, *words)
-    assert (code, code_too, nothing) == (0, 0, "")
-    result = json.loads(out.splitlines()[-1])
+    result, graphs = compared_with_compiled(ranks, 2, ("ddp", "fsdp2"), "--deepspeed_config", *configs, *words)
+    assert graphs == 2 * 6, "a rate of drop-path is a constant in a graph of timm's blocks"
     assert (result["global_batch"], result["layout"], result["precision"]) == (8, "pp 1 x dp 2 x tp 1", precision)
-    assert list(result["peers"]) == ["ddp", "fsdp2"]
+    assert list(result["peers"]) == ["ddp", "fsdp2", "ddp-compiled", "fsdp2-compiled"]
     assert list(result["ours"]) == ["zero1", "zero3"]
     for side in (*result["peers"].values(), *result["ours"].values()):
         assert side["images_per_second"] == pytest.approx(8 / min(side["seconds"]))
@@ -178,11 +201,10 @@ def test_pairs_are_compared_with_open_clip(ranks, tmp_path):
     # Catches: a peer with other towers, or one that sees a part of the global batch.
     pytest.importorskip("open_clip")
     config = config_of(tmp_path / "zero1.json", "fp32 ZeRO-1")
-    words = ["--json", "--deepspeed_config", config, *PAIRS, *ONCE, "--grad-accum-steps", 2]
-    (code, out, said), _ = bench(ranks, 2, *words)
-    assert code == 0, said
-    result = json.loads(out.splitlines()[-1])
-    assert (result["global_batch"], list(result["peers"])) == (16, ["open_clip"])
+    words = ["--deepspeed_config", config, *PAIRS, *ONCE, "--grad-accum-steps", 2]
+    result, graphs = compared_with_compiled(ranks, 2, ("open_clip",), *words)
+    assert graphs > 0
+    assert result["global_batch"] == 16
     assert result["peers"]["open_clip"]["images_per_second"] > 0
 
 
@@ -205,10 +227,9 @@ def test_crops_are_compared_with_lightly(ranks, tmp_path):
     # Catches: a schedule that is not set, a peer that sees other crops or a part of the batch.
     pytest.importorskip("lightly")
     config = config_of(tmp_path / "zero1.json", "fp32 ZeRO-1")
-    (code, out, said), _ = bench(ranks, 2, "--json", "--deepspeed_config", config, *CROPS, *ONCE)
-    assert code == 0, said
-    result = json.loads(out.splitlines()[-1])
-    assert (result["global_batch"], list(result["peers"])) == (4, ["lightly"])
+    result, graphs = compared_with_compiled(ranks, 2, ("lightly",), "--deepspeed_config", config, *CROPS, *ONCE)
+    assert graphs > 0
+    assert result["global_batch"] == 4
     products = [side["counts"]["by_name"]["addmm"] for side in (result["ours"]["zero1"], result["peers"]["lightly"])]
     assert products[0] == products[1]
 
@@ -228,7 +249,7 @@ def test_lightlys_student_is_ours(tmp_path):
     ("kind", "world", "words", "message"),
     [
         ("step", 2, ["--against", "timm"], "the launcher started 2; use ddp or fsdp2"),
-        ("step", 1, ["--against", "megatron"], "choose among timm, timm-compiled, ddp, fsdp2"),
+        ("step", 1, ["--against", "megatron"], "choose among timm, timm-compiled, ddp, ddp-compiled, fsdp2,"),
         ("step", 1, ["--linear-probe", "--bce-loss"], "the peers know nothing of --linear-probe, --bce-loss; drop it"),
         ("step", 1, ["--deepspeed_config", "fp32", "bf16"], "one precision can be compared, not of bf16, fp32"),
         ("step", 1, ["--against", "open_clip"], "open_clip cannot train --task classification; choose among timm, "),
@@ -304,13 +325,19 @@ def test_the_largest_model_of_a_rung_fits(rung):
         largest_model(words, process, 1000)
 
 
+def of_sides(side, ratios):
+    """A result that has one side as ours and as the peer."""
+    return SimpleNamespace(ours={"ours": side}, peers={"timm": side}, published={}, largest={}, ratios=ratios)
+
+
 def test_a_ratio_is_printed_within_its_range():
     """1.047 (1.05 to 1.07): the bound rounded up, and the figure not."""
     counts = SimpleNamespace(operations=1, waits=0, allocated_bytes=1)
     side = SimpleNamespace(images=1, images_per_second=1.0, counts=counts, memory_bytes=None, mfu=None)
+    side.calls, side.seconds, side.host_seconds, side.device_seconds = None, (0.04, 0.05), (0.03, 0.02), 0.038
     ratios = {"ours": {"timm": Ratio(1.047, 1.0468, 1.0712, 1.0, 1.0)}}
-    printed = " ".join(
-        table(SimpleNamespace(ours={"ours": side}, peers={"timm": side}, published={}, largest={}, ratios=ratios))[-1]
-    )
+    printed = " ".join(table(of_sides(side, ratios))[-1])
     figure, low, high = map(float, re.search(r"([\d.]+) \(([\d.]+) to ([\d.]+)\)", printed).groups())
     assert low <= figure <= high
+    columns = dict(zip(*table(of_sides(side, ratios))[::2], strict=True))
+    assert [columns[f"{what} ms"] for what in ("wall", "host", "device")] == ["40.0", "20.0", "38.0"]
