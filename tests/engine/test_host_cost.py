@@ -39,6 +39,8 @@ LIMITS = {
     (2, "classification", 0, tuple(BUCKETS)): (3400, 1.10),
     (2, "classification", 1, tuple(BUCKETS)): (3400, 1.10),
     (2, "classification", 2, tuple(BUCKETS)): (3400, 1.10),
+    (2, "classification", 1, ("--tp", "2")): (4050, 1.13),
+    (2, "classification", 3, ("--tp", "2")): (4800, 1.15),
     (1, "mae", 0, ()): (3350, 1.41),
     (1, "mae", 1, ()): (3250, 1.36),
     (1, "mae", 2, ()): (3250, 1.36),

@@ -381,3 +381,21 @@ def exchange(library):
 def test_ranks_on_one_gpu_exchange_by_way_of_the_host(ranks, device_library):
     # Catches: a pipeline on one GPU that ends in "Bad address".
     assert ranks.run(2, exchange, device_library) == [[1.0] * 3, [1.0] * 3]
+
+
+@pytest.mark.parametrize(
+    ("version", "settings"),
+    [
+        ((2, 28, 9), {"NCCL_HOSTID": "rank1", "NCCL_SOCKET_IFNAME": "lo"}),
+        ((2, 30, 0), {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}),
+        ((3, 0), {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}),
+    ],
+)
+def test_nccl_lets_ranks_share_a_gpu(monkeypatch, version, settings):
+    # Catches: NCCL's "Duplicate GPU detected"; two ranks that name the same host.
+    monkeypatch.syspath_prepend(FOLDER)
+    one_gpu = importlib.import_module("one_gpu")
+    found = one_gpu.nccl_settings("1", version)
+    assert found.items() >= settings.items()
+    assert ("NCCL_HOSTID" in found) == ("NCCL_HOSTID" in settings)
+    assert found.get("NCCL_HOSTID") != one_gpu.nccl_settings("0", version).get("NCCL_HOSTID", "another")
