@@ -4,7 +4,8 @@
 #     bash docs/benchmarks/gpu_day.sh [--rehearse] [PART ...]
 #
 # Parts: see below. Each writes OUT/PART.json when it is done, and OUT/PART.log meanwhile; a part whose JSON is there is
-# skipped, one that fails or takes too long leaves none. docs/benchmarks/gpu_tables.py makes tables of them.
+# skipped, one that fails or takes too long leaves none. The part `steps` keeps what it has measured in OUT/steps/, and
+# measures the rest when it is started again. docs/benchmarks/gpu_tables.py makes tables of them.
 # --rehearse runs each part in its smallest form on a CPU, which shows that it runs and says nothing about a GPU.
 #
 # From the environment: PYTHON (.venv/bin/python, else python3), OUT (docs/benchmarks/gpu; a rehearsal: a new temporary
@@ -14,7 +15,7 @@
 set -euo pipefail
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd -P)
-parts=(tests runs optimizers ranks decode step-base step-large step-huge step-dino ladder plan ladder-scaling amp layout)
+parts=(steps nccl tests runs optimizers ranks decode ladder plan ladder-scaling amp layout)
 python=${PYTHON-}
 if [[ -z $python ]]; then
     python=$root/.venv/bin/python

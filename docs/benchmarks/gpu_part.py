@@ -1,6 +1,6 @@
 """Measure one part of docs/benchmarks/gpu_day.sh and write it as one JSON object.
 
-    python docs/benchmarks/gpu_part.py step-base --output step-base.json [--rehearse]
+    python docs/benchmarks/gpu_part.py ladder --output ladder.json [--rehearse]
 
 A part is a program of this project with fixed arguments. `--rehearse` takes the smallest ones that run on a CPU.
 """
@@ -26,6 +26,9 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import gpu_steps  # beside this file
 
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[1]
@@ -53,17 +56,17 @@ def json_of(*words: object) -> Any:
 # ---- the parts -------------------------------------------------------------------------------------------------------
 
 
-def marked_tests(rehearse: bool, *, whole_runs: bool, only: str = "") -> dict[str, Any]:
+def marked_tests(rehearse: bool, *, file: str = "", only: str = "") -> dict[str, Any]:
     """Tests marked `gpu`: case → passed, failed (also on setting up) or skipped.
 
     Args:
         rehearse: without a GPU all are skipped.
-        whole_runs: those of tests/training/test_gpu.py, else all others.
+        file: of tests/training; without, those of all other files.
         only: pytest's `-k`.
     """
-    whole = ROOT / "tests" / "training" / "test_gpu.py"
     marked = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in path.read_text()]
-    files = [whole] if whole_runs else [path for path in marked if path != whole]
+    own = ("test_gpu.py", "test_gpu_ranks.py")
+    files = [path for path in marked if (path.name == file if file else path.name not in own)]
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         words = ["-m", "pytest", "-v", "-m", "gpu", "-k", only, "-p", "no:cacheprovider", f"--junitxml={report}"]
@@ -85,9 +88,9 @@ def ranks(rehearse: bool) -> dict[str, Any]:
     words += ["--model", "vit_tiny_patch16_224", "--model-kwargs", "patch_size=4", "depth=4", "num_heads=4"]
     words += ["embed_dim=32" if rehearse else "embed_dim=192", "--workers", "0", "-b", "8"]
     words += ["--steps", 1 if rehearse else 5]
-    compared = {2: "pp2"} if rehearse else {2: "zero3, tp2, pp2", 4: "zero3, tp2, pp2 tp2"}
+    compared = [(2, "pp2")] if rehearse else [(2, "zero3, tp2, pp2"), (4, "zero3, tp2, pp2 tp2"), (4, "zero3 tp2")]
     found = []
-    for count, layouts in compared.items():
+    for count, layouts in compared:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count)]
         launcher = shlex.join([*torchrun, str(FOLDER / "one_gpu.py")])
         more = ["-n", count, "--launcher", launcher, "--layouts", layouts]
@@ -135,30 +138,16 @@ def write_pictures(folder: Path, number: int) -> str:
     return what
 
 
-# Of each kind: timm's name, images of a step, and which of ours are measured in one process with which peers: all sides
-# of a process are in memory together, and of one precision (ZeRO-0 has autocast).
-OURS = (("zero0_bf16",), ("zero1_bf16", "zero3_bf16"))
-ALL = [(OURS[0], ("timm-compiled", "ddp")), (OURS[1], ("timm-compiled", "ddp", "fsdp2"))]
-STEPS = {
-    "base": ("vit_base_patch16_224", 128, ALL),
-    "large": ("vit_large_patch16_224", 64, ALL),
-    "huge": (
-        *("vit_huge_patch14_224", 32),
-        [(("zero1_bf16",), ("timm-compiled", "ddp")), (("zero3_bf16",), ("fsdp2",))],
-    ),
-    "dino": ("vit_small_patch16_224", 64, [(("zero0_bf16",), ("lightly",)), (("zero1_bf16",), ("lightly",))]),
-}
-# lightly's loop has only the loss over crops.
-DINO = ("--task", "dino", "--ibot-weight", "0", "--koleo-weight", "0", "--local-crops-size", "96")
+def steps(rehearse: bool, *, folder: Path) -> dict[str, Any]:
+    """The cases of gpu_steps.py, each in a file of `folder`.
 
-
-def step(rehearse: bool, *, kind: str) -> dict[str, Any]:
-    """`ds-vit bench step --json` of ours on one GPU against DDP, FSDP2 and compiled timm, or lightly."""
-    model, images, sides = STEPS[kind]
-    words = ["--model", model, "-b", images, "--turns", "6", *(DINO if kind == "dino" else ())]
-    if rehearse:
-        words, sides = [*TINY, "-b", "2", "--turns", "1", "--steps", "1"], [(("cpu_zero1_fp32",), ("ddp",))]
-    return {"benches": [bench(words, names, peers) for names, peers in sides]}
+    Raises:
+        SystemExit: names those without a result; the others have theirs.
+    """
+    names = ["base-zero1_bf16", "base-ddp-compiled"] if rehearse else [*gpu_steps.cases()]
+    if missing := gpu_steps.run_all(folder, rehearse, names):
+        raise SystemExit(f"without a result: {', '.join(missing)}")
+    return {"measured": names}
 
 
 def bench(words: Sequence[object], names: Sequence[str], peers: Sequence[str]) -> dict[str, Any]:
@@ -194,10 +183,11 @@ def plan(rehearse: bool) -> dict[str, Any]:
     from ds_vit.tools.bench import resolve_engine
     from ds_vit.training.cost import Cost
 
-    together = (("cpu_zero1_fp32",),) if rehearse else OURS
-    models = [[*TINY, "-b", "2"]]
-    if not rehearse:
-        models = [["--model", model, "-b", str(images)] for model, images, _ in (STEPS["base"], STEPS["large"])]
+    # All sides of a process are in memory together, and of one precision (ZeRO-0 has autocast).
+    together = (("cpu_zero1_fp32",),) if rehearse else (("zero0_bf16",), gpu_steps.BF16)
+    models = [[*gpu_steps.WORKLOADS[name].words] for name in ("base", "large")]
+    if rehearse:
+        models = [[*TINY, "-b", "2"]]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "here.yaml"
         figures = json_of("plan", "--calibrate", file, "--json")
@@ -224,13 +214,14 @@ def plan(rehearse: bool) -> dict[str, Any]:
     return {"calibrated": figures, "steps": found}
 
 
-PARTS: dict[str, Callable[[bool], dict[str, Any]]] = {
-    "tests": partial(marked_tests, whole_runs=False),
-    "runs": partial(marked_tests, whole_runs=True, only="not optimizers"),
-    "optimizers": partial(marked_tests, whole_runs=True, only="optimizers"),
+PARTS: dict[str, Callable[..., dict[str, Any]]] = {
+    "tests": marked_tests,
+    "runs": partial(marked_tests, file="test_gpu.py", only="not optimizers"),
+    "optimizers": partial(marked_tests, file="test_gpu.py", only="optimizers"),
+    "nccl": partial(marked_tests, file="test_gpu_ranks.py"),
     "ranks": ranks,
     "decode": decode,
-    **{f"step-{kind}": partial(step, kind=kind) for kind in STEPS},
+    "steps": steps,
     "ladder": ladder,
     "ladder-scaling": partial(ladder, recipe="scaling"),
     "amp": partial(
@@ -260,7 +251,8 @@ def main() -> None:
         raise SystemExit(f"torch {torch.__version__} finds no GPU; --rehearse runs the smallest form on a CPU")
     device = "a CPU" if arguments.rehearse else torch.cuda.get_device_name()
     begun = time.monotonic()
-    found = PARTS[arguments.part](arguments.rehearse)
+    further = {"folder": Path(arguments.output).with_name("steps")} if arguments.part == "steps" else {}
+    found = PARTS[arguments.part](arguments.rehearse, **further)
     header = {
         "part": arguments.part,
         "rehearsal": arguments.rehearse,

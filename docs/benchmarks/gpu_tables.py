@@ -35,8 +35,31 @@ def between(page: str, name: str, text: str) -> str:
 
 
 def read(folder: Path) -> dict[str, dict[str, Any]]:
-    """The results by part."""
-    return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+    """The results by part; each workload of gpu_steps.py is a part, also while others have no result yet."""
+    parts = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+    parts.pop("steps", None)
+    cases = [json.loads(path.read_text()) for path in sorted((folder / "steps").glob("*.json"))]
+    for name in dict.fromkeys(case["workload"] for case in cases):
+        own = [case for case in cases if case["workload"] == name]
+        parts[f"steps-{name}"] = {**own[0], "benches": [bench_of(own)]}
+    return parts
+
+
+def bench_of(cases: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Cases of a workload, as `ds-vit bench step` gives them; the sides had their turns one after the other."""
+    ours, peers = ({case["side"]: case for case in cases if case["is_peer"] == kind} for kind in (False, True))
+    ratios = {
+        name: {
+            peer: {
+                "images_per_second": min(theirs["seconds"]) / min(side["seconds"]),
+                "low": min(theirs["seconds"]) / max(side["seconds"]),
+                "high": max(theirs["seconds"]) / min(side["seconds"]),
+            }
+            for peer, theirs in peers.items()
+        }
+        for name, side in ours.items()
+    }
+    return {**cases[0], "ours": ours, "peers": peers, "ratios": ratios}
 
 
 # ---- a table a kind of part ------------------------------------------------------------------------------------------
@@ -67,8 +90,11 @@ def of_steps(parts: Sequence[dict[str, Any]]) -> str:
         for name, side in {**bench["peers"], **bench["ours"]}.items():
             ratios = bench["ratios"].get(name, {})
             row = [f"{bench['model']}, {side['images']} images, {bench['precision']}", name, *figures_of(side)]
-            rows.append([*row, *(of_ratio(ratios.get(peer)) for peer in peers)])
-    return table(("model", "side", "images/s", "MFU", "GB at the peak", *(f"of {peer}" for peer in peers)), rows)
+            rows.append([*row, *times_of(side), *(of_ratio(ratios.get(peer)) for peer in peers)])
+    columns = ["model", "side", "images/s", "MFU", "GB at the peak", "wall / host / device, ms"]
+    if not any(row[5] for row in rows):
+        rows, columns = [[*row[:5], *row[6:]] for row in rows], columns[:5]
+    return table((*columns, *(f"of {peer}" for peer in peers)), rows)
 
 
 def figures_of(side: dict[str, Any]) -> list[str]:
@@ -79,6 +105,14 @@ def figures_of(side: dict[str, Any]) -> list[str]:
         f"{mfu:.1%}" if mfu else "",
         f"{memory / 1e9:.1f}" if memory else "",
     ]
+
+
+def times_of(side: dict[str, Any]) -> list[str]:
+    """Milliseconds of a step; "" for a side whose kernels were not profiled."""
+    if not side.get("device_seconds"):
+        return [""]
+    times = (min(side["seconds"]), min(side["host_seconds"]), side["device_seconds"])
+    return [" / ".join(f"{1e3 * each:.1f}" for each in times)]
 
 
 def of_ratio(ratio: dict[str, float] | None) -> str:
@@ -132,9 +166,10 @@ def date_of(part: dict[str, Any]) -> str:
 
 
 KINDS = {
-    "ranks": (of_ranks, "Ranks that share one GPU over gloo, deviations from one reference"),
+    "ranks": (of_ranks, "Ranks that share one GPU, deviations from one reference"),
     "decode": (lambda part: part["markdown"], "JPEG files decoded on the device"),
     "step": (lambda part: of_steps([part]), "A training step, fastest turn"),
+    "steps": (lambda part: of_steps([part]), "A training step, each side in its own process, fastest turn"),
     "ladder": (of_ladder, "The ladder"),
     "amp": (lambda part: part["markdown"], "A run in each number format, on the digits"),
     "layout": (lambda part: part["markdown"], "A block with tokens first, next to timm's"),

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -20,6 +21,9 @@ from ds_vit.config import load_recipe
 from ds_vit.config.parser import build_parser, read_words
 from ds_vit.config.timm_command import translate
 from ds_vit.config.timm_flags import split_words
+from ds_vit.launching.process import Process
+from ds_vit.tools.bench import resolve_engine
+from ds_vit.tools.peers import check_comparable
 
 FOLDER = ROOT / "docs" / "benchmarks"
 # What only the extras install.
@@ -275,9 +279,9 @@ def test_the_time_in_all_is_kept(tmp_path, stand_in):
 
 def test_an_unknown_part_is_refused(tmp_path):
     # Catches: a misspelt part that ends a paid hour with nothing measured.
-    done = gpu_day(tmp_path, "steps")
+    done = gpu_day(tmp_path, "step")
     assert done.returncode == 2
-    assert "no part steps; there are: tests runs" in done.stderr
+    assert "no part step; there are: steps nccl tests runs" in done.stderr
 
 
 # The parts that are left out start programs that other tests start.
@@ -285,7 +289,7 @@ def test_an_unknown_part_is_refused(tmp_path):
 @pytest.mark.parametrize(
     "parts",
     [
-        ("ranks", "step-base"),
+        ("ranks", "steps"),
         pytest.param(("tests", "decode", "plan", "ladder-scaling", "amp", "layout"), marks=pytest.mark.exhaustive),
     ],
     ids=" ".join,
@@ -303,20 +307,82 @@ def test_parts_are_rehearsed(tmp_path, parts):
         rows = "| test_vit, 2 images | cpu_zero1_fp32 | "
     else:
         assert [(row["layout"], row["verdict"]) for row in results["ranks"]["layouts"]] == [("pp2", "same")]
-        rows = "| test_vit, 2 images, fp32 | cpu_zero1_fp32 | "
+        rows = "| test_vit, 2 images, bf16 | zero1_bf16 | "
+        assert {path.stem for path in (tmp_path / "steps").glob("*.json")} == {"base-zero1_bf16", "base-ddp-compiled"}
+        parts = ("ranks", "steps-base")
     written = run(FOLDER / "gpu_tables.py", "--folder", tmp_path, "--write")
     assert f"no figures of a GPU: {', '.join(sorted(parts))}" in written.stdout
     assert "a rehearsal is not written" in written.stderr
     assert rows in written.stdout
 
 
-def test_files_that_are_compared_on_a_gpu_have_one_precision(monkeypatch):
-    # Catches: a comparison that `ds-vit bench step` refuses, which a rehearsal with other files does not show.
+@pytest.mark.parametrize("name", ["base", "large", "huge", "mae", "clip", "dino"])
+def test_sides_that_are_compared_on_a_gpu_are_comparable(monkeypatch, name):
+    # Catches: a comparison that `ds-vit bench step` rejects, a workload that is in no case, a case that is another's.
     monkeypatch.syspath_prepend(FOLDER)
-    gpu_part = importlib.import_module("gpu_part")
-    for names in [*gpu_part.OURS, *(names for *_, sides in gpu_part.STEPS.values() for names, _ in sides)]:
-        files = [json.loads((gpu_part.CONFIGS / f"{name}.json").read_text()) for name in names]
-        assert len({tuple(key in file for key in ("torch_autocast", "bf16", "fp16")) for file in files}) == 1, names
+    gpu_steps = importlib.import_module("gpu_steps")
+    work = gpu_steps.WORKLOADS[name]
+    own = [case for case in gpu_steps.cases().values() if case.workload == name]
+    assert [case.side for case in own if case.is_peer] == list(work.peers)
+    assert [case.side for case in own if not case.is_peer and "graph" not in case.side] == list(work.ours)
+    words = [*own[0].words, *gpu_steps.TINY, *work.small]
+    engine = resolve_engine(words, Process("none", 0, 1, 0, 1))
+    assert engine.compile_mode
+    if work.peers:
+        check_comparable(engine, work.peers)
+
+
+def test_measured_cases_are_kept_and_the_rest_is_measured(monkeypatch, tmp_path):
+    # Catches: a case that is measured twice, one that ends the others, sides that are compared in the wrong direction.
+    monkeypatch.syspath_prepend(FOLDER)
+    gpu_steps, gpu_tables = map(importlib.import_module, ("gpu_steps", "gpu_tables"))
+    waves = []
+
+    def wave(names, folder, rehearse):
+        waves.append(names)
+        for name in names:
+            if name != "base-zero3_bf16" or len(waves) > 2:
+                case = gpu_steps.cases()[name]
+                side = {"images": 8, "seconds": [0.1 if case.is_peer else 0.2], "host_seconds": [0.05]}
+                side |= {"device_seconds": 0.04, "images_per_second": 40.0, "memory_bytes": None, "mfu": None}
+                side |= {"workload": case.workload, "side": case.side, "is_peer": case.is_peer, "rehearsal": False}
+                side |= {"model": "m", "precision": "bf16", "date": "", "device": "", "versions": {}}
+                (folder / f"{name}.json").write_text(json.dumps(side))
+
+    monkeypatch.setattr(gpu_steps, "run_wave", wave)
+    names = ["base-zero1_bf16", "base-zero3_bf16", "base-ddp-compiled"]
+    assert gpu_steps.run_all(tmp_path / "steps", True, names) == ["base-zero3_bf16"]
+    tables = gpu_tables.tables(gpu_tables.read(tmp_path))
+    assert "| m, 8 images, bf16 | zero1_bf16 | 40.0 |  |  | 200.0 / 50.0 / 40.0 | 0.500 (0.500 to 0.500) |" in tables
+    assert gpu_steps.run_all(tmp_path / "steps", True, names) == []
+    assert waves == [names[:2], names[2:], names[1:2]]
+
+
+def test_a_wave_is_measured_one_after_another(monkeypatch, tmp_path):
+    # Catches: a case that is timed while another one compiles, or runs.
+    monkeypatch.syspath_prepend(FOLDER)
+    gpu_steps = importlib.import_module("gpu_steps")
+    busy, seen, ready = [], [], []
+
+    def case(name, slow):
+        time.sleep(slow)
+        ready.append(name)
+        with gpu_steps.turn(tmp_path, name):
+            seen.append((len(ready), len(busy)))
+            busy.append(name)
+            time.sleep(0.2)
+            busy.remove(name)
+
+    threads = [threading.Thread(target=case, args=(f"case{n}", 0.3 * n)) for n in range(3)]
+    for thread in threads:
+        thread.start()
+    while len([*tmp_path.glob("*.ready")]) < 3:
+        time.sleep(0.05)
+    assert not seen
+    (tmp_path / "go").touch()
+    for thread in threads:
+        thread.join()
+    assert seen == 3 * [(3, 0)]
 
 
 def test_status_lists_the_tests_that_there_are():

@@ -5,11 +5,13 @@ import time
 from unittest import mock
 
 import pytest
+import timm
 from compiling import train_counting
 from curves import assert_same_curve, evals, read_rows, train_in, train_main
 from project import ROOT
 from runs import refusal, resolved
 from safetensors.torch import load_file
+from timm.models import save_for_hf
 
 RTOL = 1e-5
 # Two steps are an epoch, and evaluation's last batch is not full. The first block has no drop-path: another kind.
@@ -93,22 +95,41 @@ def test_a_mask_that_stays_is_seen(ranks, reference, tmp_path):
         assert_same_curve(reference[0], read_rows(tmp_path / "run"), rtol=1e-3)
 
 
-DINO = [
-    *("--task", "dino", "--model", "vit_tiny_patch16_224", "--img-size", 16, "--local-crops-size", 8, "--workers", 0),
-    *("--dataset", "digits", "--model-kwargs", "patch_size=4", "embed_dim=48", "depth=2", "num_heads=6"),
-    *("--local-crops-number", 2, "--prototypes", 32, "--head-hidden-dim", 32, "--head-bottleneck-dim", 16),
-    *("--drop-path", 0.3, "--max-steps", 4, "--log-interval", 1, "--val-split", "", "--checkpoint-interval", 0),
-    *("-b", 8, "--warmup-epochs", 0, "--deepspeed_config", str(ROOT / "ds_configs" / "cpu_zero1_fp32.json")),
+SMALL = [
+    *("--model", "vit_tiny_patch16_224", "--img-size", 16, "--workers", 0, "--val-split", "", "-b", 8),
+    *("--model-kwargs", "patch_size=4", "embed_dim=48", "depth=2", "num_heads=6", "--drop-path", 0.3),
+    *("--max-steps", 4, "--log-interval", 1, "--warmup-epochs", 0, "--checkpoint-interval", 0),
+    *("--deepspeed_config", ROOT / "ds_configs" / "cpu_zero1_fp32.json"),
+]
+TEXT = ["--dataset", "glyphs", "--text-width", 24, "--text-depth", 2, "--text-heads", 2, "--context-length", 24]
+DINO = ["--local-crops-size", 8, "--local-crops-number", 2, "--prototypes", 32, "--head-hidden-dim", 32]
+# name: graphs, flags. A tower with drop-path has two, for its first block and the others, and dino's student two more
+# for local crops. A teacher draws nothing; distillation's has two, because its last block is of another class.
+TASKS = {
+    "dino": (5, ["--task", "dino", "--dataset", "digits", *DINO, "--head-bottleneck-dim", 16]),
+    "clip": (4, ["--task", "clip", *TEXT]),
+    "siglip": (4, ["--task", "siglip", *TEXT]),
+    "distillation": (4, ["--dataset", "digits", "--mixup", 0.4, "--kd-model-name", "local-dir:{teacher}"]),
+}
+COMPILERS = [
+    *(pytest.param(task, "aot_eager", marks=pytest.mark.slow) for task in ("dino", "clip", "distillation")),
+    pytest.param("siglip", "aot_eager", marks=pytest.mark.exhaustive),
+    *(pytest.param(task, "inductor", marks=pytest.mark.exhaustive) for task in TASKS),
 ]
 
 
-@pytest.mark.slow
-def test_crops_of_two_sizes_have_two_graphs(ranks, tmp_path):
-    """A graph that serves the other crops, or a teacher that draws the student's masks."""
-    eager = train_in(ranks, 1, [*map(str, DINO), "--output", str(tmp_path / "eager")])
-    argv = [*map(str, DINO), "--output", str(tmp_path / "run"), "--compile"]
-    [counts] = ranks.run(1, train_counting, argv)
-    assert len({graphs for _, graphs in counts}) == 1, "all graphs are made in the first step"
+@pytest.mark.parametrize(("task", "backend"), COMPILERS)
+def test_each_tower_is_compiled(ranks, tmp_path, task, backend):
+    """A graph that serves crops of another size; a text tower or a teacher that stays eager, draws or is trained."""
+    kinds, flags = TASKS[task]
+    kwargs = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 3, "num_heads": 2}
+    teacher = timm.create_model("vit_tiny_patch16_224", num_classes=10, **kwargs)
+    save_for_hf(teacher, tmp_path / "teacher", safe_serialization=True, model_args=kwargs)
+    argv = [str(word).format(teacher=tmp_path / "teacher") for word in [*SMALL, *flags]]
+    eager = train_in(ranks, 1, [*argv, "--output", str(tmp_path / "eager")])
+    argv += ["--output", str(tmp_path / "run"), "--compile"]
+    [counts] = ranks.run(1, train_counting, argv, backend, timeout=600)
+    assert {graphs for _, graphs in counts} == {kinds}, "all graphs are made in the first step"
     assert_same_curve(eager, read_rows(tmp_path / "run"), rtol=RTOL)
 
 
