@@ -15,7 +15,6 @@ import contextlib
 import dataclasses
 import datetime
 import fcntl
-import itertools
 import json
 import os
 import subprocess
@@ -28,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-CASE_GB = 12  # of a case that is prepared next to others; H/14 has 23 at its peak, all have less once they wait
 
 
 @dataclass(frozen=True)
@@ -40,12 +38,14 @@ class Workload:
         ours: files of ds_configs.
         peers: names of `ds-vit bench step --against`.
         small: further flags of a rehearsal.
+        gigabytes: of a side while it is prepared, at its peak.
     """
 
     words: Sequence[str]
     ours: Sequence[str]
     peers: Sequence[str] = ()
     small: Sequence[str] = ()
+    gigabytes: int = 12
 
 
 BF16 = ("zero1_bf16", "zero3_bf16")
@@ -57,15 +57,17 @@ COMPILED = ("timm-compiled", "ddp-compiled", "fsdp2-compiled")
 DINO = ("--task", "dino", "--ibot-weight", "0", "--koleo-weight", "0", "--local-crops-size", "96")
 WORKLOADS = {
     "base": Workload(("--model", "vit_base_patch16_224", "-b", "128"), ("zero0_bf16", *BF16), COMPILED),
-    "large": Workload(("--model", "vit_large_patch16_224", "-b", "64"), ("zero0_bf16", *BF16), COMPILED),
-    "huge": Workload(("--model", "vit_huge_patch14_224", "-b", "32"), BF16, COMPILED[::2]),
+    "large": Workload(
+        *(("--model", "vit_large_patch16_224", "-b", "64"), ("zero0_bf16", *BF16), COMPILED), gigabytes=20
+    ),
+    "huge": Workload(("--model", "vit_huge_patch14_224", "-b", "32"), BF16, COMPILED[::2], gigabytes=30),
     "mae": Workload(
         *(("--model", "vit_base_patch16_224", "-b", "128", "--task", "mae"), BF16),
         small=("--decoder-dim", "32", "--decoder-depth", "2", "--decoder-heads", "2"),
     ),
     "clip": Workload(
         *(("--model", "vit_base_patch16_224", "-b", "128", "--task", "clip"), BF16),
-        *(("open_clip", "open_clip-compiled"), TEXT),
+        *(("open_clip", "open_clip-compiled"), TEXT, 20),
     ),
     "dino": Workload(
         *(("--model", "vit_small_patch16_224", "-b", "64", *DINO), BF16),
@@ -163,11 +165,20 @@ def measure(case: Case, meeting: Path | None, rehearse: bool) -> dict[str, Any]:
 # ---- all of them -----------------------------------------------------------------------------------------------------
 
 
-def at_once(rehearse: bool) -> int:
-    """How many cases may be in the device's memory together."""
+def waves(names: Sequence[str], rehearse: bool) -> Iterator[list[str]]:
+    """The cases in groups that fit the device's memory together; of the smallest, two are a rehearsal's."""
     import torch
 
-    return 2 if rehearse else max(2, int(torch.cuda.get_device_properties(0).total_memory / 1e9 // CASE_GB))
+    room = 24.0 if rehearse else torch.cuda.get_device_properties(0).total_memory / 1e9
+    known, wave, used = cases(), [], 0.0
+    for name in names:
+        own = WORKLOADS[known[name].workload].gigabytes
+        if wave and used + own > room:
+            yield wave
+            wave, used = [], 0.0
+        wave, used = [*wave, name], used + own
+    if wave:
+        yield wave
 
 
 def run_wave(names: Sequence[str], folder: Path, rehearse: bool) -> None:
@@ -195,8 +206,7 @@ def run_all(folder: Path, rehearse: bool, names: Sequence[str] = ()) -> list[str
     def missing() -> list[str]:
         return [name for name in names or cases() if not (folder / f"{name}.json").exists()]
 
-    size, left = at_once(rehearse), iter(missing())
-    while wave := list(itertools.islice(left, size)):
+    for wave in waves(missing(), rehearse):
         run_wave(wave, folder, rehearse)
     return missing()
 

@@ -1,5 +1,6 @@
 """The step benchmark: what a step asks of the hardware, ours beside plain timm's, and limits that it must not pass."""
 
+import contextlib
 import functools
 import itertools
 import json
@@ -18,10 +19,11 @@ from ds_vit.cli import main
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import Process
 from ds_vit.models import num_parameters
-from ds_vit.tools.bench import Ratio, resolve_all, resolve_engine, table
+from ds_vit.tools import counting
+from ds_vit.tools.bench import Ratio, _random_batch, resolve_all, resolve_engine, table
 from ds_vit.tools.counting import count_step
 from ds_vit.tools.ladder import BRIDGETOWER_RUNGS, RUNGS, SCALING_RUNGS, flags_of_rungs, largest_model
-from ds_vit.tools.peers import _MultiCrop, _open_clip_model
+from ds_vit.tools.peers import _MultiCrop, _open_clip_model, peer_step
 from ds_vit.training.cost import Cost
 
 
@@ -49,6 +51,22 @@ def test_operations_waits_and_bytes_are_counted():
     assert set(counts.by_name) - set(names) <= {"is_nonzero"}
     mul, total, ones, grad, greater, places = 32 * 4, 4, 4, 32 * 4, 1, 32 * 2 * 8
     assert counts.allocated_bytes == mul + total + ones + grad + greater + places
+
+
+def test_ranges_on_the_device_are_no_kernels(monkeypatch):
+    """A range such as "Optimizer.step", which the profiler reports next to its kernels; the host's time."""
+    on_gpu, on_cpu = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
+    events = [(on_gpu, False, 3000.0), (on_gpu, False, 1000.0), (on_gpu, True, 4000.0), (on_cpu, False, 0.0)]
+    names = ("device_type", "is_user_annotation", "self_device_time_total")
+    found = [SimpleNamespace(**dict(zip(names, event, strict=True))) for event in events]
+    steps = []
+    watched = contextlib.nullcontext(SimpleNamespace(key_averages=lambda: found))
+    monkeypatch.setattr(counting, "profile", lambda activities: watched)
+    monkeypatch.setattr(counting, "profiled_activities", lambda device: ["CPU", "CUDA"])
+    assert counting.device_seconds(lambda: steps.append(1), torch.device("cpu"), 2) == pytest.approx(2e-3)
+    assert len(steps) == 2
+    monkeypatch.setattr(counting, "profiled_activities", lambda device: ["CPU"])
+    assert counting.device_seconds(lambda: steps.append(1), torch.device("cpu")) is None
 
 
 # On one rank, vit_tiny/16, batch 4, drop-path 0.1: operations over plain timm's, waits, bytes over plain timm's. The
@@ -191,6 +209,20 @@ def test_ours_and_its_peers_take_turns_on_two_ranks(ranks, tmp_path, precision):
             rates = [result[kind][side]["images_per_second"] for kind, side in (("ours", name), ("peers", peer))]
             assert ratio["images_per_second"] == pytest.approx(rates[0] / rates[1])
     assert (tmp_path / "rates.png").stat().st_size > 5000
+
+
+def test_peers_have_torchs_linear_map(tmp_path, monkeypatch):
+    """That of an engine of ours at ZeRO-3 under autocast, which replaces it for the whole process."""
+    words = ["--deepspeed_config", str(config_of(tmp_path / "zero1.json", "fp32 ZeRO-1")), "--model", "test_vit"]
+    engine, device = resolve_engine([*words, "-b", "2"], Process("env", 0, 1, 0, 1)), torch.device("cpu")
+    step = peer_step("timm", engine, _random_batch(engine, 2, torch.float32, device))
+
+    def ours(*args):
+        raise AssertionError("a peer with the linear map of ours")
+
+    monkeypatch.setattr(torch.nn.functional, "linear", ours)
+    step()
+    assert torch.nn.functional.linear is ours
 
 
 PAIRS = ["--task", "clip", "--model", "test_vit", "-b", "4", "--context-length", "24"]
