@@ -133,6 +133,11 @@ def flag(
     return dataclasses.field(default=default, metadata=meta)
 
 
+def flag_of(task: str, default: Any, text: str, scope: Scope = Scope.IDENTITY, **more: Any) -> Any:
+    """`flag` of some tasks only, which its help begins with."""
+    return flag(default, f"--task {', '.join(task.split())}: {text}", scope, task=task, **more)
+
+
 def spelling_of(field: dataclasses.Field) -> str:
     """A flag as it is written on the command line: `drop_path` → `--drop-path`."""
     # DeepSpeed's launchers and documentation write this one with an underscore.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -36,6 +37,7 @@ from ds_vit.config.flag import (
     Rule,
     Scope,
     flag,
+    flag_of,
     spelling_of,
 )
 from ds_vit.config.image_sizes import parse_schedule
@@ -45,7 +47,10 @@ from ds_vit.config.units import Interval, parse_bytes, parse_seconds, parse_set,
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 """torch.compile's."""
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
+_of_mae, _of_pairs = partial(flag_of, "mae"), partial(flag_of, "clip siglip")
+_of_texts, _of_classifiers = partial(flag_of, "clip siglip bridgetower"), partial(flag, task="classification")
 _DEGREE = Range(1, 4096)
+_WIDTH = Range(1, 2**16)
 _BLOCKS = Range(1, 1000)
 _RECOMPUTED = Rule(
     "must be full, selective or a number of blocks, at least 1 and at most 1,000",
@@ -127,11 +132,10 @@ class RunSettings:
         0, "evaluate the features by N nearest neighbours too", NOTED | EVALUATION, span=Range(0, 10**6), const=20
     )
     eval_linear_probe: bool = flag(False, "also evaluate the features by a linear classifier", NOTED | EVALUATION)
-    zeroshot: str = flag(
+    zeroshot: str = _of_pairs(
         "",
-        "--task clip, siglip: data to classify by the names of its classes, as --dataset or --data-dir name it",
+        "data to classify by the names of its classes, as --dataset or --data-dir name it",
         NOTED | EVALUATION,
-        task="clip siglip",
         metavar="NAME|DIR",
     )
     zeroshot_templates: str = flag(
@@ -153,57 +157,30 @@ class ModelSettings:
     """The task, the model and its initial weights."""
 
     task: str = flag("classification", "training task", WEIGHTS)
-    mask_ratio: float = flag(0.75, "--task mae: share of the patches that are masked", RECORDED, span=SHARE, task="mae")
-    decoder_dim: int = flag(512, "--task mae: width of the decoder", RECORDED, span=Range(1, 2**16), task="mae")
-    decoder_depth: int = flag(8, "--task mae: blocks of the decoder", RECORDED, span=_BLOCKS, task="mae")
-    decoder_heads: int = flag(16, "--task mae: attention heads of the decoder", RECORDED, span=_BLOCKS, task="mae")
-    text_model: str = flag(
-        "", "--task clip, siglip: text tower (clip_base, siglip_base)", WEIGHTS, task="clip siglip", metavar="NAME"
-    )
-    text_width: int | None = flag(
-        None, "--task clip, siglip: width of the text tower", WEIGHTS, span=Range(1, 2**16), task="clip siglip"
-    )
-    text_depth: int | None = flag(
-        None, "--task clip, siglip: blocks of the text tower", WEIGHTS, span=_BLOCKS, task="clip siglip"
-    )
-    text_heads: int | None = flag(
-        None, "--task clip, siglip: attention heads of the text tower", WEIGHTS, span=_BLOCKS, task="clip siglip"
-    )
-    text_pool: str = flag(
+    mask_ratio: float = _of_mae(0.75, "share of the patches that are masked", RECORDED, span=SHARE)
+    decoder_dim: int = _of_mae(512, "width of the decoder", RECORDED, span=_WIDTH)
+    decoder_depth: int = _of_mae(8, "blocks of the decoder", RECORDED, span=_BLOCKS)
+    decoder_heads: int = _of_mae(16, "attention heads of the decoder", RECORDED, span=_BLOCKS)
+    text_model: str = _of_pairs("", "text tower (clip_base, siglip_base)", WEIGHTS, metavar="NAME")
+    text_width: int | None = _of_pairs(None, "width of the text tower", WEIGHTS, span=_WIDTH)
+    text_depth: int | None = _of_pairs(None, "blocks of the text tower", WEIGHTS, span=_BLOCKS)
+    text_heads: int | None = _of_pairs(None, "attention heads of the text tower", WEIGHTS, span=_BLOCKS)
+    text_pool: str = _of_pairs(
         "",
-        "--task clip, siglip: feature of a caption: its end token, its last token, or attention pooling",
+        "feature of a caption: its end token, its last token, or attention pooling",
         WEIGHTS,
         choices=("end", "last", "map"),
-        task="clip siglip",
     )
-    embed_dim: int | None = flag(
-        None,
-        "--task clip, siglip: width of the features of both towers",
-        WEIGHTS,
-        span=Range(1, 2**16),
-        task="clip siglip",
-    )
-    lock_image: bool = flag(
-        False, "--task clip, siglip: freeze the image tower except its projection", task="clip siglip"
-    )
+    embed_dim: int | None = _of_pairs(None, "width of the features of both towers", WEIGHTS, span=_WIDTH)
+    lock_image: bool = _of_pairs(False, "freeze the image tower except its projection")
     lock_image_unlocked_groups: int = flag(
         0, "--lock-image: groups of layers at its end that are trained", span=Range(0, 10_000), task="clip siglip"
     )
-    lock_text: bool = flag(False, "--task clip, siglip: freeze the text tower", task="clip siglip")
-    norm_pix_loss: bool = flag(False, "--task mae: predict pixels normalised per patch", RECORDED, task="mae")
-    tokenizer: str = flag(
-        "bytes",
-        "--task clip, siglip, bridgetower: bytes (UTF-8), clip or a tokenizer.json",
-        WEIGHTS,
-        task="clip siglip bridgetower",
-        metavar="bytes|clip|PATH",
-    )
-    context_length: int | None = flag(
-        None,
-        "--task clip, siglip, bridgetower: tokens of a caption (bytes: 256, else 77, 64 and 50)",
-        WEIGHTS,
-        span=Range(2, 2**16),
-        task="clip siglip bridgetower",
+    lock_text: bool = _of_pairs(False, "freeze the text tower")
+    norm_pix_loss: bool = _of_mae(False, "predict pixels normalised per patch", RECORDED)
+    tokenizer: str = _of_texts("bytes", "bytes (UTF-8), clip or a tokenizer.json", WEIGHTS, metavar="bytes|clip|PATH")
+    context_length: int | None = _of_texts(
+        None, "tokens of a caption (bytes: 256, else 77, 64 and 50)", WEIGHTS, span=Range(2, 2**16)
     )
     model: str = flag("vit_base_patch16_224", "timm name, hf-hub:ORG/NAME or local-dir:FOLDER", WEIGHTS)
     model_kwargs: Mapping[str, Any] = flag({}, "arguments of the constructor", WEIGHTS, nargs="*", metavar="K=V")
@@ -319,38 +296,33 @@ class LossSettings:
 class DistillationSettings:
     """A fixed teacher, and the loss against it."""
 
-    kd_model_name: str = flag(
-        "", "teacher to distil from: timm name, hf-hub:ORG/NAME or local-dir:FOLDER", NOTED, task="classification"
+    kd_model_name: str = _of_classifiers(
+        "", "teacher to distil from: timm name, hf-hub:ORG/NAME or local-dir:FOLDER", NOTED
     )
-    kd_checkpoint: str = flag(
-        "", "its weights: a run, or a file for --kd-model-name", NOTED, task="classification", metavar="RUN|FILE"
+    kd_checkpoint: str = _of_classifiers(
+        "", "its weights: a run, or a file for --kd-model-name", NOTED, metavar="RUN|FILE"
     )
-    kd_distill_type: str = flag(
+    kd_distill_type: str = _of_classifiers(
         "logit",
         "what the student learns from the teacher: its logits, its features, or its logits by a distillation token",
         choices=("logit", "feature", "token"),
-        task="classification",
     )
-    kd_loss_type: str = flag(
+    kd_loss_type: str = _of_classifiers(
         "kl",
         "--kd-distill-type logit: the teacher's probabilities (kl), or its most probable class (hard)",
         choices=("kl", "hard"),
-        task="classification",
     )
-    kd_temperature: float = flag(
-        4.0, "temperature of both softmaxes under kl", span=Range(0, 10**4, above=True), task="classification"
+    kd_temperature: float = _of_classifiers(
+        4.0, "temperature of both softmaxes under kl", span=Range(0, 10**4, above=True)
     )
-    distill_loss_weight: float | None = flag(
-        None, "weight of the loss against the teacher (1, or 1 - --task-loss-weight)", span=RATE, task="classification"
+    distill_loss_weight: float | None = _of_classifiers(
+        None, "weight of the loss against the teacher (1, or 1 - --task-loss-weight)", span=RATE
     )
-    task_loss_weight: float | None = flag(
-        None, "weight of the loss against the labels (1)", span=RATE, task="classification"
-    )
-    kd_token_distill_type: str = flag(
+    task_loss_weight: float | None = _of_classifiers(None, "weight of the loss against the labels (1)", span=RATE)
+    kd_token_distill_type: str = _of_classifiers(
         "soft",
         "--kd-distill-type token: the teacher's probabilities (soft), or its most probable class (hard)",
         choices=("soft", "hard"),
-        task="classification",
     )
 
 

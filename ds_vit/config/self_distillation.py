@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 from ds_vit.config.flag import (
     ABOVE_0_TO_1,
@@ -15,17 +15,14 @@ from ds_vit.config.flag import (
     RATE,
     WEIGHTS,
     Range,
-    Scope,
-    flag,
+    flag_of,
 )
 
 _WEIGHT = Range(0, 10**6)
 _TEMPERATURE = Range(0, 100, above=True)
 
 
-def _flag(default: Any, text: str, scope: Scope = Scope.IDENTITY, **more: Any) -> Any:
-    """A flag of this task only."""
-    return flag(default, f"--task dino: {text}", scope, task="dino", **more)
+_flag = partial(flag_of, "dino")
 
 
 @dataclass(frozen=True, kw_only=True)
