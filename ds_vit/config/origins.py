@@ -22,6 +22,7 @@ class Origin(NamedTuple):
         name: of its library.
         command: of `ds-vit` that translates from it.
         program: matches its word in a command.
+        trains: matches a word of each command that trains.
         entries: flags with another meaning there than here, by recipe names.
         defaults: those of its defaults that differ from ours, by its own names, with their words.
         differences: a flag, what is different here without it, and which flags, if any, the difference needs.
@@ -30,6 +31,7 @@ class Origin(NamedTuple):
     name: str
     command: str
     program: re.Pattern[str]
+    trains: re.Pattern[str]
     entries: Mapping[str, Entry]
     defaults: Callable[[Given], dict[str, str]]
     differences: Sequence[tuple[str, str, str]]
@@ -48,21 +50,33 @@ def _checkpoint(words: Sequence[str], given: Given) -> Answer:
 # ---- timm ------------------------------------------------------------------------------------------------------------
 
 
+_WARMUP_EPOCHS = 5  # timm's default, of any run
+
+
 def _dataset(words: Sequence[str], given: Given) -> Answer:
     kind, _, name = "".join(words).partition("/")
     if kind in ("hfids", "tfds"):
         return Answer("such data is not read here (docs/data.md)", is_refused=True)
     if kind == "hfds":
         return Answer("a folder on disk, from save_to_disk or of parquet; the Hub is not read", ("--dataset", *words))
-    if kind in ("torch", "wds"):
-        return Answer("", ("--dataset", f"{kind}/{name * (kind == 'torch')}"))
+    if kind == "wds":
+        return Answer(f"the tar files of --data-dir; the name {name} chooses none" * bool(name), ("--dataset", "wds/"))
+    if kind == "torch":
+        return Answer("", ("--dataset", *words))
     return Answer("timm reads the folders of --data-dir under this name, which ds_vit does without it")
+
+
+def _epochs(words: Sequence[str], given: Given) -> Answer:
+    epochs = "".join(words)
+    is_short = epochs.isdecimal() and int(epochs) <= _WARMUP_EPOCHS and not {"warmup_epochs", "sched"} & given.keys()
+    note = f"timm warms up for {_WARMUP_EPOCHS} epochs, here all of the run; ds_vit for a tenth of it"
+    return Answer(note * is_short, ("--epochs", *words))
 
 
 def _timm_defaults(given: Given) -> dict[str, str]:
     epochs = first(given, "epochs")
     # With other epochs the warm-up is timm's, or timm's takes the whole run.
-    warmup = {"warmup_epochs": "5"} if epochs.isdecimal() and 5 < int(epochs) < 50 else {}
+    warmup = {"warmup_epochs": str(_WARMUP_EPOCHS)} if epochs.isdecimal() and 5 < int(epochs) < 50 else {}
     return {"opt": "sgd", **({} if "lr" in given else {"lr_base": "0.1"}), **warmup}
 
 
@@ -70,8 +84,10 @@ _TIMM = Origin(
     "timm",
     "from-timm",
     re.compile(r"(.*/)?(train\.py|distributed_train\.sh)"),
+    re.compile(""),
     {
         "dataset d": _dataset,
+        "epochs": _epochs,
         "resume": _checkpoint,
         "initial_checkpoint": lambda words, given: Answer(
             *(("--resume replaces it",) if any(given.get("resume", ())) else ("", ("--initial-checkpoint", *words)))
@@ -133,7 +149,9 @@ def _data(words: Sequence[str], given: Given) -> Answer:
     named = first(given, "dataset_type", "auto")
     kind = _KINDS.get(sources[0].rpartition(".")[2] if named == "auto" else named)
     if kind is None or any(":" in source for source in sources):
-        return Answer("a run trains on tar files or tables on disk (docs/data.md)", is_refused=True)
+        return Answer(
+            "a run trains on tar files or tables on disk, not on a pipe or a URL (docs/data.md)", is_refused=True
+        )
     paths = [f"{kind}/{source}" for source in sources]
     data = ("--dataset", *paths) if len(paths) == 1 else ("--data-dir", *paths)
     val = first(given, "val_data")
@@ -162,6 +180,7 @@ _OPEN_CLIP = Origin(
     "open_clip",
     "from-open-clip",
     re.compile(r"open_clip_train\.main|training\.main|(.*/)?(open_clip_train|training)/main\.py"),
+    re.compile("--(train-data|dataset-type)"),
     {
         "model siglip force_quick_gelu": _model,
         "train_data val_data dataset_type": _data,
@@ -176,4 +195,6 @@ _OPEN_CLIP = Origin(
     _open_clip_defaults,
     (("seed", "open_clip's default is 0; here it is 42", ""),),
 )
+OTHERS = {"validate.py": "ds-vit eval RUN|FILE", "inference.py": "ds-vit predict RUN|FILE FOLDER"}
+"""timm's other programs, and the commands that do their work."""
 ORIGINS = {origin.command: origin for origin in (_TIMM, _OPEN_CLIP)}

@@ -17,7 +17,7 @@ from pathlib import PurePath
 from typing import Any
 
 from ds_vit.config.deepspeed_json import load_json, overlay
-from ds_vit.config.origins import ORIGINS, Origin
+from ds_vit.config.origins import ORIGINS, OTHERS, Origin
 from ds_vit.config.parser import build_parser, from_values, or_shipped, read_words
 from ds_vit.config.schema import FIELDS
 from ds_vit.config.timm_flags import answer_of, entry_in, split_words, timm_answer
@@ -150,16 +150,25 @@ def _split_launcher(words: list[str], origin: Origin) -> tuple[list[str], list[s
     at, found = next(
         ((at, it) for at, word in enumerate(words) for it in ORIGINS.values() if it.program.fullmatch(word)), (-1, None)
     )
-    if found is not origin:
-        reason = f"is one of {found.name}'s: ds-vit {found.command}" if found else "starts another program"
+    reason = f"is one of {found.name}'s: ds-vit {found.command}" if found and found is not origin else ""
+    if found is None:
+        instead = next((OTHERS[name] for name in map(_file_name, words) if name in OTHERS), "")
+        reason = f"is none: {instead} does its work" if instead else "starts another program"
+    elif not any(map(origin.trains.match, words)):
+        reason = reason or "only evaluates: ds-vit eval RUN|FILE, with --zeroshot DIR for --imagenet-val"
+    if reason:
         start = " ".join(words[: max(at + 1, 3)]) or "an empty one"
         raise UserError(f"ds-vit {origin.command} takes a command of {origin.name}'s training, and {start} {reason}")
     launcher, rest = words[: at - 1 if words[at - 1 : at] == ["-m"] else at], words[at + 1 :]
     if words[at].endswith(".sh"):  # timm's distributed_train.sh: the number of ranks comes first
         return ["torchrun", "--nproc_per_node", *rest[:1], or_shipped("launch/train.py")], rest[1:]
-    if [PurePath(word).name.rstrip("0123456789.") for word in launcher] in ([], ["python"]):
+    if [_file_name(word).rstrip("0123456789.") for word in launcher] in ([], ["python"]):
         return ["ds-vit", "train"], rest
     return [*launcher, or_shipped("launch/train.py")], rest
+
+
+def _file_name(word: str) -> str:
+    return PurePath(word).name
 
 
 def _by_flag(words: Sequence[str], out: dict[str, list[str]]) -> dict[str, list[str]]:

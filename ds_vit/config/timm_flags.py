@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import math
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -55,9 +56,26 @@ Entry = str | Callable[[Sequence[str], Given], Answer]
 """The equivalent of a flag, from its words and all flags of the command. Text means that nothing can be translated."""
 
 
-def flag(name: str, note: str = "", names: Mapping[str, str] = MappingProxyType({})) -> Entry:
-    """A flag of ds_vit with the same words, or with those that `names` gives for them."""
-    return lambda words, given: Answer(note, (name, *(names.get(word, word) for word in words)))
+def flag(words: str, note: str = "", names: Mapping[str, str] = MappingProxyType({}), *, last: bool = False) -> Entry:
+    """Flags of ds_vit, which the words of the given one follow, or in which each replaces a "{}".
+
+    Args:
+        words: as they are written.
+        note: the difference.
+        names: word → the word here.
+        last: take the last word only.
+    """
+
+    def translated(own: Sequence[str], given: Given) -> Answer:
+        renamed = [names.get(word, word) for word in own]
+        out = [
+            one
+            for word in words.split()
+            for one in ([word.replace("{}", x) for x in renamed] if "{}" in word else [word])
+        ]
+        return Answer(note, (*out, *([] if "{}" in words else renamed[-1:] if last else renamed)))
+
+    return translated
 
 
 def refused(note: str) -> Entry:
@@ -205,166 +223,156 @@ def output_folder(words: Sequence[str], given: Given) -> Answer:
     return Answer(note, ("--output", str(folder)))
 
 
-# By recipe names, as patterns of fnmatch; the first match counts.
+def _upsampling(words: Sequence[str], given: Given) -> Answer:
+    """open_clip draws a source's shards by its factor; the share of a source is in proportion to their number too."""
+    sources, factors = first(given, "train_data").split("::"), "".join(words).split("::")
+    shards = [math.prod(int(b) - int(a) + 1 for a, b in re.findall(r"{(\d+)\.\.(\d+)}", source)) for source in sources]
+    try:
+        shares = [f"{float(factor) * number:g}" for factor, number in zip(factors, shards, strict=True)]
+    except ValueError:
+        return Answer("several --data-dir are mixed by --data-weights", is_refused=True)
+    if len(shares) < 2:
+        return Answer("there is one source; drop it")
+    return Answer("a factor times the number of shards, as there", ("--data-weights", *shares))
+
+
+def _saved_each(words: Sequence[str], given: Given) -> Answer:
+    epochs = "".join(words)
+    note = f"open_clip saves every {epochs} epochs" * (epochs not in ("0", "1"))
+    return Answer(note, ("--checkpoint-interval", "0" if epochs == "0" else "epoch"))
+
+
+# Flags of other names or meanings here by recipe names, as patterns of fnmatch; the first match counts. A name with "!"
+# takes no word, one with "+" all words up to the next flag, and others one.
+_NO_LAYER, _EAGER = "ViTs have no such layer; drop it", "a run trains the eager model (ds-vit export RUN --to onnx)"
+_RENAMED = """
+    data=--data-dir torchcompile_mode=--compile-mode drop_connect=--drop-path val_interval=--eval-interval
+    model_ema_v2!=--model-ema siglip!=--task=siglip skip_scheduler!=--sched=constant
+    accum_freq=--grad-accum-steps force_context_length=--context-length
+    image_mean+=--mean image_std+=--std wd=--weight-decay warmup=--warmup-steps grad_clip_norm=--clip-grad
+    lr_cooldown_end=--min-lr log_every_n_steps=--log-interval wandb_project_name=--wandb-project
+    imagenet_val=--zeroshot={}=--zeroshot-templates=openai
+"""
 _HINTS: Mapping[str, Entry] = {
+    **{name: flag(words.replace("=", " ")) for name, _, words in (x.partition("=") for x in _RENAMED.split())},
     "c config": flag("--recipe", "a YAML file of the flags of ds_vit"),
     "d": flag("--dataset", "a folder is given by --data-dir DIR"),
-    "data": flag("--data-dir"),
     # precision, optimizer, compilation
     "opt": _optimizer,
-    "opt_eps": _value("optimizer.params.eps"),
-    "opt_betas": lambda words, given: Answer(values={"optimizer.params.betas": [_number(word) for word in words]}),
-    "opt_kwargs": _optimizer_arguments,
+    "opt_eps eps": _value("optimizer.params.eps"),
+    "opt_betas+": lambda words, given: Answer(values={"optimizer.params.betas": [_number(word) for word in words]}),
+    "beta1 beta2": _betas,
+    "opt_kwargs+": _optimizer_arguments,
     "momentum": _momentum,
     "clip_mode": lambda words, given: Answer(
         "gradients are clipped by their global norm: --clip-grad", is_refused=[*words] != ["norm"]
     ),
-    "amp amp_* *_amp model_dtype": _precision,
-    "torchscript fuser": "a run trains the eager model; a trained one is exported by ds-vit export RUN --to onnx",
-    "torchcompile": lambda words, given: Answer("only the blocks, by inductor", ("--compile",)),
-    "torchcompile_mode": flag("--compile-mode"),
+    "amp! native_amp! apex_amp! amp_* model_dtype precision": _precision,
+    "torchscript! fuser trace!": _EAGER,
+    "torchcompile+": lambda words, given: Answer("only the blocks, by inductor", ("--compile",)),
     "torchcompile_*": "there are only --compile and --compile-mode",
-    "channels_last fast_norm": "ViTs gain nothing from it; drop it (--norm-dtype model computes norms in 16 bits)",
+    "channels_last! fast_norm!": "ViTs gain nothing from it; drop it (--norm-dtype model computes norms in 16 bits)",
     "device device_modules": "DeepSpeed finds the accelerator; DS_ACCELERATOR=cpu in the environment chooses the CPU",
-    "no_ddp_bb synchronize_step": "DeepSpeed exchanges the gradients; drop it",
+    "no_ddp_bb! synchronize_step! horovod! dist_url dist_backend no_set_device_rank! ddp_static_graph!": "the launcher "
+    "and DeepSpeed connect the ranks; drop it",
     # weights
     "pretrained_path": flag("--initial-checkpoint", "in timm's names (ds-vit import brings other names)"),
-    "no_resume_opt": "--initial-checkpoint FILE starts from the weights only",
+    "no_resume_opt!": "--initial-checkpoint FILE starts from the weights only",
     "start_epoch start_step": "--resume auto resumes the run in --output",
+    "pretrained_image!": flag("--pretrained", "it is for the image tower"),
+    "cache_dir": "weights are cached where HF_HOME in the environment says",
     # model
-    "gp": lambda words, given: Answer("", ("--model-kwargs", *(f"global_pool={word}" for word in words))),
+    "gp": flag("--model-kwargs global_pool={}"),
     "in_chans": lambda words, given: Answer("images are RGB here; drop it", is_refused=[*words] != ["3"]),
-    "input_size": lambda words, given: Answer("images are square RGB here", ("--img-size", *words[-1:])),
+    "input_size+": flag("--img-size", "images are square RGB here", last=True),
+    "force_image_size+": flag("--img-size", last=True),
     "head_init_scale head_init_bias": "heads are initialised as in timm's models; drop it",
-    "drop_connect": flag("--drop-path"),
-    "drop_block bn_momentum bn_eps sync_bn dist_bn split_bn": "ViTs have no such layer; drop it",
-    "model_ema_v2": lambda words, given: Answer("", ("--model-ema",)),
-    "model_ema_force_cpu": "the average is sharded over ranks like the optimizer's state: --model-ema",
+    "drop_block bn_momentum bn_eps sync_bn! dist_bn split_bn! use_bn_sync! lock_image_freeze_bn_stats!": _NO_LAYER,
+    "model_ema_force_cpu!": "the average is sharded over ranks like the optimizer's state: --model-ema",
+    "force_quick_gelu!": flag("--text-model clip_base_quickgelu", "with an image tower of timm's clip_quickgelu names"),
+    "force_patch_dropout": flag("--model-kwargs patch_drop_rate={}"),
+    "lock_text_unlocked_layers": frozen_text,
+    "force_custom_text!": "there is one kind of text tower; drop it",
+    "lock_text_freeze_layer_norm!": "norms are frozen with their layers; drop it",
+    "coca_*": refused("CoCa is not here"),
+    "distill_model distill_pretrained": refused("only classifiers are distilled here (--kd-model-name)"),
+    "use_bnb_linear!": "linear layers in 8 bits are not here; drop it",
     # learning rate
     "lr_base": _base_rate,
     "lr_base_scale": "write --lr-scale-by-batch linear or sqrt next to --lr",
-    "sched_on_updates": "the learning rate is set at every optimizer step; drop it",
+    "sched_on_updates!": "the learning rate is set at every optimizer step; drop it",
     "cooldown_epochs cooldown_steps": "timm trains them after --epochs; here a run ends with --epochs",
-    "lr_noise": refused("the learning rate has no noise here"),
-    "lr_noise_* lr_cycle_* lr_k_decay decay_milestones decay_epochs decay_steps decay_rate dr patience_epochs "
+    "lr_noise+": refused("the learning rate has no noise here"),
+    "lr_noise_* lr_cycle_* lr_k_decay decay_milestones+ decay_epochs decay_steps decay_rate dr patience_epochs "
     "patience_steps": "the schedules are --sched cosine, linear, constant and wsd, "
     "without cycles, steps or noise; or one of DeepSpeed's in the JSON",
-    "warmup_prefix": "as by timm's default, the decay is counted from the run's first step; drop it",
-    "layer_decay_*": "there is only --layer-decay",
+    "warmup_prefix!": "as by timm's default, the decay is counted from the run's first step; drop it",
+    "layer_decay_no_opt_scale! layer_decay_*": "there is only --layer-decay",
     "num_steps": flag("--max-steps", "the length in optimizer steps"),
     "epoch_repeats": "give more --epochs; --aug-repeats shows a sample several times in one epoch",
+    "lr_scheduler": flag("--sched", "", {"const": "constant", "const-cooldown": "wsd"}),
+    "epochs_cooldown": _cooldown,
+    "lr_cooldown_power": "--sched wsd decays by one shape; drop it",
     # data, augmentation, loss
     "class_map": "classes are named by their folders, or by labels.csv next to the images (docs/data.md)",
-    "input_img_mode input_key target_key dataset_trust_remote_code": "it is for datasets that are not supported; image "
-    "folders, tar files and torchvision's are (docs/data.md)",
+    "input_img_mode input_key target_key dataset_trust_remote_code!": "it is for datasets that are not supported; "
+    "image folders, tar files and torchvision's are (docs/data.md)",
     "train_num_samples val_num_samples": "samples are counted when the data is opened; drop it",
-    "aug_splits jsd_loss resplit": refused("augmentation splits and their Jensen-Shannon loss are not here"),
+    "aug_splits jsd_loss! resplit!": refused("augmentation splits and their Jensen-Shannon loss are not here"),
     "mixup_mode": "pairs are mixed, each by a separate draw (timm's pair mode); drop it",
     "mixup_off_step": "it is counted in epochs: --mixup-off-epoch",
     "bce_pos_weight": refused("classes have equal weights"),
-    "pin_mem no_prefetcher use_multi_epochs_loader loader_prefetch_factor": "the input pipeline chooses this "
+    "pin_mem! no_prefetcher! use_multi_epochs_loader! loader_prefetch_factor": "the input pipeline chooses this "
     "itself; drop it",
-    "worker_seeding": "random numbers depend on the sample's key, not on the worker: only --seed matters",
-    "save_images": "--log-samples writes which samples each step used",
-    "naflex_*": refused("images of several sizes in one batch are not here"),
+    "worker_seeding!": "random numbers depend on the sample's key, not on the worker: only --seed matters",
+    "save_images!": "--log-samples writes which samples each step used",
+    "naflex_loader! naflex_*+": refused("images of several sizes in one batch are not here"),
     "kd_student_feature_dim kd_teacher_feature_dim": "both widths are read from the models; drop it",
-    # what is written
-    "experiment": output_folder,
-    "log_dir": "everything is written to --output DIR",
-    "checkpoint_hist": flag("--keep-checkpoints", "the newest, and the best one; timm keeps the best"),
-    "recovery_interval": flag("--checkpoint-interval", "in steps, or 30m, a time"),
-    "num_saves": "--checkpoint-interval 500 (steps) or 30m (time)",
-    "val_interval": flag("--eval-interval"),
-    "num_evals": "--eval-interval N, in epochs",
-    "num_logs": "--log-interval N, in optimizer steps",
-    "tta": "evaluation uses one crop; drop it",
-    # open_clip's: data
+    "image_interpolation": flag("--train-interpolation", "evaluation keeps the model's filter: --interpolation"),
+    "image_resize_mode": flag("--crop-mode", "", {"shortest": "center", "longest": "border"}),
+    "aug_cfg+": refused("each setting has a flag: --scale, --ratio, --color-jitter, --reprob, --recount"),
     "train_data": "--data-dir DIR has images with .txt files; --dataset wds/DIR, csv/FILE, parquet/DIR (docs/data.md)",
     "val_data": "the evaluation split is --val-split of the same data (docs/data.md)",
     "dataset_type": "it is the first word of --dataset: wds/DIR, csv/FILE, parquet/DIR, hfds/DIR",
-    "dataset_resampled train_data_upsampling_factors": "an epoch shows each sample once; several --data-dir are mixed "
-    "by --data-weights",
-    "imagenet_val": lambda words, given: Answer("", ("--zeroshot", *words, "--zeroshot-templates", "openai")),
+    "dataset_resampled!": "an epoch shows each sample once, without replacement",
+    "train_data_upsampling_factors": _upsampling,
     "imagenet_v2": "a run evaluates one data set by --zeroshot; ds-vit eval RUN --zeroshot DIR evaluates others",
     "zeroshot_frequency val_frequency": _interval,
-    # loss, model
-    "siglip": lambda words, given: Answer("", ("--task", "siglip")),
-    "local_loss gather_with_grad": "always so: each rank compares its rows with those of all ranks, and gradients flow "
-    "back to them; drop it",
+    "local_loss! gather_with_grad!": "always so: each rank compares its rows with those of all ranks, and gradients "
+    "flow back to them; drop it",
     "loss_dist_impl": "the gathered features are compared a few rows at a time in every layout; drop it",
-    "accum_freq": flag("--grad-accum-steps"),
-    "pretrained_image": lambda words, given: Answer("it is for the image tower", ("--pretrained",)),
-    "force_quick_gelu": lambda words, given: Answer(
-        "with an image tower of timm's clip_quickgelu names", ("--text-model", "clip_base_quickgelu")
-    ),
-    "force_patch_dropout": lambda words, given: Answer(
-        "", ("--model-kwargs", *(f"patch_drop_rate={x}" for x in words))
-    ),
-    "force_image_size": lambda words, given: Answer("", ("--img-size", *words[-1:])),
-    "force_context_length": flag("--context-length"),
-    "image_mean": flag("--mean"),
-    "image_std": flag("--std"),
-    "image_interpolation": flag("--train-interpolation", "evaluation keeps the model's filter: --interpolation"),
-    "image_resize_mode": flag("--crop-mode", "", {"shortest": "center", "longest": "border"}),
-    "aug_cfg": refused("each setting has a flag: --scale, --ratio, --color-jitter, --reprob, --recount"),
-    "lock_text_unlocked_layers": frozen_text,
-    "force_custom_text": "there is one kind of text tower; drop it",
-    "lock_image_freeze_bn_stats": "models with BatchNorm are not trained here; drop it",
-    "lock_text_freeze_layer_norm": "norms are frozen with their layers; drop it",
-    "coca_*": refused("CoCa is not here"),
-    "distill_model distill_pretrained": refused("only classifiers are distilled here (--kd-model-name)"),
-    "use_bnb_linear": "linear layers in 8 bits are not here; drop it",
-    "trace": "a run trains the eager model; drop it",
-    # optimizer
-    "precision": _precision,
-    "beta1 beta2": _betas,
-    "eps": _value("optimizer.params.eps"),
-    "wd": flag("--weight-decay"),
-    "warmup": flag("--warmup-steps"),
-    "grad_clip_norm": flag("--clip-grad"),
-    "use_bn_sync": "ViTs have no such layer; drop it",
-    "skip_scheduler": lambda words, given: Answer("", ("--sched", "constant")),
-    "lr_scheduler": flag("--sched", "", {"const": "constant", "const-cooldown": "wsd"}),
-    "epochs_cooldown": _cooldown,
-    "lr_cooldown_end": flag("--min-lr"),
-    "lr_cooldown_power": "--sched wsd decays by one shape; drop it",
-    # ranks and what is written
-    "horovod dist_url dist_backend no_set_device_rank ddp_static_graph": "the launcher and DeepSpeed connect the "
-    "ranks; drop it",
-    "logs name": "the run's folder is --output DIR",
-    "log_local copy_codebase remote_sync remote_sync_frequency remote_sync_protocol": "rank 0 writes --output; drop it",
-    "log_every_n_steps": flag("--log-interval"),
-    "save_frequency": "--checkpoint-interval epoch, 500 (steps) or 30m (time)",
-    "save_most_recent": "checkpoints/latest names the newest; drop it",
-    "delete_previous_checkpoint": lambda words, given: Answer("and the best one", ("--keep-checkpoints", "1")),
+    "tta": "evaluation uses one crop; drop it",
+    # what is written
+    "experiment": output_folder,
+    "log_dir logs name": "the run's folder is --output DIR",
+    "checkpoint_hist": flag("--keep-checkpoints", "the newest, and the best one; timm keeps the best"),
+    "recovery_interval": flag("--checkpoint-interval", "in steps, or 30m, a time"),
+    "save_frequency": _saved_each,
+    "num_saves": "--checkpoint-interval 500 (steps) or 30m (time)",
+    "num_evals": "--eval-interval N, in epochs",
+    "num_logs": "--log-interval N, in optimizer steps",
+    "log_local! copy_codebase! remote_sync remote_sync_*": "rank 0 writes --output; drop it",
+    "save_most_recent!": "checkpoints/latest names the newest; drop it",
+    "delete_previous_checkpoint!": flag("--keep-checkpoints 1", "and the best one"),
     "report_to": lambda words, given: Answer(
         "TensorBoard's events are always written", ("--wandb",) * any(x in "".join(words) for x in ("wandb", "all"))
     ),
-    "wandb_project_name": flag("--wandb-project"),
     "wandb_notes": "drop it",
-    "debug": "--verbose shows DeepSpeed's log",
-    "cache_dir": "weights are cached where HF_HOME in the environment says",
-    "wandb_tags wandb_resume_id": 'the DeepSpeed JSON has "wandb": {"enabled": true, "group": …, "team": …}; drop it',
+    "wandb_tags+ wandb_resume_id": 'the DeepSpeed JSON has "wandb": {"enabled": true, "group": …, "team": …}; drop it',
+    "debug!": "--verbose shows DeepSpeed's log",
 }
-_SWITCHES = """
-    amp native_amp apex_amp no_resume_opt torchscript channels_last fast_norm no_ddp_bb synchronize_step model_ema_v2
-    model_ema_force_cpu sched_on_updates warmup_prefix layer_decay_no_opt_scale jsd_loss resplit sync_bn split_bn
-    pin_mem no_prefetcher use_multi_epochs_loader worker_seeding save_images naflex_loader
-    dataset_trust_remote_code dataset_resampled siglip local_loss gather_with_grad pretrained_image force_quick_gelu
-    force_custom_text lock_image_freeze_bn_stats lock_text_freeze_layer_norm use_bnb_linear trace use_bn_sync
-    skip_scheduler horovod no_set_device_rank ddp_static_graph log_local copy_codebase save_most_recent
-    delete_previous_checkpoint debug
-"""
-_SEVERAL = """
-    opt_betas opt_kwargs lr_noise decay_milestones wandb_tags input_size torchcompile image_mean image_std aug_cfg
-    force_image_size
-"""
+
+
+def _match(table: Mapping[str, Entry], name: str) -> tuple[str, Entry] | None:
+    """The first pattern of a table that matches the recipe name of a flag, and its entry."""
+    pairs = ((pattern, entry) for patterns, entry in table.items() for pattern in patterns.split())
+    return next((pair for pair in pairs if fnmatchcase(name, pair[0].rstrip("!+"))), None)
 
 
 def entry_in(table: Mapping[str, Entry], name: str) -> Entry | None:
-    """The first entry whose patterns match the recipe name of a flag."""
-    fits = (entry for names, entry in table.items() if any(fnmatchcase(name, one) for one in names.split()))
-    return next(fits, None)
+    """The entry of a flag in a table, by its recipe name."""
+    found = _match(table, name)
+    return found and found[1]
 
 
 def words_of(name: str) -> int | None:
@@ -373,11 +381,8 @@ def words_of(name: str) -> int | None:
     Args:
         name: by its recipe name.
     """
-    if entry_in(_HINTS, name) is None:
-        return None
-    if name in _SWITCHES.split():
-        return 0
-    return None if name in _SEVERAL.split() or name.startswith("naflex_") else 1
+    pattern, _ = _match(_HINTS, name) or ("+", "")
+    return {"!": 0, "+": None}.get(pattern[-1], 1)
 
 
 def timm_answer(name: str, words: Sequence[str] = (), given: Given = MappingProxyType({})) -> Answer | None:

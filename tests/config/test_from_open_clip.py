@@ -92,6 +92,11 @@ ACCEPTED = {
         "--data-dir 'wds/a/{00..12}.tar' 'wds/b/{00..41}.tar'",
         "--model vit_large_patch14_clip_quickgelu_336 --text-model clip_large_quickgelu",
     ),
+    f"{START} --train-data 'a/{{00..12}}.tar::b/{{1..42}}.tar' --model ViT-B-16 --train-data-upsampling-factors 1::2": (
+        "--data-weights 13 84",
+    ),
+    f"{SMALL} --save-frequency 1": ("--checkpoint-interval epoch",),
+    f"{SMALL} --save-frequency 0": ("--checkpoint-interval 0",),
     f"{SMALL} --siglip --accum-freq 4 --grad-checkpointing --torchcompile": (
         "--task siglip --model vit_base_patch16_clip_224 --text-model clip_base --tokenizer clip",
         "--grad-accum-steps 4 --grad-checkpointing --compile",
@@ -155,11 +160,12 @@ def test_defaults_are_open_clips():
         ("--model RN50", "RN50 has no counterpart"),
         ("--model ViT-H-14-quickgelu", "ViT-H-14-quickgelu has no counterpart"),
         ("--pretrained laion2b_s34b_b88k", "nothing is downloaded by a tag"),
-        ("--train-data 'pipe:aws s3 cp s3://b/{0..9}.tar -'", "a run trains on tar files or tables on disk"),
+        ("--train-data 'pipe:aws s3 cp s3://b/{0..9}.tar -'", "not on a pipe or a URL"),
         ("--dataset-type synthetic", "a run trains on tar files or tables on disk"),
         ("--distill-model ViT-L-14", "only classifiers are distilled here"),
         ("--aug-cfg scale='(0.4, 1.0)'", "each setting has a flag: --scale"),
         ("--opt timm/shampoo", "there is no optimizer shampoo here"),
+        ("--train-data a.tar::b.tar --train-data-upsampling-factors 1", "several --data-dir are mixed"),
         ("pairs.csv", "'pairs.csv' follows no flag"),
     ],
 )
