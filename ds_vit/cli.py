@@ -37,9 +37,10 @@ from types import ModuleType
 from typing import Any
 
 from ds_vit.config.parser import Parser, show_examples
+from ds_vit.config.schema import FIELDS, spelling
 from ds_vit.config.units import parse_bytes
 from ds_vit.fault_tolerance import exit_codes
-from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.fault_tolerance.errors import UserError, did_you_mean
 from ds_vit.launching.process import Process
 from ds_vit.launching.run import add_launch_arguments, launch
 from ds_vit.tools.doctor.command import add_arguments as add_doctor_arguments
@@ -105,7 +106,7 @@ def _add(
     epilog = show_examples("\n".join(line for line in _EXAMPLES.splitlines() if words in f"{line} "))
     layout = argparse.RawDescriptionHelpFormatter
     command = among.add_parser(name, help=text, description=text, epilog=epilog, formatter_class=layout)
-    command.set_defaults(run=run)
+    command.set_defaults(run=run, parser=command)
     return command
 
 
@@ -236,12 +237,13 @@ def _run_into_pipe(argv: Sequence[str]) -> int:
 def _run(argv: Sequence[str]) -> int:
     if argv[0] in _WITH_FLAGS:
         return _main_of(argv[0])(argv)
-    parser = build_parser(planning=argv[0] == "plan")
-    if argv[0] == "bench":
-        arguments, words = parser.parse_known_args(argv)
-        arguments.words = words
-    else:
-        arguments = parser.parse_args(argv)
+    arguments, words = build_parser(planning=argv[0] == "plan").parse_known_args(argv)
+    own = arguments.parser._option_string_actions
+    taken = {spelling(name) for name in FIELDS} if argv[0] == "bench" else {}  # by the run that it measures
+    slips = [word for word in words if not taken or (word not in taken and did_you_mean(word, own, cutoff=0.8))]
+    if slips:
+        arguments.parser.error(f"unrecognized arguments: {' '.join(slips)}")
+    vars(arguments).setdefault("words", words)
     return arguments.run(arguments)
 
 

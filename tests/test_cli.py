@@ -107,6 +107,11 @@ def test_help_begins_with_what_matters(capsys):
         ("gradients runs/a --stp 3", "there is no flag --stp; the nearest is --step"),
         ("train --deepspeed_config x --sched cosin", "the nearest is cosine"),
         ("compare runs/a runs/b --otput x", "the nearest is --output"),
+        ("shards a b --wrkrs 3", "the nearest is --workers"),
+        ("eval runs/a --knm 3", "the nearest is --knn"),
+        ("predict runs/a b.jpg --topk 3", "the nearest is --top-k"),
+        ("bench step --deepspeed_config x --agianst timm", "the nearest is --against"),
+        ("bench step --deepspeed_config x --epoch 3", "the nearest is --epochs"),
         (
             "train --deepspeed_config ds_configs/cpu_zero1_fp32.json --dataset digits -b 5000 --model vit_tny",
             "vit_tiny",

@@ -71,14 +71,8 @@ class Parser(argparse.ArgumentParser):
             message = message.replace("argument COMMAND: invalid choice:", "there is no command")
             message += did_you_mean(wrong[1], re.findall(r"[\w.-]+", wrong[2]))
         if unknown := re.match(r"unrecognized arguments: (-[^ =]*)", message):
-            message = f"there is no flag {unknown[1]}{did_you_mean(unknown[1], self.known_flags())}"
+            message = f"there is no flag {unknown[1]}{did_you_mean(unknown[1], self._option_string_actions)}"
         raise UserError(message)
-
-    def known_flags(self) -> list[str]:
-        """The flags of this parser and of its commands."""
-        below = [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]
-        parsers = [parser for action in below for parser in action.choices.values()]
-        return [*self._option_string_actions, *(flag for parser in parsers for flag in parser.known_flags())]
 
 
 class ShortHelp(argparse.Action):
@@ -308,17 +302,18 @@ def _typed(name: str, value: Any) -> Any:
     return out
 
 
-def _instead(name: str, typed: Given) -> str:
+def _instead(name: str, typed: Given, known: Collection[str] = ()) -> str:
     """What replaces a name that is not a flag: the equivalent of timm's flag, else the nearest flag.
 
     Args:
         name: with underscores.
         typed: everything that was given, with its words.
+        known: the flags of the program; none for those of training.
     """
     answer = timm_answer(name, typed[name], typed)
     if answer is not None:
         return f"; {answer.text}"
-    return did_you_mean("--" + name.replace("_", "-"), map(spelling, FIELDS), cutoff=0.6)
+    return did_you_mean("--" + name.replace("_", "-"), known or map(spelling, FIELDS), cutoff=0.6)
 
 
 def _words(value: Any) -> list[str]:
@@ -413,7 +408,8 @@ def _split(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> tuple
     typed |= {name: words for name, (_, words) in flags.items()}
     if problems:
         stray = []  # they may be words of a flag that was left out
-    problems += [f"there is no flag {flag}{_instead(name, typed)}" for name, (flag, _) in flags.items()]
+    known = parser._option_string_actions
+    problems += [f"there is no flag {flag}{_instead(name, typed, known)}" for name, (flag, _) in flags.items()]
     for word in stray:
         folder = f": give the data folder by --data-dir {word}" if Path(word).is_dir() else ""
         problems.append(f"{word!r} follows no flag{folder}")
