@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import re
+import resource
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -192,14 +194,32 @@ def memory_of_rank(memory: str, process: Process, *, on_cpu: bool) -> Memory:
         return Memory(free, "free on the device")
     ranks = process.local_world_size or process.world_size
     among = f", among {ranks} ranks" if ranks > 1 else ""
-    return Memory(_free_memory() // ranks, f"free on this machine{among}")
+    found = Memory(_free_memory() // ranks, f"free on this machine{among}")
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return found
+    own = Memory(max(0, limit - psutil.Process().memory_info().vms), "free below the limit of this process (ulimit -v)")
+    return min(found, own, key=lambda memory: memory.bytes)
 
 
-def _free_memory(limit_file: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
-    """Bytes that this machine has free, or the container if it is allowed less."""
+def _free_memory(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes that this machine has free, or its control groups (a container, a job) if those are allowed less.
+
+    Args:
+        groups: lists them, as `0::/PATH` and, of version 1, `N:memory:/PATH`.
+        root: where their files are. In a container the path may be that of the host, and its own group be the root.
+    """
     free = psutil.virtual_memory().available
-    limit = limit_file.read_text().strip() if limit_file.is_file() else "max"
-    return min(free, int(limit)) if limit.isdigit() else free
+    listed = (line.split(":", 2) for line in (groups.read_text().split() if groups.is_file() else ()))
+    own = [root / kind / path.strip("/") for _, kind, path in listed]
+    for folder in (folder for one in own for folder in (one, *one.parents)):
+        for limit_name, used_name in (("memory.max", "anon"), ("memory.limit_in_bytes", "total_rss")):
+            with contextlib.suppress(OSError, TypeError, ValueError):  # no such group, or one without a limit
+                limit = int((folder / limit_name).read_text())
+                # Not all of its use: the page cache makes room.
+                used = re.search(rf"^{used_name} (\d+)", (folder / "memory.stat").read_text(), re.MULTILINE)
+                free = min(free, max(0, limit - int(used[1])))
+    return free
 
 
 def _choice(config: EngineConfig, found: Found, memory: str) -> Choice:

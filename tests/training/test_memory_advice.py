@@ -7,13 +7,17 @@ import dataclasses
 import errno
 from unittest import mock
 
+import psutil
 import pytest
 import torch
 from project import ROOT
 from runs import ONE_BLOCK, resolved, run_quietly
 
+from ds_vit import cli
 from ds_vit.data import decode
 from ds_vit.fault_tolerance.errors import OutOfMemory, is_out_of_memory, memory_errors
+from ds_vit.launching.process import Process
+from ds_vit.training import auto_batch
 from ds_vit.training.auto_batch import Memory
 from ds_vit.training.build import engine_config
 from ds_vit.training.memory_advice import MemoryAdvice
@@ -78,6 +82,65 @@ def test_only_what_the_run_has_left_is_advised(stage, world, words, remedies):
     assert advice.remedies == ", ".join(remedies)
     evaluation = dataclasses.replace(advice, config=dataclasses.replace(advice.config, optimizer=None), eval_rows=8)
     assert evaluation.remedies == "--validation-batch-size 4"
+
+
+@pytest.mark.parametrize(
+    ("command", "step"),
+    [
+        ("train --deepspeed_config x --dataset digits", "ds_vit.train.run"),
+        ("eval runs/a", "ds_vit.tools.evaluate.evaluate_weights"),
+        ("export runs/a --to timm", "ds_vit.weights.commands.export"),
+        ("bench step --deepspeed_config x", "ds_vit.tools.bench.bench_step"),
+        ("bench data --deepspeed_config x", "ds_vit.tools.bench_data.bench_data"),
+        ("shards a b", "ds_vit.tools.shards.make_shards"),
+    ],
+)
+def test_every_command_ends_with_one_line(command, step, capsys):
+    """The traceback of a library, or code 1."""
+    with mock.patch(step, side_effect=RuntimeError(HOST)):
+        assert cli.main(command.split()) == 72
+    name = f"ds-vit {command.split()[0]}" if command.startswith(("train", "eval")) else "ds-vit"
+    said = "out of memory (allocating 400 bytes): end other programs on this machine, or use one with more memory"
+    assert capsys.readouterr().err == f"{name}: error: {said}\n"
+
+
+@pytest.mark.parametrize(
+    ("listed", "files", "free"),
+    [
+        ("0::/", {"memory.max": "900", "memory.stat": "file 800\nanon 300"}, 600),
+        ("0::/", {"memory.max": "max", "memory.stat": "anon 300"}, 5000),
+        ("0::/job/step", {"job/memory.max": "700", "job/memory.stat": "anon 100", "job/step/memory.max": "max"}, 600),
+        (
+            "9:cpu:/\n4:memory:/docker/1",
+            {"memory/memory.limit_in_bytes": "90", "memory/memory.stat": "total_rss 10"},
+            80,
+        ),
+        ("0::/", {"memory.max": "100", "memory.stat": "anon 300"}, 0),
+        ("", {}, 5000),
+    ],
+)
+def test_a_container_or_job_has_less(tmp_path, monkeypatch, listed, files, free):
+    """The machine's memory in a container; the page cache counted as used; the limit of a parent or of version 1."""
+    monkeypatch.setattr(auto_batch.psutil, "virtual_memory", mock.Mock(return_value=mock.Mock(available=5000)))
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "list").write_text(listed)
+    assert auto_batch._free_memory(tmp_path / "list", tmp_path) == free
+
+
+def test_the_limit_of_a_process_is_not_shared(monkeypatch):
+    """`ulimit -v` that is not seen, or divided by the ranks of the host."""
+    limits = {"getrlimit": mock.Mock(return_value=(psutil.Process().memory_info().vms + 10**9, 0))}
+    monkeypatch.setattr(auto_batch, "_free_memory", lambda: 10**10)
+    process = Process("env", 0, 2, 0, 2)
+    with mock.patch.multiple(auto_batch.resource, **limits):
+        found = auto_batch.memory_of_rank("", process, on_cpu=True)
+    assert found.bytes == pytest.approx(10**9, rel=0.2)
+    assert "ulimit -v" in found.whose
+    assert auto_batch.memory_of_rank("", process, on_cpu=True) == Memory(
+        5 * 10**9, "free on this machine, among 2 ranks"
+    )
 
 
 @contextlib.contextmanager
