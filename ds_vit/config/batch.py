@@ -75,7 +75,7 @@ def batch_sizes(
     Raises:
         UserError: with the three numbers and two ways out.
     """
-    total, micro, accumulation = (_number(data, key, path) for key in KEYS)
+    total, micro, accumulation = (number_of(data, key, path) for key in KEYS)
     for key, flag, value, given in (
         (KEYS[1], "--batch-size", micro, batch_size),
         (KEYS[2], "--grad-accum-steps", accumulation, grad_accum_steps),
@@ -107,7 +107,7 @@ def batch_sizes(
     return BatchSizes(total, micro, accumulation, dp)
 
 
-def _number(data: Mapping[str, Any], key: str, path: str) -> int | None:
+def number_of(data: Mapping[str, Any], key: str, path: str) -> int | None:
     """The number under a key; None for "auto"."""
     value = data.get(key, "auto")
     if value is None or value == "auto":

@@ -139,11 +139,11 @@ RESOLVED_LATER = frozenset(
 _OLD_OFFLOAD = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
 
 
-def check_and_read(data: Mapping[str, Any], path: str) -> dict[str, Any]:
+def check_and_read(data: Mapping[str, Any], path: str) -> tuple[dict[str, Any], list[str]]:
     """The file with the values that DeepSpeed reads, checked by every rule that needs nothing but the file.
 
-    Raises:
-        UserError: unknown or removed keys, and values that do not work, all at once; with what to do.
+    Returns:
+        It, without unknown or removed keys; what is wrong with it, and what to do.
     """
     wrong = {**deepspeed_keys.wrong_keys(data, path), **wrong_numbers(data, path)}
     read = {
@@ -154,9 +154,7 @@ def check_and_read(data: Mapping[str, Any], path: str) -> dict[str, Any]:
         if key not in wrong
     }
     read, problems = as_deepspeed_reads(read, path)
-    if problems := [*wrong.values(), *problems, *deepspeed_keys.wrong_values(read, path)]:
-        raise UserError(*problems)
-    return read
+    return read, [*wrong.values(), *problems, *deepspeed_keys.wrong_values(read, path)]
 
 
 def as_deepspeed_reads(data: Mapping[str, Any], path: str) -> tuple[dict[str, Any], list[str]]:

@@ -32,6 +32,14 @@ def write(folder: Path, data: dict) -> str:
     return str(path)
 
 
+def checked(data: dict, path: str) -> dict:
+    """What DeepSpeed reads of a file that nothing is wrong with."""
+    found, problems = deepspeed_json.check_and_read(data, path)
+    if problems:
+        raise UserError(*problems)
+    return found
+
+
 def resolved(file: str, *words, world: int = 1, on_cpu: bool = True):
     """A run with a file, resolved."""
     config, explicit = parse([str(word) for word in [*RUN, "--deepspeed_config", file, *words]])
@@ -44,7 +52,7 @@ def test_shipped_files_are_legal_for_any_number_of_ranks(path):
     from deepspeed.runtime.config import DeepSpeedConfig
 
     data = deepspeed_json.load_json(path)
-    assert deepspeed_json.check_and_read(data, path.name) == data
+    assert checked(data, path.name) == data
     assert deepspeed_keys.idle_keys(data) == []
     deepspeed_rules.precision(data, path.name, on_cpu=False)
     for dp in (1, 3, 1024):
@@ -142,7 +150,7 @@ REJECTED = [
 def test_rejected(data, message):
     """A key that DeepSpeed would ignore or crash on."""
     with pytest.raises(UserError, match=re.escape(message)):
-        deepspeed_json.check_and_read(data, "c.json")
+        checked(data, "c.json")
 
 
 def test_everything_wrong_is_named_at_once():
@@ -156,7 +164,7 @@ def test_everything_wrong_is_named_at_once():
         "a.b": {"c": float("inf")},
     }
     with pytest.raises(UserError) as caught:
-        deepspeed_json.check_and_read(data, "c.json")
+        checked(data, "c.json")
     problems = caught.value.problems
     named = ("trainbatchsize", "gradient_clipping", "stge", "reduce_bucket_size", "overlap_comm", "lr", "fp16", "a.b")
     for name in named:
@@ -170,7 +178,7 @@ def test_a_monitor_whose_package_is_missing(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     data = {"comet": {"enabled": True}, "wandb": {"enabled": "off"}}
     with pytest.raises(UserError, match='"comet" needs the package comet_ml: pip install comet_ml'):
-        deepspeed_json.check_and_read(data, "c.json")
+        checked(data, "c.json")
     for settings in ({"wandb": True, "wandb_project": "p"}, {"set": ["wandb.enabled=true"]}):
         with pytest.raises(UserError, match='"wandb" needs the package wandb: pip install wandb'):
             read(RunConfig(deepspeed_config={}, **settings), on_cpu=True)
@@ -197,7 +205,7 @@ def test_a_monitor_whose_package_is_missing(monkeypatch):
 )
 def test_values_are_those_that_deepspeed_reads(block, expected):
     """A quoted "false" is false for DeepSpeed and was true here; "auto" is its default; old names are new ones."""
-    data = deepspeed_json.check_and_read({"zero_optimization": block, "bf16": {"enabled": "false"}}, "c.json")
+    data = checked({"zero_optimization": block, "bf16": {"enabled": "false"}}, "c.json")
     assert data == {"zero_optimization": expected, "bf16": {"enabled": False}}
     assert json.loads(json.dumps(data)) == data
 
@@ -587,3 +595,23 @@ def test_set_on_the_command_line_overrides_a_recipes_flag(tmp_path):
     assert config.set == ("steps_per_print=7", "optimizer.params.lr=0.2")
     assert config.pp_partition == "0,2,3"
     assert parse(["--recipe", str(recipe), "--pp", "3"])[0].pp_partition == ""
+
+
+def test_what_later_checks_find_is_listed_too(tmp_path):
+    """A rule that needs other parts of the run, alone after the others were followed; one that follows from another."""
+    wrong = {"foo": 1, "bf16": {"enabled": True}, "fp16": {"enabled": True}, "train_batch_size": 1.5}
+    wrong |= {"optimizer": {"type": "Shampoo", "params": {}}}
+    wrong |= {"pipeline": {"activation_checkpoint_interval": -1}}
+    with pytest.raises(UserError) as error:
+        resolved(write(tmp_path, wrong))
+    found = [problem.partition("config.json: ")[2] for problem in error.value.problems]
+    said = [
+        'DeepSpeed 0.19 knows no key "foo"',
+        "bf16 and fp16 are enabled at once",
+        "train_batch_size must be a whole",
+    ]
+    said += ["there is no optimizer 'Shampoo'", "pipeline.activation_checkpoint_interval must be"]
+    assert [problem[: len(part)] for problem, part in zip(found, said, strict=True)] == said
+    with pytest.raises(UserError, match="stge") as error:
+        resolved(write(tmp_path, {"zero_optimization": {"stge": 1}, "bf16": {"enabled": True}}))
+    assert len(error.value.problems) == 1, "bf16 without ZeRO follows from the misspelt stage"

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from ds_vit.config import RunConfig, deepspeed_json, deepspeed_rules
-from ds_vit.config.batch import BatchSizes
+from ds_vit.config.batch import KEYS as BATCH_KEYS
+from ds_vit.config.batch import BatchSizes, number_of
 from ds_vit.config.deepspeed_json import leaves, overlay
 from ds_vit.config.deepspeed_keys import idle_keys, switched_on, value_of, without
 from ds_vit.config.deepspeed_rules import Checkpointing, Precision, sums_in_fp32
 from ds_vit.config.schema import KEY_OF_FLAG
 from ds_vit.config.units import parse_set
 from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.optim.build import optimizer_class
 from ds_vit.parallel.layout import Layout
 
+T = TypeVar("T")
 IDLE = "DeepSpeed keys without effect in this run: "
 
 
@@ -81,19 +85,43 @@ def read(config: RunConfig, *, on_cpu: bool) -> DeepSpeedSettings:
     if given:
         path += f" with --set {' '.join(config.set)}"
     path += " with --wandb" if monitor else ""
-    data = deepspeed_json.check_and_read(data, path)
-    precision = deepspeed_rules.precision(_with_auto_precision(data, on_cpu), path, on_cpu=on_cpu)
-    deepspeed_rules.check_types(data, precision, path)
-    _check_types(config, precision, on_cpu)
+    data, problems = deepspeed_json.check_and_read(data, path)
+    named = {*re.findall(r"\w+", " ".join(problems).replace(path, ""))}
+    data = {key: value for key, value in data.items() if key not in named or not problems}
+
+    def check(keys: str, call: Callable[[], T]) -> T | None:
+        """The result of a check that reads these keys; what it raises is one of the problems."""
+        try:
+            return None if named & {*keys.split()} else call()
+        except UserError as error:
+            problems.extend(error.problems)
+            return None
+
+    ways = "bf16 fp16 torch_autocast zero_optimization"
+    precision = check(ways, lambda: deepspeed_rules.precision(_with_auto_precision(data, on_cpu), path, on_cpu=on_cpu))
+    if precision is not None:
+        check("data_types", lambda: deepspeed_rules.check_types(data, precision, path))
+        check("", lambda: _check_types(config, precision, on_cpu))
+    for key in BATCH_KEYS:
+        check(key, lambda key=key: number_of(data, key, path))
     if config.eval_only:
         data = deepspeed_json.for_evaluation(data, pp=config.pp)
     idle = idle_keys(data)
     notes = [f"{IDLE}{', '.join(idle)}"] if idle else []
     data = without(data, idle)  # none of them can make DeepSpeed fail
+    check(f"{ways} wall_clock_breakdown flops_profiler", lambda: deepspeed_rules.check_pipeline(data, path, config.pp))
     if not config.eval_only:
-        data, filled = deepspeed_json.with_optimizer(data, path, lr=config.lr)
+        with_optimizer = check("optimizer", lambda: deepspeed_json.with_optimizer(data, path, lr=config.lr))
+        data, filled = with_optimizer or (data, [])
         notes += filled
-    checkpointing = deepspeed_rules.activation_checkpointing(data, path, flag=config.grad_checkpointing)
+        if with_optimizer:
+            check("optimizer", lambda: optimizer_class(data["optimizer"], path))
+    checkpointing = check(
+        "pipeline activation_checkpointing",
+        lambda: deepspeed_rules.activation_checkpointing(data, path, flag=config.grad_checkpointing),
+    )
+    if problems or precision is None or checkpointing is None:
+        raise UserError(*problems)
     origins = {**dict.fromkeys(leaves(given), "--set"), **dict.fromkeys(monitor, "--wandb")}
     return DeepSpeedSettings(path, data, precision, checkpointing, file, of_a_run, origins, tuple(notes))
 

@@ -6,7 +6,7 @@ import shutil
 import sysconfig
 from pathlib import Path
 
-from ds_vit.config import RunConfig, deepspeed_rules
+from ds_vit.config import RunConfig
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import Process
 from ds_vit.parallel.layout import Layout
@@ -22,7 +22,6 @@ def resolve_layout(config: RunConfig, process: Process, deepspeed: DeepSpeedSett
     """
     layout = Layout.of_world(process.world_size, config.pp, config.tp)
     check_tp_inside_hosts(layout, process, config.tp_across_hosts)
-    deepspeed_rules.check_pipeline(deepspeed.json, deepspeed.path, config.pp)
     if deepspeed.precision.name == "autocast-fp16" and not config.eval_only:
         _check_one_loss_scale(config, deepspeed)
     if config.check_replicas:
