@@ -20,6 +20,36 @@ ds-vit shards FOLDER OUT             WebDataset shards of class folders or capti
 ds-vit from-timm 'COMMAND'           a command of timm's train.py as one of ds-vit's, and its DeepSpeed JSON
 ds-vit from-open-clip 'COMMAND'      the same of open_clip's trainer
 ds-vit completion bash               a script that lets the shell complete commands, flags and their values
+
+to begin:
+  ds-vit doctor                             is everything here that a run needs?
+  ds-vit train --help                       the ten flags that matter first
+  ds-vit train --deepspeed_config FILE --data-dir photos --output runs/first
+  ds-vit report runs/first                  its page
+  ds-vit predict runs/first cat.jpg         use it
+
+examples of --help:
+ds-vit launch train --deepspeed_config ds_configs/zero1_bf16.json --data-dir photos --output runs/first
+ds-vit launch -n 2 --restarts 3 train --deepspeed_config FILE --data-dir photos --output runs/first
+ds-vit launch -n 2 eval runs/first
+ds-vit bench step --deepspeed_config ds_configs/zero1_bf16.json --model vit_base_patch16_224 --batch-size 64 --json
+ds-vit bench step --deepspeed_config ds_configs/cpu_zero{0,1,3}_fp32.json --against timm ddp --drop-path 0.4
+torchrun --nproc_per_node 2 -m ds_vit.cli bench step --deepspeed_config ds_configs/cpu_zero3_fp32.json --against fsdp2
+ds-vit bench data --deepspeed_config ds_configs/zero1_bf16.json --data-dir photos --workers 8
+ds-vit bench ladder --deepspeed_config ds_configs/cpu_zero0_fp32.json
+ds-vit plan --model vit_22b_patch14_224 --gpus 256 --gpu h200
+ds-vit plan --model vit_giant_patch14_224 --gpus 64 --gpu a100 --link ib200 --global-batch 4096 --write plans/g
+ds-vit hosts --from slurm --output hostfile
+ds-vit hosts --from names.txt --slots 8
+ds-vit doctor --hostfile hostfile --data-dir photos --output runs/first
+ds-vit report runs/first runs/second --output both.html
+ds-vit compare runs/first runs/second
+ds-vit gradients runs/first --step 100 --output gradients.png
+ds-vit shards imagenet imagenet-256 --resize 256 --quality 90 --workers 16
+ds-vit from-timm 'python train.py photos --model vit_small_patch16_224 -b 128 --opt lamb --amp --lr 4e-3'
+ds-vit from-open-clip 'python -m open_clip_train.main --train-data pairs.csv --model ViT-B-16 --precision amp_bf16'
+ds-vit completion bash > ~/.ds-vit.bash && echo '. ~/.ds-vit.bash' >> ~/.bashrc
+ds-vit completion zsh > "${fpath[1]}/_ds-vit"
 """
 
 from __future__ import annotations
@@ -58,7 +88,7 @@ def build_parser(*, planning: bool = True) -> argparse.ArgumentParser:
     parser = Parser(
         prog="ds-vit",
         description="Train Vision Transformers, and use the results.",
-        epilog=_BEGINNING,
+        epilog="to begin:" + str(__doc__).partition("to begin:")[2].partition("\n\n")[0],
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"ds-vit {version('ds-vit')}")
@@ -103,7 +133,8 @@ def _add(
 ) -> argparse.ArgumentParser:
     """Add a command, with its examples at the end of its --help."""
     words = f" bench {name} " if among.dest == "kind" else f" {name} "
-    epilog = show_examples("\n".join(line for line in _EXAMPLES.splitlines() if words in f"{line} "))
+    examples = str(__doc__).partition("examples of --help:\n")[2].splitlines()
+    epilog = show_examples("\n".join(line for line in examples if words in f"{line} "))
     layout = argparse.RawDescriptionHelpFormatter
     command = among.add_parser(name, help=text, description=text, epilog=epilog, formatter_class=layout)
     command.set_defaults(run=run, parser=command)
@@ -167,38 +198,6 @@ _WITH_FLAGS = {
     "export": ("ds_vit.weights.commands", "weights for timm, Hugging Face or ONNX, checked against the run's"),
     "import": ("ds_vit.weights.commands", "another tool's weights under timm's names"),
 }
-
-_BEGINNING = """
-to begin:
-  ds-vit doctor                             is everything here that a run needs?
-  ds-vit train --help                       the ten flags that matter first
-  ds-vit train --deepspeed_config FILE --data-dir photos --output runs/first
-  ds-vit report runs/first                  its page
-  ds-vit predict runs/first cat.jpg         use it
-"""
-_EXAMPLES = r"""
-ds-vit launch train --deepspeed_config ds_configs/zero1_bf16.json --data-dir photos --output runs/first
-ds-vit launch -n 2 --restarts 3 train --deepspeed_config FILE --data-dir photos --output runs/first
-ds-vit launch -n 2 eval runs/first
-ds-vit bench step --deepspeed_config ds_configs/zero1_bf16.json --model vit_base_patch16_224 --batch-size 64 --json
-ds-vit bench step --deepspeed_config ds_configs/cpu_zero{0,1,3}_fp32.json --against timm ddp --drop-path 0.4
-torchrun --nproc_per_node 2 -m ds_vit.cli bench step --deepspeed_config ds_configs/cpu_zero3_fp32.json --against fsdp2
-ds-vit bench data --deepspeed_config ds_configs/zero1_bf16.json --data-dir photos --workers 8
-ds-vit bench ladder --deepspeed_config ds_configs/cpu_zero0_fp32.json
-ds-vit plan --model vit_22b_patch14_224 --gpus 256 --gpu h200
-ds-vit plan --model vit_giant_patch14_224 --gpus 64 --gpu a100 --link ib200 --global-batch 4096 --write plans/g
-ds-vit hosts --from slurm --output hostfile
-ds-vit hosts --from names.txt --slots 8
-ds-vit doctor --hostfile hostfile --data-dir photos --output runs/first
-ds-vit report runs/first runs/second --output both.html
-ds-vit compare runs/first runs/second
-ds-vit gradients runs/first --step 100 --output gradients.png
-ds-vit shards imagenet imagenet-256 --resize 256 --quality 90 --workers 16
-ds-vit from-timm 'python train.py photos --model vit_small_patch16_224 -b 128 --opt lamb --amp --lr 4e-3'
-ds-vit from-open-clip 'python -m open_clip_train.main --train-data pairs.csv --model ViT-B-16 --precision amp_bf16'
-ds-vit completion bash > ~/.ds-vit.bash && echo '. ~/.ds-vit.bash' >> ~/.bashrc
-ds-vit completion zsh > "${fpath[1]}/_ds-vit"
-"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

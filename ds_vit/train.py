@@ -1,6 +1,7 @@
 """Train: parse → resolve → groups → model and engine → steps → end.
 
-deepspeed launch/train.py --deepspeed_config ds_configs/zero1_bf16.json --model vit_base_patch16_224 --data-dir DIR
+ds-vit train --deepspeed_config ds_configs/cpu_zero1_fp32.json --recipe launch/recipes/digits.yaml -b 64
+deepspeed launch/train.py --deepspeed_config ds_configs/zero1_bf16.json --data-dir photos --model vit_base_patch16_224
 """
 
 from __future__ import annotations
@@ -29,11 +30,6 @@ if TYPE_CHECKING:
     from ds_vit.run_folder import RunFolder
     from ds_vit.training.resolve import Resolved
 
-EXAMPLES = """
-ds-vit train --deepspeed_config ds_configs/cpu_zero1_fp32.json --recipe launch/recipes/digits.yaml -b 64
-deepspeed launch/train.py --deepspeed_config ds_configs/zero1_bf16.json --data-dir photos --model vit_base_patch16_224
-"""
-
 
 def main(argv: Sequence[str] | None = None, program: str = "train.py") -> int:
     """Run `launch/train.py`, or `ds-vit train` on one rank, with these arguments.
@@ -43,7 +39,7 @@ def main(argv: Sequence[str] | None = None, program: str = "train.py") -> int:
     """
 
     def body(process: Process) -> int:
-        config, explicit = flags.parse(argv, program, EXAMPLES)
+        config, explicit = flags.parse(argv, program, str(__doc__))
         with Signals().installed(is_local_main=process.local_rank == 0) as signals:
             summary, _ = run(config, explicit, process, signals)
         return exit_codes.OF_WORD[summary["exit"]]

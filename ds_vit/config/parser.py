@@ -175,9 +175,10 @@ class _Suggestions(tuple[str, ...]):
         return True
 
 
-def show_examples(commands: str) -> str:
-    """The end of a --help: commands to copy, one per line."""
-    return "examples:\n" + textwrap.indent(commands.strip(), "  ") if commands else ""
+def show_examples(text: str) -> str:
+    """The end of a --help: the commands of a text, such as a module's docstring, a line each."""
+    commands = [f"  {line}" for line in text.splitlines() if re.match(r"(ds-vit|deepspeed|torchrun) ", line)]
+    return "\n".join(["examples:", *commands]) if commands else ""
 
 
 def _help(name: str, show_default: bool) -> str:

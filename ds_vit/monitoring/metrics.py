@@ -261,7 +261,7 @@ class Reporter:
 
     def say(self, text: str) -> None:
         """Print a line."""
-        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        say(self.console, text)
 
     @property
     def unwritten(self) -> set[Path]:
@@ -356,8 +356,14 @@ def make_console() -> Console:
     `ds-vit launch` copies what rank 0 draws to its terminal.
     """
     if sys.stdout.isatty() or os.environ.get("TTY_COMPATIBLE") == "1":
-        return Console(file=sys.stdout)
-    return Console(file=sys.stdout, width=120, soft_wrap=True)
+        return Console(file=sys.stdout, markup=False)
+    return Console(file=sys.stdout, markup=False, width=120, soft_wrap=True)
+
+
+def say(console: Console, *texts: str) -> None:
+    """Print lines as they are."""
+    for text in texts:
+        console.print(text, highlight=False, soft_wrap=True)
 
 
 def print_columns(console: Console, title: str, lines: Sequence[Sequence[str]]) -> None:
@@ -368,7 +374,7 @@ def print_columns(console: Console, title: str, lines: Sequence[Sequence[str]]) 
         table.add_column(name, justify="left" if name == header[0] else "right")
     for line in body:
         table.add_row(*line)
-    console.print(table, markup=False)
+    console.print(table)
 
 
 def print_table(console: Console, title: str, rows: Sequence[tuple[str, str]]) -> None:
@@ -378,4 +384,4 @@ def print_table(console: Console, title: str, rows: Sequence[tuple[str, str]]) -
     table.add_column(overflow="fold")
     for name, value in rows:
         table.add_row(name, value)
-    console.print(table, markup=False)
+    console.print(table)

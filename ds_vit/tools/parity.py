@@ -22,11 +22,11 @@ import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.table import Table
 
 import ds_vit
 from ds_vit import config as flags
@@ -39,7 +39,8 @@ from ds_vit.engine.start import quiet_deepspeed
 from ds_vit.fault_tolerance import exit_codes
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import Process
-from ds_vit.monitoring.metrics import make_console
+from ds_vit.monitoring.metrics import make_console, print_columns
+from ds_vit.monitoring.metrics import say as print_lines
 from ds_vit.monitoring.progress import Line
 from ds_vit.run_folder import RunFolder
 from ds_vit.training.program import guarded
@@ -308,10 +309,7 @@ def compare(request: Request, folder: Path) -> bool:
     from deepspeed.accelerator import get_accelerator
 
     console = make_console()
-
-    def say(line: str) -> None:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-
+    say = partial(print_lines, console)
     accelerators = 2 if get_accelerator().device_name() == "cpu" else get_accelerator().device_count()
     ranks = request.ranks or accelerators
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
@@ -341,7 +339,8 @@ def compare(request: Request, folder: Path) -> bool:
             layout.problem, layout.failed = str(error), True
         shutil.rmtree(layout.run.path, ignore_errors=True)
         say(f"{layout.name} ({layout.text}): {layout.verdict}, {time.perf_counter() - started:.0f} s")
-    console.print(matrix(layouts, compare_weights=compare_weights))
+    title = "largest relative deviation from the reference"
+    print_columns(console, title, matrix(layouts, compare_weights=compare_weights))
     for precision, limits in {layout.precision: layout.limits for layout in legal}.items():
         say(f"tolerance in {precision}: {', '.join(f'{limit:.0e}' for limit in limits)}")
     for layout in layouts:
@@ -452,9 +451,9 @@ def train(
     Raises:
         Failure: the run failed.
     """
-    console = console or Console(file=sys.stderr, soft_wrap=True)
+    console = console or Console(file=sys.stderr, markup=False, soft_wrap=True)
     if not console.is_terminal:
-        console.print(f"parity.py: {what}", markup=False, highlight=False)
+        print_lines(console, f"parity.py: {what}")
     with tempfile.TemporaryFile() as output, Line(console).doing(what, steps) as counted:
         command = [*launcher, str(TRAIN), "--recipe", str(layout.folder / "layout.yaml")]
         child = subprocess.Popen(command, stdout=None if verbose else output, stderr=None if verbose else output)
@@ -534,23 +533,17 @@ def worst_weight(reference: Mapping[str, torch.Tensor], tensors: Mapping[str, to
     return worst, relative[worst]
 
 
-def matrix(layouts: Sequence[Layout], *, compare_weights: bool) -> Table:
-    """The results as a table.
+def matrix(layouts: Sequence[Layout], *, compare_weights: bool) -> list[Sequence[str]]:
+    """The results as lines of a table, the header first.
 
     Args:
         layouts: one per row.
         compare_weights: whether the weights count; their column says so where they do not.
     """
-    table = Table(title="largest relative deviation from the reference", title_justify="left", title_style="bold")
-    table.add_column("layout", no_wrap=True)
-    table.add_column("loss", justify="right")
-    table.add_column("grad norm", justify="right")
-    table.add_column("weights" if compare_weights else "weights (not tested)", justify="right")
-    table.add_column("worst tensor", overflow="fold")
-    table.add_column("verdict")
+    of_weights = "weights" if compare_weights else "weights (not tested)"
+    lines: list[Sequence[str]] = [("layout", "loss", "grad norm", of_weights, "worst tensor", "verdict")]
     for layout in layouts:
-        numbers = ["-"] * 3
-        if not layout.problem:
-            numbers = [f"{number:.1e}" for number in (layout.loss, layout.norm, layout.weight[1])]
-        table.add_row(layout.name, *numbers, layout.weight[0], layout.verdict)
-    return table
+        found = (layout.loss, layout.norm, layout.weight[1])
+        numbers = ["-" if layout.problem else f"{number:.1e}" for number in found]
+        lines.append((layout.name, *numbers, layout.weight[0], layout.verdict))
+    return lines

@@ -23,7 +23,7 @@ from ds_vit.config.units import in_words
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.launchers import RANK_PY
 from ds_vit.models import ModelSpec
-from ds_vit.monitoring.metrics import make_console, print_columns
+from ds_vit.monitoring.metrics import make_console, print_columns, say
 from ds_vit.planner.cost import Machine
 from ds_vit.planner.goodput import Goodput, Reliability, simulate
 from ds_vit.planner.hardware import Accelerator, accelerator, link
@@ -351,8 +351,7 @@ def _show(found: Planned, arguments: argparse.Namespace) -> None:
         notes.append(
             f"matrix sizes of the best, no multiples of 8, which slows 16-bit products: {', '.join(unaligned)}."
         )
-    for note in notes:
-        console.print(f"  {note}", markup=False, highlight=False, soft_wrap=True)
+    say(console, *(f"  {note}" for note in notes))
 
 
 def _nothing_fits(found: Planned) -> str:

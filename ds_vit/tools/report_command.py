@@ -48,7 +48,7 @@ def _report(arguments: argparse.Namespace) -> int:
 def _compare(arguments: argparse.Namespace) -> int:
     if len(arguments.runs) < 2:
         raise UserError("ds-vit compare takes two runs or more; for one: ds-vit report RUN")
-    from ds_vit.monitoring.metrics import make_console, print_columns
+    from ds_vit.monitoring.metrics import make_console, print_columns, say
     from ds_vit.monitoring.report import read_records, write_report
     from ds_vit.monitoring.report.comparison import differences, outcomes
 
@@ -58,12 +58,10 @@ def _compare(arguments: argparse.Namespace) -> int:
     print_columns(console, "differences", [("setting", *names), *differing])
     print_columns(console, "results", [("metric", *names), *outcomes(records)])
     if batches := [values for name, *values in differing if name.startswith("JSON train_batch_size")]:
-        console.print(
+        say(
+            console,
             f"  The global batches differ ({', '.join(batches[0])} images): a step is not the same step. --batch-size "
             "is a rank's; `--recipe RUN/config.yaml` keeps the global batch on any number of ranks.",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
         )
     if arguments.output:
         write_report(records, arguments.output)

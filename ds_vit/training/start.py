@@ -26,7 +26,7 @@ from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import Process, launch_words
 from ds_vit.models import no_weight_decay_names, num_parameters
 from ds_vit.models.kept_rows import count_kept
-from ds_vit.monitoring.metrics import make_console, print_columns, print_table
+from ds_vit.monitoring.metrics import make_console, print_columns, print_table, say
 from ds_vit.optim.build import rules_of, states_per_element
 from ds_vit.optim.rate_factors import layer_scales
 from ds_vit.parallel.placement import Placement
@@ -285,8 +285,7 @@ def show_start(
     """
     if console is not None and flops is not None:
         _write_settings(resolved, folder)
-        for note in (*resolved.notes, *version_warnings()):
-            console.print(note, markup=False, highlight=False, soft_wrap=True)
+        say(console, *resolved.notes, *version_warnings())
         print_table(console, "ds_vit", [*start_rows(resolved, flops, device, folder.path), *more])
     if not resolved.process.spans_hosts:
         return []
@@ -328,14 +327,12 @@ def show_dry_run(resolved: Resolved, config: EngineConfig, flops: Flops, device:
         folder: where it would write.
     """
     console = make_console()
-    for note in resolved.notes:
-        console.print(note, markup=False, highlight=False, soft_wrap=True)
+    say(console, *resolved.notes)
     print_table(console, "dry run: nothing is started", start_rows(resolved, flops, device, folder))
     if resolved.optimizer is not None:
         print_table(console, "learning rate", _schedule_rows(resolved, resolved.optimizer))
     print_columns(console, "memory", _memory_lines(Cost(config)))
-    without = "the loader, what collectives take, and 2 to 3 GB of a GPU's own"
-    console.print(f"  not counted: {without}", markup=False, highlight=False, soft_wrap=True)
+    say(console, "  not counted: the loader, what collectives take, and 2 to 3 GB of a GPU's own")
     print_table(console, "would be written", _file_rows(resolved, RunFolder(folder)))
 
 

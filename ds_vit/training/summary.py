@@ -159,14 +159,13 @@ def show_end(
         write_report(read_records([folder.path]), folder.report)
     except Exception as error:  # pictures of a run that is done: nothing that is wrong with them may fail it
         unwritten[folder.report.name] = ""
-        sentence = f"WARNING: {folder.report} is not written ({type(error).__name__}: {error}); ds-vit report makes it"
-        console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+        what = f"{type(error).__name__}: {error}"
+        reporter.say(f"WARNING: {folder.report} is not written ({what}); ds-vit report makes it")
     rows = [*end_rows(config, summary, folder.path, reporter.train_loss, unwritten), *more]
     if stopped and config.optimizer is not None:
         place = f"at {summary['steps']:,} of {config.optimizer.total_steps:,}"
         print_table(console, "interrupted", [("interrupted", f"{place} {stopped}"), *rows])
-        sentence = f"interrupted {place}; resume with: {resume_command(folder.path, process)}"
-        console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+        reporter.say(f"interrupted {place}; resume with: {resume_command(folder.path, process)}")
     else:
         print_table(console, "done", rows)
     if problem := unwritten.get(folder.summary.name):

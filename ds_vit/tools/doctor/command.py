@@ -14,6 +14,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -208,12 +209,9 @@ def _show(diagnosis: Diagnosis, *, as_json: bool) -> None:
         print(json.dumps(to_json(diagnosis), default=list))
         return
     from ds_vit.monitoring.metrics import make_console
+    from ds_vit.monitoring.metrics import say as print_lines
 
-    console = make_console()
-
-    def say(text: str) -> None:
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
-
+    say = partial(print_lines, make_console())
     for answer in diagnosis.answers:
         say(f"{answer.host.name}, {answer.host.slots} slots: {_summary(answer.facts)}")
     if diagnosis.figures is not None and (measured := diagnosis.figures.measured):
