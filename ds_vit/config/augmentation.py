@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from ds_vit.config.flag import (
     ABOVE_0_TO_1,
-    ASCENDING,
     EPOCHS,
     FROM_0_BELOW_1,
     NOTED,
+    PAIR,
     PROBABILITY,
     Range,
     Rule,
@@ -72,10 +72,8 @@ class AugmentConfig:
     no_aug: bool = flag(False, "resize and crop only")
     train_crop_mode: str = flag("", "training crop", choices=("rrc", "rkrc", "rkrr"))
     train_interpolation: str = flag("random", "resize filter of training", choices=(*INTERPOLATIONS, "random"))
-    scale: Sequence[float] | None = flag((0.08, 1.0), "random-resized crop: area", span=_SIDES, rule=ASCENDING, nargs=2)
-    ratio: Sequence[float] | None = flag(
-        (3 / 4, 4 / 3), "random-resized crop: aspect", span=_SIDES, rule=ASCENDING, nargs=2
-    )
+    scale: Sequence[float] | None = flag((0.08, 1.0), "random-resized crop: area", span=_SIDES, **PAIR)
+    ratio: Sequence[float] | None = flag((3 / 4, 4 / 3), "random-resized crop: aspect", span=_SIDES, **PAIR)
     hflip: float = flag(0.5, "horizontal flip probability", span=PROBABILITY, neutral=(0.0,))
     vflip: float = flag(0.0, "vertical flip probability", span=PROBABILITY)
     color_jitter: float | Sequence[float] = flag(
@@ -100,7 +98,7 @@ class MixConfig:
     mixup: float = flag(0.0, "mixup alpha", span=_ALPHA)
     cutmix: float = flag(0.0, "cutmix alpha", span=_ALPHA)
     cutmix_minmax: Sequence[float] | None = flag(
-        None, "cutmix box side, smallest and largest", span=ABOVE_0_TO_1, rule=ASCENDING, nargs=2
+        None, "cutmix box side, smallest and largest", span=ABOVE_0_TO_1, **PAIR
     )
     mixup_prob: float = flag(1.0, "probability of mixing a pair", span=PROBABILITY)
     mixup_switch_prob: float = flag(0.5, "probability of cutmix if both are on", span=PROBABILITY)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -85,7 +85,9 @@ IMAGES = Range(1, 10**6)
 PIXELS = Range(1, 2**14)
 RATE = Range(0, 10**9)
 SECONDS = Range(0, 10**8)
-ASCENDING = Rule("takes two numbers, the smaller first", lambda pair: len(pair) == 2 and pair[0] <= pair[1])
+_ASCENDING = Rule("takes two numbers, the smaller first", lambda pair: len(pair) == 2 and pair[0] <= pair[1])
+PAIR: Mapping[str, Any] = {"rule": _ASCENDING, "nargs": 2}
+"""Of a flag that takes two numbers, the smaller first."""
 
 
 def flag(

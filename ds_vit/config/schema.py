@@ -49,6 +49,7 @@ COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
 _of_mae, _of_pairs = partial(flag_of, "mae"), partial(flag_of, "clip siglip")
 _of_texts, _of_classifiers = partial(flag_of, "clip siglip bridgetower"), partial(flag, task="classification")
+_of_tables = partial(flag, scope=FREE | RECORDED, task="clip siglip bridgetower")
 _DEGREE = Range(1, 4096)
 _WIDTH = Range(1, 2**16)
 _BLOCKS = Range(1, 1000)
@@ -229,22 +230,12 @@ class DataSettings:
     data_dir: str | Sequence[str] = flag(
         "", "folder with train/ and val/ (or .tar files); several are mixed", FREE | RECORDED, nargs="+", metavar="DIR"
     )
-    csv_img_key: str = flag(
-        "", "column of images (csv/: filepath)", FREE | RECORDED, task="clip siglip bridgetower", metavar="NAME"
-    )
-    csv_caption_key: str = flag(
-        "",
-        "column of captions, or key in .json files (csv/: title)",
-        FREE | RECORDED,
-        task="clip siglip bridgetower",
-        metavar="NAME",
-    )
-    csv_separator: str = flag(
+    csv_img_key: str = _of_tables("", "column of images (csv/: filepath)", metavar="NAME")
+    csv_caption_key: str = _of_tables("", "column of captions, or key in .json files (csv/: title)", metavar="NAME")
+    csv_separator: str = _of_tables(
         "",
         "--dataset csv/…: separator of the columns, such as \\t or , (default: the one in the header)",
-        FREE | RECORDED,
         rule=_SEPARATOR,
-        task="clip siglip bridgetower",
         metavar="CHAR",
     )
     data_weights: Sequence[float] = flag(

@@ -83,11 +83,6 @@ def refused(note: str) -> Entry:
     return lambda words, given: Answer(note, is_refused=True)
 
 
-def _value(key: str) -> Entry:
-    """A value of the JSON."""
-    return lambda words, given: Answer(values={key: _number(words[0]) if words else True})
-
-
 def frozen_text(words: Sequence[str], given: Given) -> Answer:
     """The frozen groups of a text tower of 12 blocks: embeddings, each block, the norm in the last one; projection."""
     unlocked = _number(words[0]) if words else None
@@ -117,28 +112,16 @@ def first(given: Given, name: str, default: str = "") -> str:
     return next(iter(given.get(name, ())), default)
 
 
+_PLAIN = "AdamW NAdam RAdam Adamax Adagrad Adadelta Lamb Lars Lion Muon"
+_VARIANTS = {
+    "nesterov": "sgd=SGD nesterov=SGD nlars=Lars nmuon=Muon",
+    "trust_clip": "lambc=Lamb larc=Lars",
+    "decoupled_weight_decay": "nadamw=NAdam radamw=RAdam",
+}
 OPTIMIZERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
-    "sgd": ("SGD", {"nesterov": True}),
-    "nesterov": ("SGD", {"nesterov": True}),
-    "momentum": ("SGD", {}),
-    "adam": ("Adam", {"adam_w_mode": False}),
-    "adamw": ("AdamW", {}),
-    "nadam": ("NAdam", {}),
-    "nadamw": ("NAdam", {"decoupled_weight_decay": True}),
-    "radam": ("RAdam", {}),
-    "radamw": ("RAdam", {"decoupled_weight_decay": True}),
-    "adamax": ("Adamax", {}),
-    "adagrad": ("Adagrad", {}),
-    "adadelta": ("Adadelta", {}),
-    "rmsprop": ("RMSprop", {"alpha": 0.9}),
-    "lamb": ("Lamb", {}),
-    "lambc": ("Lamb", {"trust_clip": True}),
-    "lars": ("Lars", {}),
-    "larc": ("Lars", {"trust_clip": True}),
-    "nlars": ("Lars", {"nesterov": True}),
-    "lion": ("Lion", {}),
-    "muon": ("Muon", {}),
-    "nmuon": ("Muon", {"nesterov": True}),
+    **{kind.lower(): (kind, {}) for kind in _PLAIN.split()},
+    **{x.split("=")[0]: (x.split("=")[1], {key: True}) for key, names in _VARIANTS.items() for x in names.split()},
+    **{"momentum": ("SGD", {}), "adam": ("Adam", {"adam_w_mode": False}), "rmsprop": ("RMSprop", {"alpha": 0.9})},
 }
 """timm's name of an optimizer → its type in the JSON, and its `params`."""
 _WITH_MOMENTUM = ("SGD", "RMSprop", "Lars", "Muon")
@@ -259,7 +242,7 @@ _HINTS: Mapping[str, Entry] = {
     "d": flag("--dataset", "a folder is given by --data-dir DIR"),
     # precision, optimizer, compilation
     "opt": _optimizer,
-    "opt_eps eps": _value("optimizer.params.eps"),
+    "opt_eps eps": lambda words, given: Answer(values={"optimizer.params.eps": _number("".join(words))}),
     "opt_betas+": lambda words, given: Answer(values={"optimizer.params.betas": [_number(word) for word in words]}),
     "beta1 beta2": _betas,
     "opt_kwargs+": _optimizer_arguments,
