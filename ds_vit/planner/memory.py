@@ -15,7 +15,7 @@ import functools
 import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -195,6 +195,12 @@ class RankMemory:
     def states(self) -> int:
         """Whatever the micro-batch."""
         return self.weights + self.gradients + self.masters + self.optimizer + self.average
+
+
+_NAMES = {"optimizer": "optimizer state", "buckets": "ZeRO's buckets", "gathered": "gathered weights"}
+_NAMES |= {"going_back": "backward pass with gradients so far", "updating": "update with all gradients"}
+PARTS = {field.name: _NAMES.get(field.name, field.name) for field in fields(RankMemory) if field.name != "parameters"}
+"""The parts of a rank's memory, for people."""
 
 
 class MemoryRules:

@@ -27,6 +27,7 @@ from ds_vit.monitoring.metrics import make_console, print_columns, say
 from ds_vit.planner.cost import Machine
 from ds_vit.planner.goodput import Goodput, Reliability, simulate
 from ds_vit.planner.hardware import Accelerator, accelerator, link
+from ds_vit.planner.memory import PARTS
 from ds_vit.planner.search import Candidate, Planned, PlanRequest, Search, json_at_stage, why_slower
 from ds_vit.run_folder import RunFolder, write_json
 from ds_vit.tasks.classification import Classification
@@ -298,18 +299,6 @@ def as_json(found: Planned, arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-_PARTS = {
-    "weights": "weights",
-    "masters": "masters",
-    "optimizer": "optimizer state",
-    "average": "average",
-    "buckets": "ZeRO's buckets",
-    "gathered": "gathered weights",
-    "going_back": "backward pass (activations, gradients)",
-    "updating": "or update",
-}
-
-
 def _show(found: Planned, arguments: argparse.Namespace) -> None:
     """Print the layouts and what to know about the best."""
     console, machine, best = make_console(), found.request.machine, found.fitting[0]
@@ -341,8 +330,11 @@ def _show(found: Planned, arguments: argparse.Namespace) -> None:
         short = in_words(one.needs - one.room)
         notes.append(f"closest of those that do not fit: {one} needs {in_words(one.needs)}, {short} too much.")
     row = _row(found, best, arguments)
-    parts = ", ".join(f"{text} {in_words(row['memory'][part])}" for part, text in _PARTS.items() if row["memory"][part])
-    notes.append(f"memory of the best: {parts}; {in_words(best.room)} per rank are available.")
+    sizes = {part: size for part, size in row["memory"].items() if size and part not in ("gradients", "activations")}
+    parts = ", ".join(f"{text} {in_words(sizes[part])}" for part, text in PARTS.items() if part in sizes)
+    notes.append(
+        f"memory of the best: {parts} (the larger of the last two counts); {in_words(best.room)} are available."
+    )
     notes.append(
         f"data of the best: each of {best.layout.dp} replicas needs {best.images_per_second / best.layout.dp:,.0f} "
         f"images/s; for JPEG files of ImageNet's size that is --workers {row['workers']}."

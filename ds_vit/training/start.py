@@ -31,7 +31,7 @@ from ds_vit.optim.build import rules_of, states_per_element
 from ds_vit.optim.rate_factors import layer_scales
 from ds_vit.parallel.placement import Placement
 from ds_vit.planner.counting import Flops
-from ds_vit.planner.memory import num_states
+from ds_vit.planner.memory import PARTS, num_states
 from ds_vit.run_folder import RunFolder, write_json
 from ds_vit.tasks import Task
 from ds_vit.training.build_engine import EngineConfig
@@ -352,20 +352,11 @@ def _schedule_rows(resolved: Resolved, optimizer: OptimizerConfig) -> Rows:
 def _memory_lines(cost: Cost) -> list[list[str]]:
     """The bytes of a rank of each stage, with a header."""
     stages = cost.memory()
-    fields = ("weights", "gradients", "masters", "optimizer", "average", "buckets", "gathered", "activations")
-    names = {
-        "optimizer": "optimizer state",
-        "buckets": "ZeRO's buckets",
-        "gathered": "gathered weights",
-        "going_back": "backward pass, with gradients so far",
-        "updating": "update, with all gradients",
-    }
     several = len(stages) > 1
     header = ["memory per rank", *(f"stage {i}" for i in range(len(stages)))] if several else ["memory", "per rank"]
     lines = [header, ["parameters", *(f"{stage.parameters:,}" for stage in stages)]]
-    for field in (*fields, "going_back", "updating"):
-        sizes, name = [getattr(stage, field) for stage in stages], names.get(field, field)
-        if any(sizes):
+    for field, name in PARTS.items():
+        if any(sizes := [getattr(stage, field) for stage in stages]):
             lines.append([f"{name} (in host memory)" if field in cost.rules.in_host else name, *map(in_words, sizes)])
     most = (stage.on_device(cost.config.batch).together for stage in cost.stages)
     return [*lines, ["at most", *map(in_words, most)]]

@@ -597,6 +597,9 @@ def test_set_on_the_command_line_overrides_a_recipes_flag(tmp_path):
     assert parse(["--recipe", str(recipe), "--pp", "3"])[0].pp_partition == ""
 
 
+ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+
+
 def test_what_later_checks_find_is_listed_too(tmp_path):
     """A rule that needs other parts of the run, alone after the others were followed; one that follows from another."""
     wrong = {"foo": 1, "bf16": {"enabled": True}, "fp16": {"enabled": True}, "train_batch_size": 1.5}
@@ -613,5 +616,5 @@ def test_what_later_checks_find_is_listed_too(tmp_path):
     said += ["there is no optimizer 'Shampoo'", "pipeline.activation_checkpoint_interval must be"]
     assert [problem[: len(part)] for problem, part in zip(found, said, strict=True)] == said
     with pytest.raises(UserError, match="stge") as error:
-        resolved(write(tmp_path, {"zero_optimization": {"stge": 1}, "bf16": {"enabled": True}}))
+        resolved(write(tmp_path, {"zero_optimization": {"stge": 1}, "bf16": {"enabled": True}, **ADAM}))
     assert len(error.value.problems) == 1, "bf16 without ZeRO follows from the misspelt stage"

@@ -50,7 +50,7 @@ def test_a_dry_run_shows_the_run_and_starts_nothing(capsys, tmp_path):
         "lr 0.001 (JSON; cosine)",
         "step 3 ",
         "█" * 40,
-        "backward pass, with gradients so far",
+        "backward pass with gradients so far",
     ):
         assert word in said
     for name in ("config.yaml", "metrics.jsonl", "at each epoch's end; room for 4 at most", str(output)):
