@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--deepspeed_config", "--deepspeed-config", metavar="FILE", help="types, optimizer, ZeRO stage")
     parser.add_argument("--recipe", metavar="FILE", help="model, image size, epochs, average from a recipe of training")
     parser.add_argument("--model-ema", action="store_true", default=None, help="the weights have an average")
-    parser.add_argument("--images", type=int, default=_IMAGENET, help="of the data set [%(default)s, ImageNet-1k]")
+    parser.add_argument("--images", type=int, help=f"of the data set [ImageNet-1k's {_IMAGENET:,} without a --recipe]")
     parser.add_argument("--epochs", type=float, help=f"passes over it, for days and costs [{_EPOCHS}]")
     parser.add_argument("--price", type=float, help="of a GPU for an hour, for costs")
     parser.add_argument("--pp", type=int, help="only this pipeline degree")
@@ -202,7 +202,9 @@ def _calibrate(arguments: argparse.Namespace) -> int:
 def with_recipe(arguments: argparse.Namespace) -> None:
     """Fill in, in place, what --recipe has and the command line does not."""
     arguments.of_task = False
-    if arguments.recipe:
+    if not arguments.recipe:
+        arguments.images = arguments.images or _IMAGENET
+    else:
         recipe = load_recipe(arguments.recipe)
         has_teacher = any(recipe.get(name) for name in ("kd_model_name", "kd_checkpoint"))
         arguments.of_task = recipe.get("task", Classification.name) != Classification.name or has_teacher
@@ -260,8 +262,10 @@ def request_of(arguments: argparse.Namespace) -> PlanRequest:
 def _row(found: Planned, one: Candidate, arguments: argparse.Namespace) -> dict[str, Any]:
     """A layout for --json."""
     gpu = found.request.machine.accelerator
-    days = (arguments.epochs or _EPOCHS) * arguments.images / one.images_per_second / 86400
-    gpu_hours = 24 * days * arguments.gpus
+    days = None
+    if arguments.images:
+        days = (arguments.epochs or _EPOCHS) * arguments.images / one.images_per_second / 86400
+    gpu_hours = 24 * (days or 0.0) * arguments.gpus
     fullest = max(one.memory, key=lambda memory: memory.together)
     return {
         "layout": dataclasses.asdict(one.layout),
@@ -278,8 +282,8 @@ def _row(found: Planned, one: Candidate, arguments: argparse.Namespace) -> dict[
         "workers": math.ceil(one.images_per_second / one.layout.dp / gpu.images_per_worker),
         "mfu": found.mfu(one),
         "days": days,
-        "megawatt_hours": gpu_hours * gpu.watts / 1e6,
-        "cost": arguments.price and gpu_hours * arguments.price,
+        "megawatt_hours": days and gpu_hours * gpu.watts / 1e6,
+        "cost": days and arguments.price and gpu_hours * arguments.price,
     }
 
 
@@ -302,24 +306,28 @@ def as_json(found: Planned, arguments: argparse.Namespace) -> dict[str, Any]:
 def _show(found: Planned, arguments: argparse.Namespace) -> None:
     """Print the layouts and what to know about the best."""
     console, machine, best = make_console(), found.request.machine, found.fitting[0]
-    lines = [["layout", "micro-batch", "memory per rank", "step", "bubble", "MFU", "images/s", "days", "MWh"]]
-    lines[0] += ["cost"] if arguments.price else []
+    costs = {"days": ("days", ",.1f"), "megawatt_hours": ("MWh", ",.1f"), "cost": ("cost", ",.0f")}
+    costs = {key: shown for key, shown in costs.items() if _row(found, best, arguments)[key] is not None}
+    lines = [["layout", "micro-batch", "memory per rank", "step", "bubble", "MFU", "images/s"]]
+    lines[0] += [name for name, _ in costs.values()]
     for one in found.fitting[: arguments.top]:
         row = _row(found, one, arguments)
         line = [str(one), f"{one.batch.micro_batch} x {one.batch.accumulation}", in_words(one.needs)]
         line += [f"{one.time.seconds:.3f} s", f"{row['bubble']:.0%}", f"{row['mfu']:.0%}"]
-        line += [f"{one.images_per_second:,.0f}", f"{row['days']:,.1f}", f"{row['megawatt_hours']:,.1f}"]
-        lines.append([*line, *([f"{row['cost']:,.0f}"] if arguments.price else [])])
+        line += [f"{one.images_per_second:,.0f}", *(format(row[key], form) for key, (_, form) in costs.items())]
+        lines.append(line)
     title = (
         f"{arguments.model}, {found.parameters / 1e9:,.2f} B parameters, on {machine.gpus} x "
         f"{machine.accelerator.name}: {len(found.fitting)} layouts fit, {len(found.too_large)} do not"
     )
     print_columns(console, title, lines)
+    days = "the recipe's data set: --images N says how many it has"
+    if arguments.images:
+        days = f"{arguments.epochs or _EPOCHS:g} epochs of {arguments.images:,} images (--epochs, --images)"
     notes = [
         "predicted from published rates: real steps take 1 to 3 times as long; --calibrate measures this machine's.",
-        f"a step is {arguments.global_batch:,} images (--global-batch); days and MWh are those of "
-        f"{arguments.epochs or _EPOCHS:g} epochs of {arguments.images:,} images (--epochs, --images). --top N shows "
-        "more layouts, --write DIR writes the files of the best.",
+        f"a step is {arguments.global_batch:,} images (--global-batch); days and MWh are those of {days}. "
+        "--top N shows more layouts, --write DIR writes the files of the best.",
     ]
     if arguments.of_task:
         notes.append("memory is that of the task's run; the time leaves out its loss and what its ranks gather for it.")

@@ -217,6 +217,30 @@ def test_a_recipe_is_read_as_training_reads_it(capsys, tmp_path, monkeypatch):
     assert (config.pp, config.tp, config.grad_checkpointing, config.img_size) == (1, 1, "", 32)
 
 
+def test_days_are_those_of_the_data_set(capsys):
+    """ImageNet's number of images for a recipe of another data set."""
+    words = [
+        *BASE[:1],
+        "--gpus",
+        "2",
+        "--gpu",
+        "a100",
+        "--global-batch",
+        "64",
+        "--recipe",
+        "launch/recipes/digits.yaml",
+    ]
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    assert "1,281,167" not in said
+    assert "MWh ┃" not in said
+    assert "--images N says how many it has" in said
+    [first, *_] = planned(capsys, "--images", 1442, base=words)["layouts"]
+    assert first["days"] * 86400 == pytest.approx(40 * 1442 / first["images_per_second"])
+    assert main([*words, "--images", "1442"]) == 0
+    assert "40 epochs of 1,442 images" in capsys.readouterr().out
+
+
 SMALL = (
     "model: vit_tiny_patch16_224\nimg_size: 16\nmodel_kwargs: {patch_size: 4, embed_dim: 64, depth: 2, num_heads: 2}\n"
 )
