@@ -274,7 +274,7 @@ def describe(outcome: Outcome) -> list[str]:
     lines.append(f"rank {first['rank']} on {first['host']} failed first, {how}; its log: {first['log'] or 'none'}")
     lines += [f"  {line}" for line in first["error"]]
     others = sum(report is not first for report in outcome.reports)
-    return [*lines, f"({others} more ranks ended after it)"] if others else lines
+    return [*lines, f"({others} more rank{'s' * (others > 1)} ended after it)"] if others else lines
 
 
 def _signal_text(number: int) -> str:

@@ -15,8 +15,8 @@ from ds_vit.models.layers import EmbedLayer, Layer
 from ds_vit.models.zoo import TimmViT
 
 
-def check_sizes(model: TimmViT, name: str, sizes: Iterable[int]) -> None:
-    """Check that a model can take square images of these sizes.
+def check_sizes(model: TimmViT, name: str, flag: str, sizes: Iterable[int]) -> None:
+    """Check that a model, named as `name`, can take square images of a flag's sizes.
 
     Raises:
         UserError: its stem is no plain patch embedding, or a size is no multiple of its patches.
@@ -29,7 +29,9 @@ def check_sizes(model: TimmViT, name: str, sizes: Iterable[int]) -> None:
         )
     for size in sizes:
         if wrong := [patch for patch in stem.patch_size if size % patch]:
-            raise UserError(f"images of {size} pixels are no multiple of the patch size {wrong[0]} of {name!r}")
+            near = max(1, round(size / wrong[0])) * wrong[0]
+            why = f"no multiple of the patch size {wrong[0]} of {name!r}"
+            raise UserError(f"{flag}: images of {size} pixels are {why}; the nearest is {near}")
 
 
 def set_image_size(module: nn.Module, size: int, patch_size: tuple[int, int]) -> None:

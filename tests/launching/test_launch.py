@@ -103,7 +103,7 @@ def test_ds_vit_launch_ends_with_the_whole_message(tmp_path):
     flags = [re.search("--[a-z_-]+", line)[0] for line in problems]
     assert flags == ["--modle", "--lrr", "--deepspeed_config", "--data-dir"]
     assert "ds-vit from-timm" in remedy
-    assert others == "run: (1 more ranks ended after it)"
+    assert others == "run: (1 more rank ended after it)"
 
 
 def process_of_rank(rank: int, output: Path) -> psutil.Process:

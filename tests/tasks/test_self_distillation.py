@@ -317,7 +317,10 @@ def test_components_of_training_images_are_drawn_without_a_validation_split(rank
 REFUSED = [
     (("--model-kwargs", "global_pool=avg"), "reads the class token, and 'vit_tiny_patch16_224' has global_pool 'avg'"),
     (("--model-kwargs", "patch_drop_rate=0.2"), "masks patches and predicts them"),
-    (("--local-crops-size", 6), "images of 6 pixels are no multiple of the patch size 4"),
+    (
+        ("--local-crops-size", 6),
+        "--local-crops-size: images of 6 pixels are no multiple of the patch size 4 .*; the nearest is 8",
+    ),
     (("--model-ema",), "--model-ema: --task dino keeps an average of the weights, its teacher"),
     (("--pp", 2), "--task dino cannot be split into pipeline stages"),
     (("--tp", 2, "--class-parallel", "on"), "--class-parallel has no effect with --task dino"),

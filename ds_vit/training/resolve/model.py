@@ -171,7 +171,8 @@ def _resolve_image(config: RunConfig, whole: TimmViT, sizes: Sequence[int]) -> I
     """Size and normalisation of the images; UserError if the model or the augmentation does not work with a size."""
     image = ImageConfig(image_size(whole), **resolve_pixels(vars(config), whole))
     if sizes:
-        check_sizes(whole, config.model, sizes)
+        flag = "--img-size-schedule" if config.img_size_schedule else "--train-img-sizes"
+        check_sizes(whole, config.model, flag, sizes)
     # Raises here what it would raise in a loader's worker.
     for pixels in [dataclasses.replace(image, img_size=(size, size)) for size in sizes] or [image]:
         worker_transform(pixels, config.augment)
