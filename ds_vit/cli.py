@@ -66,7 +66,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ds_vit.config.parser import Parser, show_examples
+from ds_vit.config.parser import Parser, at_least, show_examples
 from ds_vit.config.schema import FIELDS, spelling
 from ds_vit.config.units import parse_bytes
 from ds_vit.fault_tolerance import exit_codes
@@ -157,14 +157,14 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
     for kind in (step, ladder):
         add = kind.add_argument
         add("--model", default="vit_tiny_patch16_224", help="timm name [%(default)s]")
-        add("-b", "--batch-size", type=int, default=16, help="images of a rank's micro-batch [%(default)s]")
+        add("-b", "--batch-size", type=at_least(1), default=16, help="images of a rank's micro-batch [%(default)s]")
         several: dict[str, Any] = {"nargs": "+"} if kind is step else {}
         add("--deepspeed_config", "--deepspeed-config", required=True, metavar="FILE", **several)
-        add("--turns", type=int, default=12, help="turns of each side; the fastest counts [%(default)s]")
-        add("--steps", type=int, default=3, help="steps per turn [%(default)s]")
+        add("--turns", type=at_least(1), default=12, help="turns of each side; the fastest counts [%(default)s]")
+        add("--steps", type=at_least(1), default=3, help="steps per turn [%(default)s]")
     text = "the loader on your own images, by stage; other flags are those of launch/train.py"
     data = _add(kinds, "data", text, _bench_data)
-    data.add_argument("--images", type=int, default=256, help="how many to load [%(default)s]")
+    data.add_argument("--images", type=at_least(1), default=256, help="how many to load [%(default)s]")
     for kind in (step, ladder, data):
         kind.allow_abbrev = False  # of a flag of training
         kind.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
@@ -173,7 +173,7 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
 def _add_hosts(hosts: argparse.ArgumentParser) -> None:
     source = "where to read (default: the job's scheduler)"
     hosts.add_argument("--from", dest="source", metavar="FILE|slurm|pbs", help=source)
-    hosts.add_argument("--slots", type=int, help="ranks per host, whatever the source says")
+    hosts.add_argument("--slots", type=at_least(1), help="ranks per host, whatever the source says")
     hosts.add_argument("--output", metavar="FILE", help="write there (default: stdout)")
 
 
@@ -294,8 +294,6 @@ def _print_result(tool: ModuleType, result: Any, arguments: argparse.Namespace) 
 def _bench_data(arguments: argparse.Namespace) -> int:
     from ds_vit.tools import bench_data
 
-    if arguments.images < 1:
-        raise UserError(f"--images must be at least 1, not {arguments.images}")
     result = bench_data.bench_data(arguments.words, arguments.images)
     _print_result(bench_data, result, arguments)
     return exit_codes.OK

@@ -8,10 +8,11 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
+import math
 import re
 import sys
 import textwrap
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -73,6 +74,19 @@ class Parser(argparse.ArgumentParser):
         if unknown := re.match(r"unrecognized arguments: (-[^ =]*)", message):
             message = f"there is no flag {unknown[1]}{did_you_mean(unknown[1], self._option_string_actions)}"
         raise UserError(message)
+
+
+def at_least(low: float, kind: Callable[[str], Any] = int, *, above: bool = False) -> Callable[[str], Any]:
+    """The type of a program's own argument that takes finite numbers from `low` on; `above`: not `low` itself."""
+
+    def read(text: str) -> Any:
+        number = kind(text)
+        if not low <= number < math.inf or (above and number == low):
+            raise argparse.ArgumentTypeError(f"must be {'above' if above else 'at least'} {low:g}, not {text}")
+        return number
+
+    read.__name__ = kind.__name__  # in argparse's message about other words
+    return read
 
 
 class ShortHelp(argparse.Action):

@@ -15,7 +15,7 @@ from ds_vit.models.layers import EmbedLayer, Layer
 from ds_vit.models.zoo import TimmViT
 
 
-def check_sizes(model: TimmViT, name: str, flag: str, sizes: Iterable[int]) -> None:
+def check_sizes(model: TimmViT, name: str, sizes: Iterable[int], flag: str = "--img-size") -> None:
     """Check that a model, named as `name`, can take square images of a flag's sizes.
 
     Raises:

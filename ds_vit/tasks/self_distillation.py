@@ -146,7 +146,7 @@ class SelfDistillation(Task):
         reads_patches = config.ibot_weight > 0
         model = create_self_distillation(spec, settings, for_training=for_training, reads_patches=reads_patches)
         if config.local_crops_number:
-            check_sizes(model, spec.name, "--local-crops-size", [_local_size(config, model)])
+            check_sizes(model, spec.name, [_local_size(config, model)], "--local-crops-size")
         count_crops(
             model,
             num_local=config.local_crops_number,

@@ -33,6 +33,7 @@ from ds_vit import config as flags
 from ds_vit.config import deepspeed_json
 from ds_vit.config.batch import KEYS as BATCH_KEYS
 from ds_vit.config.deepspeed_json import overlay
+from ds_vit.config.parser import at_least
 from ds_vit.config.schema import is_asked_for
 from ds_vit.config.units import parse_set
 from ds_vit.engine.start import quiet_deepspeed
@@ -209,21 +210,19 @@ def parse(argv: Sequence[str] | None = None) -> Request:
     description = "Train a few steps in each layout, and compare loss, gradient norm and weights with one reference. "
     parser = flags.build_parser("parity.py", description + "Takes the flags of train.py too.", only=flags.FIELDS)
     parser.usage = "parity.py -n RANKS --deepspeed_config FILE [--layouts LIST] [flags]"
-    parser.add_argument("-n", "--ranks", type=int, metavar="N", help="ranks of each run [one per accelerator; CPU: 2]")
+    parser.add_argument(
+        "-n", "--ranks", type=at_least(1), metavar="N", help="ranks of each run [one per accelerator; CPU: 2]"
+    )
     parser.add_argument("--launcher", metavar="COMMAND", help="what starts train.py on these ranks [torchrun, here]")
     parser.add_argument("--layouts", metavar="LIST", help='"pp2 tp2, tp2 --sequence-parallel, pp2, zero3"')
     parser.add_argument("--reference", metavar="LAYOUT", help="what they are compared with [zero1 fp32; fp16: zero1]")
-    parser.add_argument("--steps", type=int, default=5, help="optimizer steps in each [5]")
-    parser.add_argument("--rtol", type=float, help="largest relative deviation that passes [fp32: 1e-5; bf16: 3e-2]")
+    parser.add_argument("--steps", type=at_least(1), default=5, help="optimizer steps in each [5]")
+    parser.add_argument(
+        "--rtol", type=at_least(0, float), help="largest relative deviation that passes [fp32: 1e-5; bf16: 3e-2]"
+    )
     parser.add_argument("--own-optimizer", action="store_true", help="the JSON's optimizer instead of clipped SGD")
     words = flags.read_words(parser, argv)
     own = {field.name: words.pop(field.name, None) for field in fields(Request) if field.name != "values"}
-    if own["steps"] < 1:
-        raise UserError(f"--steps must be at least 1, not {own['steps']}")
-    if own["rtol"] is not None and not 0 <= own["rtol"] < math.inf:
-        raise UserError(f"--rtol must be a number >= 0, not {own['rtol']}")
-    if own["ranks"] is not None and own["ranks"] < 1:
-        raise UserError(f"-n must be at least 1, not {own['ranks']}")
     if own["launcher"] and not own["ranks"]:
         raise UserError("--launcher needs -n N: how many ranks it starts")
     config, explicit = flags.from_values(words)

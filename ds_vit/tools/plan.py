@@ -18,7 +18,7 @@ from typing import Any
 from ds_vit.config import load_recipe
 from ds_vit.config.deepspeed_json import load_json
 from ds_vit.config.deepspeed_rules import precision
-from ds_vit.config.parser import or_shipped, parse_kwargs
+from ds_vit.config.parser import at_least, or_shipped, parse_kwargs
 from ds_vit.config.units import in_words
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.launchers import RANK_PY
@@ -26,7 +26,7 @@ from ds_vit.models import ModelSpec
 from ds_vit.monitoring.metrics import make_console, print_columns, say
 from ds_vit.planner.cost import Machine
 from ds_vit.planner.goodput import Goodput, Reliability, simulate
-from ds_vit.planner.hardware import Accelerator, accelerator, link
+from ds_vit.planner.hardware import accelerator, link
 from ds_vit.planner.memory import PARTS
 from ds_vit.planner.search import Candidate, Planned, PlanRequest, Search, json_at_stage, why_slower
 from ds_vit.run_folder import RunFolder, write_json
@@ -54,18 +54,20 @@ _OF_RECIPE = ("model", "img_size", "epochs", "model_ema", "deepspeed_config", "m
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `ds-vit plan`."""
     parser.add_argument("--model", help="timm name, or one of the sizes up to vit_120b_patch14_224")
-    parser.add_argument("--gpus", type=int, help="how many, on all hosts")
+    parser.add_argument("--gpus", type=at_least(1), help="how many, on all hosts")
     parser.add_argument("--gpu", default="h200", metavar="NAME|FILE", help="what they are [%(default)s]")
-    parser.add_argument("--gpus-per-node", type=int, help="of them in a host [the usual host's]")
+    parser.add_argument("--gpus-per-node", type=at_least(1), help="of them in a host [the usual host's]")
     parser.add_argument("--link", default="ib400", metavar="NAME|FILE", help="between hosts, a GPU [%(default)s]")
-    parser.add_argument("--global-batch", type=int, default=4096, help="images of a step [%(default)s]")
+    parser.add_argument("--global-batch", type=at_least(1), default=4096, help="images of a step [%(default)s]")
     parser.add_argument("--img-size", type=int, help="pixels [the model's]")
     parser.add_argument("--num-classes", type=int, help="[1000]")
     parser.add_argument("--model-kwargs", nargs="+", metavar="K=V", default=[], help="timm's, as in training")
     parser.add_argument("--deepspeed_config", "--deepspeed-config", metavar="FILE", help="types, optimizer, ZeRO stage")
     parser.add_argument("--recipe", metavar="FILE", help="model, image size, epochs, average from a recipe of training")
     parser.add_argument("--model-ema", action="store_true", default=None, help="the weights have an average")
-    parser.add_argument("--images", type=int, help=f"of the data set [ImageNet-1k's {_IMAGENET:,} without a --recipe]")
+    parser.add_argument(
+        "--images", type=at_least(1), help=f"of the data set [ImageNet-1k's {_IMAGENET:,} without a --recipe]"
+    )
     parser.add_argument("--epochs", type=float, help=f"passes over it, for days and costs [{_EPOCHS}]")
     parser.add_argument("--price", type=float, help="of a GPU for an hour, for costs")
     parser.add_argument("--pp", type=int, help="only this pipeline degree")
@@ -83,7 +85,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for flag, unit, text in _RELIABILITY:
         default = getattr(Reliability, flag)
         name = f"--{flag.replace('_', '-')}"
-        reliability.add_argument(name, type=float, default=default, metavar=unit, help=f"{text} [%(default).4g]")
+        number = at_least(0, float, above=flag in ("host_hours", "checkpoint_seconds"))
+        reliability.add_argument(name, type=number, default=default, metavar=unit, help=f"{text} [%(default).4g]")
     reliability.add_argument("--wait-for-repair", action="store_true", help="the other hosts wait for a failed one")
 
 
@@ -118,19 +121,10 @@ def plan(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _gpus_per_node(arguments: argparse.Namespace, gpu: Accelerator) -> int:
-    """How many GPUs a host has."""
-    if arguments.gpus_per_node is not None and arguments.gpus_per_node < 1:
-        raise UserError(f"--gpus-per-node {arguments.gpus_per_node}: a host has at least 1")
-    return arguments.gpus_per_node or gpu.gpus_per_node
-
-
 def _goodput(arguments: argparse.Namespace) -> int:
     """Print the table of goodput by the number of GPUs."""
-    per_host = _gpus_per_node(arguments, accelerator(arguments.gpu))
+    per_host = arguments.gpus_per_node or accelerator(arguments.gpu).gpus_per_node
     figures = {flag: getattr(arguments, flag) for flag, *_ in _RELIABILITY}
-    if min(figures["host_hours"], figures["checkpoint_seconds"]) <= 0 or min(figures.values()) < 0:
-        raise UserError("--host-hours and --checkpoint-seconds must be above 0, and none of the others below")
     how = Reliability(**figures, elastic=not arguments.wait_for_repair)
     counts = [2**i for i in range(max(1, arguments.gpus // per_host).bit_length())]
     found = [simulate(hosts, how) for hosts in counts]
@@ -222,10 +216,8 @@ def request_of(arguments: argparse.Namespace) -> PlanRequest:
     Raises:
         UserError: an unknown GPU or link, or an invalid number.
     """
-    if arguments.gpus < 1 or arguments.global_batch < 1:
-        raise UserError(f"--gpus {arguments.gpus} --global-batch {arguments.global_batch}: both must be at least 1")
     gpu = accelerator(arguments.gpu)
-    per_node = _gpus_per_node(arguments, gpu)
+    per_node = arguments.gpus_per_node or gpu.gpus_per_node
     if arguments.gpus > per_node and arguments.gpus % per_node:
         nearest = max(1, round(arguments.gpus / per_node)) * per_node
         raise UserError(

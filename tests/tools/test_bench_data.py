@@ -94,4 +94,4 @@ def test_images_without_files(monkeypatch):
     assert "the training process itself" in out
     code, _, err = bench("--images", 0, *WORDS)
     assert code == 2
-    assert "--images must be at least 1, not 0" in err
+    assert "--images: must be at least 1, not 0" in err

@@ -152,7 +152,7 @@ def test_invalid_layouts(tmp_path):
         (["--layouts", ""], "layout '': nothing is not part"),
         (["--tp", "2"], "--tp has no place in parity.py; use --layouts"),
         (["--max-steps", "9"], "--max-steps has no place in parity.py; use --steps"),
-        (["--steps", "0"], "--steps must be at least 1"),
+        (["--steps", "0"], "--steps: must be at least 1"),
         (["--launcher", "srun"], "--launcher needs -n N"),
         (["--rtol", "nan"], "--rtol must be a number >= 0"),
         (["--step", "3"], "there is no flag --step"),

@@ -78,7 +78,10 @@ def test_schedules_that_are_refused(text, said):
         ([*VIT, "--img-size", "8"], "--img-size is 8"),
         ([*VIT, "--compile"], "--compile makes one graph of fixed shapes"),
         ([*VIT, "--max-steps", "2"], "2 steps are too few"),
-        (["--model", "vit_tiny_patch16_224"], "sizes: images of 8 pixels are no multiple of the patch size 16"),
+        (
+            ["--model", "vit_tiny_patch16_224"],
+            "--img-size-schedule: images of 8 pixels are no multiple of the patch size 16",
+        ),
         (["--model", "vit_tiny_r_s16_p8_224", "--img-size-schedule", "32:0,64:0.5"], "takes one size;"),
         ([*VIT, "--train-img-sizes", "8", "16"], "keep one"),
         ([*VIT, "--img-size-schedule", "", "--train-img-sizes", "16"], "two sizes or more"),

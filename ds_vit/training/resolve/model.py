@@ -172,7 +172,7 @@ def _resolve_image(config: RunConfig, whole: TimmViT, sizes: Sequence[int]) -> I
     image = ImageConfig(image_size(whole), **resolve_pixels(vars(config), whole))
     if sizes:
         flag = "--img-size-schedule" if config.img_size_schedule else "--train-img-sizes"
-        check_sizes(whole, config.model, flag, sizes)
+        check_sizes(whole, config.model, sizes, flag)
     # Raises here what it would raise in a loader's worker.
     for pixels in [dataclasses.replace(image, img_size=(size, size)) for size in sizes] or [image]:
         worker_transform(pixels, config.augment)
