@@ -99,7 +99,8 @@ def translate(command: Sequence[str], origin: Origin = ORIGINS["from-timm"]) -> 
                 out.setdefault(flag, []).extend(own)
             continue
         values |= answer.values
-        out |= _by_flag(answer.words, out)
+        for ours, words in split_words(answer.words, actions)[0].values():
+            out[ours] = [*(out.get(ours, ()) if ours == "--model-kwargs" else ()), *words]
         said = f"{shlex.join([flag, *own])}: {answer.note.removesuffix('; drop it')}"
         if answer.is_refused:
             refusals.append(said)
@@ -169,15 +170,3 @@ def _split_launcher(words: list[str], origin: Origin) -> tuple[list[str], list[s
 
 def _file_name(word: str) -> str:
     return PurePath(word).name
-
-
-def _by_flag(words: Sequence[str], out: dict[str, list[str]]) -> dict[str, list[str]]:
-    """Flags with their words; --model-kwargs adds to the words in `out`."""
-    flags: dict[str, list[str]] = {}
-    for word in words:
-        if word.startswith("--"):
-            flag = word
-            flags[flag] = list(out.get(flag, ())) if flag == "--model-kwargs" else []
-        else:
-            flags[flag].append(word)
-    return flags

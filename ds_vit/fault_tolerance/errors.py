@@ -107,6 +107,19 @@ def memory_errors(advise: Callable[[bool], str]) -> Iterator[None]:
         raise OutOfMemory(f"out of memory{where}{asked_for}: {advise(of_loader)}") from error
 
 
+@contextlib.contextmanager
+def written(named: str) -> Iterator[None]:
+    """For the block, an error of the system is one line that begins with this name of a file or folder.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{named}: {error.strerror or error}") from error
+
+
 def read_text(path: str | Path, named_by: str) -> str:
     """The text of a file.
 

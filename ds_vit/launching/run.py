@@ -37,9 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
         add_common_arguments(added, launcher)
         return added
 
-    local = kind("local", Local, "this machine")
-    local.add_argument("--num_ranks", type=int, metavar="N", help="ranks [a rank per GPU]")
-    local.add_argument("--include", default="", metavar="LIST", help="GPUs, as DeepSpeed takes them: localhost:0,2")
+    _add_ranks(kind("local", Local, "this machine"), "--num_ranks")
     hostfile = kind("hostfile", Hostfile, "the hosts of a hostfile, over ssh")
     hostfile.add_argument("--hostfile", "-H", type=Path, required=True, help="lines of `name slots=N`")
     for filters in ("--include", "--exclude"):
@@ -74,10 +72,15 @@ def add_common_arguments(parser: argparse.ArgumentParser, launcher: type[Launche
 def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `ds-vit launch`: those of `run.py local`, with a command of `ds-vit` instead of a script."""
     add_common_arguments(parser, Local)
-    parser.add_argument("-n", "--ranks", dest="num_ranks", type=int, metavar="N", help="ranks [a rank per GPU]")
-    parser.add_argument("--include", default="", metavar="LIST", help="GPUs, as DeepSpeed takes them: localhost:0,2")
+    _add_ranks(parser, "-n", "--ranks")
     parser.add_argument("program", choices=("train", "eval", "bench"), help="what each rank runs")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its flags")
+
+
+def _add_ranks(parser: argparse.ArgumentParser, *names: str) -> None:
+    """How many ranks this machine gets, or on which of its GPUs."""
+    parser.add_argument(*names, dest="num_ranks", type=int, metavar="N", help="ranks [a rank per GPU]")
+    parser.add_argument("--include", default="", metavar="LIST", help="GPUs, as DeepSpeed takes them: localhost:0,2")
 
 
 def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> int:

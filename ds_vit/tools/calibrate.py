@@ -26,7 +26,7 @@ from PIL import Image
 from torch.nn import functional as F
 
 from ds_vit.device import hardware_name, is_accelerator, total_bytes
-from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.fault_tolerance.errors import written
 from ds_vit.launching.process import Process
 from ds_vit.models import ModelSpec, create_model, take_apart
 from ds_vit.planner.counting import Pass, work_of_layers
@@ -245,10 +245,8 @@ def _write(path: Path, figures: Mapping[str, Any], source: str, others: Mapping[
     }
     if dist.is_initialized() and dist.get_rank():
         return
-    try:
+    with written(f"--calibrate {path}"):
         path.write_text(yaml.safe_dump(table, sort_keys=False))
-    except OSError as error:
-        raise UserError(f"--calibrate {path}: {error.strerror or error}") from None
 
 
 def _seconds(call: Call, device: torch.device, seconds: float) -> float:

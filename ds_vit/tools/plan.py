@@ -20,7 +20,7 @@ from ds_vit.config.deepspeed_json import load_json
 from ds_vit.config.deepspeed_rules import precision
 from ds_vit.config.parser import at_least, or_shipped, parse_kwargs
 from ds_vit.config.units import in_words
-from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.fault_tolerance.errors import UserError, written
 from ds_vit.launching.launchers import RANK_PY
 from ds_vit.models import ModelSpec
 from ds_vit.monitoring.metrics import make_console, print_columns, say
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus", type=at_least(1), help="how many, on all hosts")
     parser.add_argument("--gpu", default="h200", metavar="NAME|FILE", help="what they are [%(default)s]")
     parser.add_argument("--gpus-per-node", type=at_least(1), help="of them in a host [the usual host's]")
-    parser.add_argument("--link", default="ib400", metavar="NAME|FILE", help="between hosts, a GPU [%(default)s]")
+    parser.add_argument("--link", default="ib400", metavar="NAME|FILE", help="between hosts, per GPU [%(default)s]")
     parser.add_argument("--global-batch", type=at_least(1), default=4096, help="images of a step [%(default)s]")
     parser.add_argument("--img-size", type=int, help="pixels [the model's]")
     parser.add_argument("--num-classes", type=int, help="[1000]")
@@ -105,9 +105,9 @@ def plan(arguments: argparse.Namespace) -> int:
     with_recipe(arguments)
     request = request_of(arguments)
     if arguments.of_task:
-        from ds_vit.tools.plan_task import search_task  # which imports DeepSpeed
+        from ds_vit.tools.plan_task import TaskSearch, run_of  # which imports DeepSpeed
 
-        found = search_task(request, arguments)
+        found = TaskSearch(request, run_of(arguments, request)).run()
     else:
         found = Search(request).run()
     if not found.fitting:
@@ -167,11 +167,9 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     path, process = Path(arguments.calibrate), discover()
     if path.suffix not in (".yaml", ".yml"):
         raise UserError(f"--calibrate {path}: a file for --gpu ends in .yaml; for example {path.stem}.yaml")
-    try:
+    with written(f"--calibrate {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.open("a").close()
-    except OSError as error:
-        raise UserError(f"--calibrate {path}: {error.strerror or error}") from None
     if process.spans_hosts:
         raise UserError(
             f"--calibrate with {process.world_size} ranks, {process.local_world_size} of them here: measure one host's "
@@ -372,13 +370,11 @@ def write(found: Planned, one: Candidate, folder: Path, arguments: argparse.Name
     machine, request = found.request.machine, found.request
     per_host = min(machine.gpus, machine.per_node)
     hosts = "".join(f"node{i + 1} slots={per_host}\n" for i in range(max(1, machine.gpus // machine.per_node)))
-    try:
+    with written(f"--write {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
         write_json(RunFolder(folder).deepspeed, {**json_at_stage(request.json, one.stage), **one.batch.as_json()})
         (folder / "hostfile").write_text(hosts)
         (folder / "command.sh").write_text(_script(one, folder, arguments))
-    except OSError as error:
-        raise UserError(f"--write {folder}: {error.strerror or error}") from None
 
 
 def training_words(one: Candidate, folder: Path, arguments: argparse.Namespace) -> list[str]:

@@ -17,20 +17,11 @@ from ds_vit.launching.process import Process
 from ds_vit.parallel.layout import Layout
 from ds_vit.planner.counting import LayerWork, count_flops
 from ds_vit.planner.memory import LayerMemory, MemoryRules, unaligned_matrices
-from ds_vit.planner.search import Planned, PlanRequest, Search, json_at_stage
+from ds_vit.planner.search import PlanRequest, Search, json_at_stage
 from ds_vit.tasks import find_task
 from ds_vit.training.build import resolve_parts
 from ds_vit.training.build_engine import EngineConfig
 from ds_vit.training.cost import Cost
-
-
-def search_task(request: PlanRequest, arguments: argparse.Namespace) -> Planned:
-    """Every layout of the recipe's run, ranked.
-
-    Raises:
-        UserError: as `Search`, and what training would raise.
-    """
-    return TaskSearch(request, run_of(arguments, request)).run()
 
 
 class TaskSearch(Search):
@@ -39,6 +30,9 @@ class TaskSearch(Search):
     Args:
         request: what to plan.
         config: of the engine of such a run, in any layout of one pipeline stage and one tensor-parallel rank.
+
+    Raises:
+        UserError: as `Search`.
     """
 
     def __init__(self, request: PlanRequest, config: EngineConfig) -> None:

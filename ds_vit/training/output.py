@@ -18,7 +18,7 @@ from typing import Any
 
 from ds_vit.checkpoint.folder import checkpoints
 from ds_vit.fault_tolerance import exit_codes
-from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.fault_tolerance.errors import UserError, written
 from ds_vit.launching.host_identity import identity
 from ds_vit.launching.process import Process
 from ds_vit.run_folder import RunFolder, weights_in
@@ -178,12 +178,10 @@ class FolderLock:
             UserError: another run has it, or the folder cannot be written to.
         """
         folder = self._path.parent
-        try:
+        with written(f"--output {folder} cannot be written to"):
             self._made = self._made or not folder.exists()
             folder.mkdir(parents=True, exist_ok=True)
             self._acquire()
-        except OSError as error:
-            raise UserError(f"--output {folder} cannot be written to: {error.strerror or error}") from error
         self._thread.start()
         return self
 

@@ -22,7 +22,7 @@ from ds_vit.config.schema import KEY_OF_FLAG
 from ds_vit.config.units import Interval, in_words
 from ds_vit.engine.layer_norms import layers_of
 from ds_vit.engine.patches.process import version_warnings
-from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.fault_tolerance.errors import written
 from ds_vit.launching.process import Process, launch_words
 from ds_vit.models import no_weight_decay_names, num_parameters
 from ds_vit.models.kept_rows import count_kept
@@ -299,15 +299,13 @@ def show_start(
 def _write_settings(resolved: Resolved, folder: RunFolder) -> None:
     """Write the settings files of a run: enough to run it again."""
     deepspeed, task = resolved.deepspeed, resolved.model.task
-    try:
+    with written(f"--output {folder.path} cannot be written to"):
         folder.path.mkdir(parents=True, exist_ok=True)
         folder.config.write_text(flags.to_yaml(resolved_flags(resolved)), encoding="utf-8")
         write_json(folder.deepspeed, deepspeed.json)
         write_json(derived_path(folder.deepspeed), deepspeed.origins)
         if task.has_classes:
             write_json(folder.classes, task.class_names)
-    except OSError as error:
-        raise UserError(f"--output {folder.path} cannot be written to: {error.strerror or error}") from error
 
 
 # ---- --dry-run -------------------------------------------------------------------------------------------------------

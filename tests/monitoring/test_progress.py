@@ -14,7 +14,7 @@ from runs import ONE_BLOCK
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ds_vit.monitoring import progress
-from ds_vit.monitoring.metrics import Reporter
+from ds_vit.monitoring.metrics import Reporter, make_console, print_columns, print_table, say
 from ds_vit.monitoring.progress import Line
 from ds_vit.monitoring.throughput import Lagging
 from ds_vit.run_folder import RunFolder
@@ -135,3 +135,15 @@ def test_a_loader_that_is_too_slow_is_told_once(tmp_path):
     assert (
         "at 60 images/s 40% of the time is spent waiting for it, and the model could take about 100;" in said.getvalue()
     )
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_names_in_brackets_are_printed(capsys, monkeypatch, is_terminal):
+    """A folder that rich takes for a style: it vanished from the start and the end table."""
+    monkeypatch.setenv("TTY_COMPATIBLE", str(int(is_terminal)))
+    console = make_console()
+    print_table(console, "a [bold] title", [("output", "runs/[red]/[1]")])
+    print_columns(console, "columns", [("model", "[b]"), ("a[/b]", "1")])
+    say(console, "[green]")
+    out = capsys.readouterr().out
+    assert all(text in out for text in ("a [bold] title", "runs/[red]/[1]", "[b]", "a[/b]", "[green]")), out

@@ -154,7 +154,7 @@ def test_invalid_layouts(tmp_path):
         (["--max-steps", "9"], "--max-steps has no place in parity.py; use --steps"),
         (["--steps", "0"], "--steps: must be at least 1"),
         (["--launcher", "srun"], "--launcher needs -n N"),
-        (["--rtol", "nan"], "--rtol must be a number >= 0"),
+        (["--rtol", "nan"], "--rtol: must be at least 0"),
         (["--step", "3"], "there is no flag --step"),
     ],
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.fault_tolerance.errors import written
 from ds_vit.monitoring.report.page import render
 from ds_vit.monitoring.report.record import Record, read_records
 from ds_vit.run_folder import written_whole
@@ -20,12 +20,10 @@ def write_report(records: Sequence[Record], path: Path) -> None:
     Raises:
         UserError: the file cannot be written.
     """
-    try:
+    with written(f"{path} could not be written"):
         path.parent.mkdir(parents=True, exist_ok=True)
         with written_whole(path) as partial:
             partial.write_text(render(records), encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise UserError(f"{path} could not be written: {error.strerror or error}") from None
 
 
 __all__ = ["Record", "read_records", "write_report"]
