@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import pkgutil
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -57,24 +58,21 @@ _READ_ELSEWHERE = {
 }
 
 
+_MODELS = {
+    "zero_optimization": "runtime.zero.config:DeepSpeedZeroConfig",
+    "bf16": "runtime.precision_config:DeepSpeedBF16Config",
+    "fp16": "runtime.precision_config:DeepSpeedFP16Config",
+    "comms_logger": "comm.config:CommsLoggerConfig",
+    "tensorboard": "monitor.config:TensorBoardConfig",
+    "csv_monitor": "monitor.config:CSVConfig",
+    "wandb": "monitor.config:WandbConfig",
+    "comet": "monitor.config:CometConfig",
+}
+
+
 def block_model(block: str) -> type[pydantic.BaseModel] | None:
     """The pydantic model by which DeepSpeed reads a block; None where it has none."""
-    from deepspeed.comm.config import CommsLoggerConfig
-    from deepspeed.monitor.config import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig
-    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-
-    models = {
-        "zero_optimization": DeepSpeedZeroConfig,
-        "bf16": DeepSpeedBF16Config,
-        "fp16": DeepSpeedFP16Config,
-        "tensorboard": TensorBoardConfig,
-        "csv_monitor": CSVConfig,
-        "wandb": WandbConfig,
-        "comet": CometConfig,
-        "comms_logger": CommsLoggerConfig,
-    }
-    return models.get(block)
+    return pkgutil.resolve_name(f"deepspeed.{_MODELS[block]}") if block in _MODELS else None
 
 
 def keys_of(block: str) -> frozenset[str] | None:

@@ -9,7 +9,8 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ds_vit.fault_tolerance.errors import UserError, read_text, text_lines
+from ds_vit.fault_tolerance.errors import UserError, read_text
+from ds_vit.launching.hosts import numbered_lines
 
 _FORWARDED = """
     NCCL_ GLOO_ UCX_ FI_ SHARP_ MV2_ TORCH_ PYTORCH_ DS_ DEEPSPEED_ OMP_ MKL_ HF_ MLFLOW PYTHON LD_LIBRARY_PATH
@@ -30,10 +31,7 @@ def parse(text: str, path: str = "environment file") -> dict[str, str]:
         UserError: a line of another form, or a name twice; with the line's number.
     """
     variables: dict[str, str] = {}
-    for number, line in enumerate(text_lines(text), 1):
-        line = line.strip()
-        if not line or line.startswith("#"):
-            continue
+    for number, line in numbered_lines(text):
         name, equals, value = line.removeprefix("export ").partition("=")
         name, value = name.strip(), value.strip()
         if not equals or not _NAME.fullmatch(name):

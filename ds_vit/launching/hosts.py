@@ -45,7 +45,7 @@ def parse_hostfile(text: str, path: str = "hostfile") -> tuple[Host, ...]:
     """
     hosts: list[Host] = []
     seen: dict[str, int] = {}
-    for number, line in _lines(text):
+    for number, line in numbered_lines(text):
         match = _HOSTFILE_LINE.fullmatch(line)
         if match is None:
             raise UserError(f"{path}, line {number}: {line!r} is not of the form `name slots=N`")
@@ -66,7 +66,7 @@ def parse_names(text: str, path: str = "node file") -> tuple[Host, ...]:
         UserError: more than a name on a line, or no host at all; with the line's number.
     """
     slots: Counter[str] = Counter()
-    for number, line in _lines(text):
+    for number, line in numbered_lines(text):
         if len(line.split()) != 1:
             raise UserError(f"{path}, line {number}: {line!r} is not one host name")
         match = re.fullmatch(r"([^:]+):(\d+)", line)
@@ -181,12 +181,12 @@ def read_hosts(source: str | None, environ: Mapping[str, str], slots: int | None
         hosts = {"slurm": from_slurm, "pbs": from_pbs}[source](environ)
     else:
         text = read_text(source, "")
-        with_slots = any("slots" in line for _, line in _lines(text))
+        with_slots = any("slots" in line for _, line in numbered_lines(text))
         hosts = parse_hostfile(text, source) if with_slots else parse_names(text, source)
     return hosts if slots is None else tuple(Host(host.name, slots) for host in hosts)
 
 
-def _lines(text: str) -> Iterator[tuple[int, str]]:
+def numbered_lines(text: str) -> Iterator[tuple[int, str]]:
     """(number, stripped line) of what is neither blank nor a comment."""
     for number, line in enumerate(text_lines(text), 1):
         line = line.strip()

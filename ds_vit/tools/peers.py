@@ -208,12 +208,8 @@ def _open_clip_model(engine: EngineConfig) -> nn.Module:
         "image_size": engine.model.image.img_size,
     }
     text_settings = {
-        "context_length": text.context_length,
-        "vocab_size": text.vocab_size,
-        "width": text.width,
-        "heads": text.heads,
+        **{name: getattr(text, name) for name in ("context_length", "vocab_size", "width", "heads", "mlp_ratio")},
         "layers": text.depth,
-        "mlp_ratio": text.mlp_ratio,
         "no_causal_mask": not text.causal,
         "pool_type": "argmax" if text.pool == "end" else "last",
         "proj_bias": text.projection_bias,
