@@ -6,6 +6,7 @@ A training command is run with --dry-run, as rank 0 of its ranks. Above a block 
 
 from __future__ import annotations
 
+import argparse
 import ast
 import os
 import re
@@ -109,12 +110,18 @@ def dry_run(words: list[str]) -> list[str]:
     return ["train", *words, "--dry-run", *([] if "--resume" in words else ["--output", "runs/new"])]
 
 
+def all_flags(parser: argparse.ArgumentParser) -> set[str]:
+    """The flags of a parser and of its commands."""
+    below = [action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    return {*parser._option_string_actions}.union(*(all_flags(one) for each in below for one in each.values()))
+
+
 def flags_of(words: list[str]) -> tuple[set[str] | None, int]:
     """The flags of the program that a command starts, None for one that is not ours; and where its words begin."""
     training = set(build_parser()._option_string_actions) | OWN
     for at, word in enumerate(words):
         if word.endswith("ds-vit") or word == "ds_vit.cli":
-            return set(cli.build_parser().known_flags()) | training, at
+            return all_flags(cli.build_parser()) | training, at
         if re.search(r"launch/(train|parity)\.py$", word):
             return training, at
     return None, 0
@@ -241,7 +248,7 @@ def test_flags_of_their_tables_exist(name):
     said = {word for row in rows for word in re.findall(r"(?<![\w-])--[\w-]+", row.rstrip("| ").rpartition(" | ")[2])}
     others = {"--num_gpus", "--hostfile", "--sched-on-updates"}  # of the launcher, and timm's in a text on ours
     assert len(rows) > 12
-    assert said - set(build_parser()._option_string_actions) - set(cli.build_parser().known_flags()) <= others
+    assert said - set(build_parser()._option_string_actions) - all_flags(cli.build_parser()) <= others
 
 
 def arguments_of_lightly(path: str, name: str) -> set[str]:
