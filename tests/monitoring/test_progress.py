@@ -139,7 +139,7 @@ def test_a_loader_that_is_too_slow_is_told_once(tmp_path):
 
 @pytest.mark.parametrize("is_terminal", [False, True])
 def test_names_in_brackets_are_printed(capsys, monkeypatch, is_terminal):
-    """A folder that rich takes for a style: it vanished from the start and the end table."""
+    """A folder that rich takes for a style, and leaves out of a table or a line."""
     monkeypatch.setenv("TTY_COMPATIBLE", str(int(is_terminal)))
     console = make_console()
     print_table(console, "a [bold] title", [("output", "runs/[red]/[1]")])
