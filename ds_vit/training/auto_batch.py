@@ -214,11 +214,11 @@ def _free_memory(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/s
     own = [root / kind / path.strip("/") for _, kind, path in listed]
     for folder in (folder for one in own for folder in (one, *one.parents)):
         for limit_name, used_name in (("memory.max", "anon"), ("memory.limit_in_bytes", "total_rss")):
-            with contextlib.suppress(OSError, TypeError, ValueError):  # no such group, or one without a limit
+            with contextlib.suppress(OSError, ValueError):  # no such group, or one without a limit
                 limit = int((folder / limit_name).read_text())
                 # Not all of its use: the page cache makes room.
                 used = re.search(rf"^{used_name} (\d+)", (folder / "memory.stat").read_text(), re.MULTILINE)
-                free = min(free, max(0, limit - int(used[1])))
+                free = min(free, max(0, limit - int(used[1]))) if used else free
     return free
 
 
