@@ -20,9 +20,9 @@ SMALL = ("patch_size=8", "depth=24", "embed_dim=64", "num_heads=2")
 WORDS = ["--model", "vit_tiny_patch16_224", "--img-size", "32", "--model-kwargs", *SMALL]
 TASKS = {
     "classification": ["-b", "1"],
-    "mae": ["--task", "mae", "-b", "1"],
-    "clip": ["--task", "clip", "-b", "2"],
-    "dino": ["--task", "dino", "-b", "2", "--local-crops-size", "16", "--prototypes", "64"],
+    "mae": ["--task", "mae", "-b", "1", "--decoder-dim", "64", "--decoder-heads", "2"],
+    "clip": ["--task", "clip", "-b", "2", "--text-width", "64", "--text-heads", "2", "--context-length", "16"],
+    "dino": ["--task", "dino", "-b", "2", "--local-crops-size", "16", "--prototypes", "64", "--head-hidden-dim", "64"],
 }
 TWICE = ["--model-kwargs", SMALL[0], "depth=48", *SMALL[2:]]
 BUCKETS = ["--set", "zero_optimization.reduce_bucket_size=50000"]
