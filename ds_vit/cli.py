@@ -19,7 +19,6 @@ ds-vit gradients RUN --output a.png  what a number format makes of a run's gradi
 ds-vit shards FOLDER OUT             WebDataset shards of class folders or captions, for --dataset wds/OUT
 ds-vit from-timm 'COMMAND'           a command of timm's train.py as one of ds-vit's, and its DeepSpeed JSON
 ds-vit from-open-clip 'COMMAND'      the same of open_clip's trainer
-ds-vit completion bash               a script that lets the shell complete commands, flags and their values
 
 to begin:
   ds-vit doctor                             is everything here that a run needs?
@@ -48,8 +47,6 @@ ds-vit gradients runs/first --step 100 --output gradients.png
 ds-vit shards imagenet imagenet-256 --resize 256 --quality 90 --workers 16
 ds-vit from-timm 'python train.py photos --model vit_small_patch16_224 -b 128 --opt lamb --amp --lr 4e-3'
 ds-vit from-open-clip 'python -m open_clip_train.main --train-data pairs.csv --model ViT-B-16 --precision amp_bf16'
-ds-vit completion bash > ~/.ds-vit.bash && echo '. ~/.ds-vit.bash' >> ~/.bashrc
-ds-vit completion zsh > "${fpath[1]}/_ds-vit"
 """
 
 from __future__ import annotations
@@ -123,8 +120,6 @@ def build_parser(*, planning: bool = True) -> argparse.ArgumentParser:
         command.add_argument(
             "words", metavar="COMMAND", nargs=argparse.REMAINDER, help="in quotation marks, or as it is"
         )
-    completion = _add(commands, "completion", "a script that lets the shell complete commands and flags", _completion)
-    completion.add_argument("shell", choices=("bash", "zsh", "tcsh"))
     return parser
 
 
@@ -360,13 +355,6 @@ def _translate(arguments: argparse.Namespace) -> int:
     translation = translate(arguments.words, ORIGINS[arguments.command])
     print(translation)
     return exit_codes.BAD_INPUT if translation.is_rejected else exit_codes.OK
-
-
-def _completion(arguments: argparse.Namespace) -> int:
-    from ds_vit.tools import completion
-
-    print(completion.script(build_parser(), arguments.shell))
-    return exit_codes.OK
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ from ds_vit.config.schema import FIELDS, spelling
 _COMMANDS = """
     train launch eval predict embed export import hosts doctor report compare gradients shards plan bench from-timm
     from-open-clip
-    completion
 """
 COMMANDS = [*_COMMANDS.split(), "bench step", "bench data", "bench ladder"]
 

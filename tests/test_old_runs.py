@@ -58,6 +58,19 @@ def test_tools_read_it(ranks, unpacked, tmp_path):
         assert (tmp_path / "timm" / "model.safetensors").is_file()
 
 
+def test_tools_read_a_run_of_a_removed_optimizer(ranks, tmp_path):
+    """Catches: a tool that checks settings of training, which it does not use."""
+    with tarfile.open(FOLDER / "classification.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    for path in tmp_path.glob("run/deepspeed*.json"):
+        path.write_text(path.read_text().replace('"Lamb"', '"Rprop"'))
+    image = next((ROOT / "docs" / "images").glob("*.png"))
+    export = ("export", "run", "--to", "timm", "--output", tmp_path / "timm")
+    for words in (("predict", "run", image), ("eval", "run", "--workers", "0"), export):
+        [(code, _, err)] = ranks.run(1, in_folder, str(tmp_path), words, cli.main, timeout=200)
+        assert code == 0, err
+
+
 def test_it_resumes(ranks, unpacked):
     """Catches: a checkpoint or a setting of an older run that is read as another, or not at all."""
     task, folder = unpacked

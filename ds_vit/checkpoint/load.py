@@ -126,8 +126,8 @@ def _is_scalar(value: Any) -> bool:
 
 
 def _set_scalars(zero_map: ZeroMap, scalars: Mapping[str, Any]) -> None:
-    # torch keeps counts on the CPU, unless its fused kernels read them; ASGD keeps its on the device whatever happens.
-    on_device = bool(zero_map.base.defaults.get("fused")) or isinstance(zero_map.base, torch.optim.ASGD)
+    # torch keeps counts on the CPU, unless its fused kernels read them.
+    on_device = bool(zero_map.base.defaults.get("fused"))
     for shard in zero_map.shards:
         state = zero_map.base.state[shard.parameter]
         for key, entry in scalars.items():

@@ -183,7 +183,7 @@ def _add_flag(group: argparse._ArgumentGroup, name: str, show_defaults: bool) ->
 
 
 class _Suggestions(tuple[str, ...]):
-    """The choices of a flag in --help and completion; `read_values` rejects other words, with all other problems."""
+    """The choices of a flag in --help; `read_values` rejects other words, with all other problems."""
 
     def __contains__(self, word: object) -> bool:
         return True

@@ -237,8 +237,6 @@ class Reporter:
         for layer, counts in row["histogram"]["counts"].items():
             if sum(counts):
                 self._histogram(f"gradients_log2/{layer}", lowest, counts, step)
-        for name, ratio in row.get("trust_ratios", {}).items():
-            self._scalar(f"trust_ratios/{name}", ratio, step)
 
     def _histogram(self, name: str, lowest: int, counts: Sequence[int], step: int) -> None:
         """Counts by power of two, the first of which is `lowest`."""

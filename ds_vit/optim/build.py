@@ -23,10 +23,10 @@ from ds_vit.optim.lars import Lars
 from ds_vit.optim.muon import Muon
 from ds_vit.optim.per_parameter import PerParameterOptimizer
 from ds_vit.optim.rate_factors import RateFactors, ScaledSteps
-from ds_vit.optim.rules import NotProportional, OptimizerRules, RpropRules
+from ds_vit.optim.rules import OptimizerRules
 from ds_vit.parallel.zero_map import ZeroMap
 
-_TORCH = ("AdamW", "Adam", "SGD", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "ASGD", "Rprop")
+_TORCH = ("AdamW", "Adam", "SGD", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop")
 # Lion is timm's: torch has none.
 _OURS: dict[str, type[torch.optim.Optimizer]] = {
     "Lion": Lion,
@@ -46,8 +46,6 @@ _REFUSED_ARGUMENTS = {
     "caution": "it divides by the mean of a mask over a whole parameter, and under ZeRO an optimizer sees one flat "
     "tensor, so it would be something else in every layout",
 }
-# Their update is not proportional to the learning rate, which rates by parameter take for granted.
-_RULES: dict[str, OptimizerRules] = {"ASGD": NotProportional(), "Rprop": RpropRules()}
 _ELEMENTWISE = OptimizerRules()
 # Of those that take no step before they are attached to a map; Muon's fallback is AdamW.
 _NUM_STATES: dict[type, int] = {Lamb: 2, Lars: 1, Muon: 1}
@@ -57,6 +55,7 @@ _NOT_ELEMENTWISE = {
     "lbfgs": "L-BFGS needs a closure over the whole batch, which DeepSpeed does not give",
     "sparseadam": "SparseAdam needs sparse gradients, which a ViT does not have",
 }
+_REMOVED = ("asgd", "rprop")
 
 
 def optimizer_class(block: Mapping[str, Any], path: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
@@ -95,7 +94,9 @@ def _class_named(name: str, *, adam_w: bool, path: str) -> type[torch.optim.Opti
             f"{path}: optimizer {name}: {_NOT_ELEMENTWISE[lowered]}, so it would be something else in every layout; "
             "not in this release; AdamW is the nearest that works"
         )
-    known = {n.lower(): n for n in (*OFFERED, *_OURS)}
+    if lowered in _REMOVED:
+        raise UserError(f"{path}: optimizer {name} was removed; use AdamW (its runs still predict and export)")
+    known = {n.lower(): n for n in (*_TORCH, *_OURS)}
     if lowered not in known:
         close = difflib.get_close_matches(lowered, known, n=1, cutoff=0.3)
         nearest = known[close[0]] if close else "AdamW"
@@ -146,13 +147,12 @@ def states_per_element(cls: type[torch.optim.Optimizer], arguments: Mapping[str,
 
 def rules_of(cls: type[torch.optim.Optimizer]) -> OptimizerRules:
     """What a class of `optimizer_class` needs in addition to its arithmetic."""
-    return getattr(cls, "rules", None) or _RULES.get(cls.__name__, _ELEMENTWISE)
+    return getattr(cls, "rules", _ELEMENTWISE)
 
 
 def identity_remedies() -> dict[str, str]:
     """For all optimizers: key of `OptimizerRules.identity` → what to do where a checkpoint has another value."""
-    rules = [rules_of(cls) for cls in _OURS.values()]
-    return {key: remedy for each in (*rules, *_RULES.values()) for key, remedy in each.remedies.items()}
+    return {key: remedy for cls in _OURS.values() for key, remedy in rules_of(cls).remedies.items()}
 
 
 def _try(cls: type[torch.optim.Optimizer], params: Mapping[str, Any], path: str) -> None:
@@ -205,7 +205,7 @@ def build_optimizer(
 
 
 def check_rate_factors(cls: type[torch.optim.Optimizer], arguments: Mapping[str, Any], what: str) -> None:
-    """Reject learning rates by parameter for an optimizer whose update is not proportional to its learning rate.
+    """Reject learning rates by parameter where the update is not proportional to the learning rate.
 
     Args:
         cls: the optimizer.
@@ -213,10 +213,8 @@ def check_rate_factors(cls: type[torch.optim.Optimizer], arguments: Mapping[str,
         what: asks for them, for the message: "--layer-decay".
 
     Raises:
-        UserError: names those it works with.
+        UserError: names the argument.
     """
-    if not rules_of(cls).proportional:
-        raise UserError(f"{what} does not work with {cls.__name__}; use AdamW, SGD, Lion, Lamb, Lars or Muon")
     if arguments.get("corrected_weight_decay"):
         raise UserError(
             f"{what} does not work with corrected_weight_decay of {cls.__name__}, which decays by the square of "
@@ -225,27 +223,19 @@ def check_rate_factors(cls: type[torch.optim.Optimizer], arguments: Mapping[str,
 
 
 def check_weight_decay(cls: type[torch.optim.Optimizer], weight_decay: float | None, path: str) -> list[str]:
-    """Reject a weight decay that the optimizer does not have.
+    """A line where the JSON and the flags leave out the weight decay, and the class by itself would decay.
 
     Args:
         cls: the optimizer.
         weight_decay: None where neither the JSON nor a flag speaks of it; then it is 0, as in DeepSpeed's optimizers.
-        path: the JSON, named in lines.
-
-    Returns:
-        A line that says so, where the class by itself would decay.
-
-    Raises:
-        UserError: names the optimizer.
+        path: the JSON, named in the line.
     """
-    parameter = inspect.signature(cls.__init__).parameters.get("weight_decay")
-    if weight_decay and parameter is None:
-        raise UserError(f"--weight-decay {weight_decay:g} has no effect: {cls.__name__} has no weight decay; drop it")
-    if weight_decay is not None or parameter is None or not parameter.default:
+    own = inspect.signature(cls.__init__).parameters["weight_decay"].default
+    if weight_decay is not None or not own:
         return []
     return [
         f"{path} does not mention optimizer.params.weight_decay: DeepSpeed's default 0 holds ({cls.__name__}'s own is "
-        f"{parameter.default:g}); --weight-decay sets it"
+        f"{own:g}); --weight-decay sets it"
     ]
 
 

@@ -17,14 +17,12 @@ class OptimizerRules:
     Attributes:
         own_arguments: arguments of the JSON that are for these rules, and not for the constructor.
         spelled_otherwise: arguments of DeepSpeed's optimizer of this name, and what to write instead.
-        proportional: the update is proportional to the learning rate, which rates by parameter take for granted.
         shown_to_deepspeed: the JSON's block may be read by DeepSpeed, which then knows the optimizer by its name.
         remedies: key of `identity` → what to do where a checkpoint has another value.
     """
 
     own_arguments: ClassVar[frozenset[str]] = frozenset()
     spelled_otherwise: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    proportional: ClassVar[bool] = True
     shown_to_deepspeed: ClassVar[bool] = True
     remedies: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
@@ -56,17 +54,3 @@ class OptimizerRules:
             fallback: what `fallback` gave.
         """
         return []
-
-
-class NotProportional(OptimizerRules):
-    """Of an optimizer that is elementwise, and whose update is not proportional to the learning rate."""
-
-    proportional = False
-
-
-class RpropRules(NotProportional):
-    """Of torch's Rprop."""
-
-    def notes(self, arguments: Mapping[str, Any]) -> list[str]:
-        """As `OptimizerRules.notes`."""
-        return ["Rprop begins with step sizes of the first learning rate and never reads it again: no schedule"]

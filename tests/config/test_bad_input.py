@@ -55,7 +55,6 @@ def test_fast_decoding_without_its_libraries_or_jpegs(capsys, tmp_path, folder, 
     assert "cannot import torchcodec" in line
 
 
-RPROP = {"optimizer": {"type": "Rprop"}, "gradient_clipping": 1.0}
 LION = {"type": "Lion", "params": {"lr": 1e-3, "corrected_weight_decay": True}}
 # Flags, changes of the JSON, and what the line must contain.
 REFUSED = [
@@ -71,8 +70,7 @@ REFUSED = [
     ("--mixup 0.8 --batch-size 3", {}, ["odd", "3"]),
     ("--eval-metric knn_top1", {}, ["--eval-metric knn_top1", "top1, top5, loss"]),
     ("--num-classes 1", {}, ["--num-classes 1 is smaller than the 2 classes of the data"]),
-    ("--layer-decay 0.7", RPROP, ["--layer-decay does not work with Rprop"]),
-    ("--lr 1e-3 --weight-decay 0.05", RPROP, ["--weight-decay 0.05 has no effect: Rprop has no weight decay"]),
+    ("", {"optimizer": {"type": "Rprop"}}, ["optimizer Rprop was removed; use AdamW"]),
     ("--layer-decay 0.7", {"optimizer": LION}, ["--layer-decay does not work with corrected_weight_decay of Lion"]),
     (
         "--sched linear",

@@ -40,17 +40,13 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "RAdam": {"type": "RAdam", "params": {"lr": 5e-3, "eps": 1e-6, "betas": [0.9, 0.9]}},
     "RMSprop": {"type": "RMSprop", "params": {"lr": 5e-4, "eps": 1e-5}},
     "RMSprop-centered": {"type": "RMSprop", "params": {"lr": 2e-4, "eps": 1e-5, "centered": True, "momentum": 0.9}},
-    "ASGD": {"type": "ASGD", "params": {"lr": 0.3, "lambd": 0.01, "t0": 3.0}},
-    "Rprop": {"type": "Rprop", "params": {"lr": 1e-3}},
     "Lion": {"type": "Lion", "params": {"lr": 5e-4}},
     "Lamb": oracle.BLOCKS["lamb"],
     "Lars": oracle.BLOCKS["lars"],
     "Muon": oracle.BLOCKS["muon"],
 }
-NO_DECAY = ("Rprop",)  # torch's has no such argument
-for _kind, _block in BLOCKS.items():
-    if _kind not in NO_DECAY:
-        _block["params"]["weight_decay"] = oracle.WEIGHT_DECAY
+for _block in BLOCKS.values():
+    _block["params"]["weight_decay"] = oracle.WEIGHT_DECAY
 
 # name → pp, dp, tp, ZeRO stage
 LAYOUTS = {

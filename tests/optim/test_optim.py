@@ -92,9 +92,9 @@ def test_lion_is_elementwise():
             "caution of Lion: it divides by the mean of a mask over a whole",
         ),
         ({"type": "AdamW", "params": {"differentiable": True}}, "differentiable of AdamW: it is for gradients through"),
-        ({"type": "ASGD", "params": {"capturable": True}}, "capturable of ASGD: it is for CUDA graphs"),
+        ({"type": "NAdam", "params": {"capturable": True}}, "capturable of NAdam: it is for CUDA graphs"),
         ({"type": "Adagrad", "params": {"lr_decay": -1}}, "Adagrad's lr_decay -1 must not be negative"),
-        ({"type": "Rprop", "params": {"weight_decay": 0.1}}, "weight_decay: Rprop has no such argument"),
+        ({"type": "Rprop", "params": {"lr": 0.1}}, "optimizer Rprop was removed; use AdamW"),
         ({}, 'no "type"'),
     ],
 )

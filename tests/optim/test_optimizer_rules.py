@@ -12,7 +12,6 @@ from project import ROOT
 from ds_vit.optim import build
 from ds_vit.optim.build import (
     build_optimizer,
-    check_rate_factors,
     identity_remedies,
     optimizer_class,
     parameter_groups,
@@ -25,7 +24,6 @@ from ds_vit.optim.rules import OptimizerRules
 class HalfRules(OptimizerRules):
     own_arguments = frozenset({"slow"})
     spelled_otherwise = MappingProxyType({"rate": 'write it as "lr"'})
-    proportional = False
     remedies = MappingProxyType({"slowed": "give the same slow"})
 
     def notes(self, arguments):
@@ -69,24 +67,15 @@ def test_a_new_optimizer_needs_its_class_and_a_line(monkeypatch):
     assert identity_remedies()["slowed"] == "give the same slow"
     with pytest.raises(ValueError, match=re.escape('params.rate: write it as "lr"')):
         optimizer_class({"type": "Half", "params": {"rate": 1, "slow": "x"}}, "c")
-    with pytest.raises(ValueError, match="--layer-decay does not work with Half"):
-        check_rate_factors(Half, {}, "--layer-decay")
 
 
-@pytest.mark.parametrize("name", ["AdamW", "SGD", "Lamb", "Lion", "ASGD", "Adagrad"])
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Lamb", "Lion", "Adagrad"])
 def test_an_elementwise_optimizer_has_nothing_to_say(name):
     """A default that splits groups or enters a checkpoint's identity would change runs that go on."""
     rules = rules_of(optimizer_class({"type": name, "params": {}}, "c")[0])
-    assert rules.proportional == (name != "ASGD")
     assert rules.fallback(torch.nn.Linear(2, 2), {}) is None
     assert (rules.notes({}), rules.identity(None), rules.rows(["w"], None)) == ([], {}, [])
     assert rules.shown_to_deepspeed
-
-
-def test_rprop_says_that_it_reads_its_rate_once():
-    """A schedule that is asked for, and does nothing without a word."""
-    rules = rules_of(torch.optim.Rprop)
-    assert ("never reads it again" in rules.notes({})[0], rules.proportional) == (True, False)
 
 
 def test_muon_says_what_it_needs():

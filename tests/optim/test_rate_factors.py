@@ -181,11 +181,11 @@ def test_factors_multiply():
 
 
 def test_an_optimizer_whose_update_is_not_proportional_is_refused(capsys, cifar, tmp_path):
-    asgd = {"optimizer": {"type": "ASGD", "params": {"lr": 0.1, "weight_decay": 0.05}}}
+    lion = {"optimizer": {"type": "Lion", "params": {"lr": 0.1, "corrected_weight_decay": True}}}
     words = ("--task", "with-rates")
-    argv = oracle.command(cifar, "sgd", (1, 1, 1, 1), tmp_path / "run", *words, blocks=asgd, model_kwargs=KWARGS)
+    argv = oracle.command(cifar, "sgd", (1, 1, 1, 1), tmp_path / "run", *words, blocks=lion, model_kwargs=KWARGS)
     line = refusal(capsys, argv)
-    assert "--task with-rates, which has rates by parameter, does not work with ASGD; use AdamW" in line
+    assert "--task with-rates, which has rates by parameter, does not work with corrected_weight_decay of Lion" in line
 
 
 def test_a_schedule_of_no_weight_decay_is_refused(capsys, tmp_path):

@@ -505,8 +505,6 @@ OPTIMIZERS: dict[str, tuple[float, dict[str, Any], dict[str, Any], bool]] = {
     "NAdam": (1e-3, _EPS, {"decoupled_weight_decay": True}, True),
     "RAdam": (1e-3, _EPS, {}, True),
     "RMSprop": (1e-3, _EPS, {"momentum": 0.9, "centered": True}, True),
-    "ASGD": (0.1, {}, {}, False),
-    "Rprop": (1e-3, {}, {}, False),
     "Lion": (1e-4, {}, {"betas": [0.9, 0.95]}, True),
     "Lamb": (4e-3, _EPS, {"always_adapt": True, "grad_averaging": False, "trust_clip": True}, True),
     "Lars": (0.5, {"momentum": 0.9}, {"nesterov": True, "always_adapt": True, "trust_clip": True}, True),
@@ -520,8 +518,7 @@ def _optimizer(rng: _Draw) -> tuple[dict[str, Any], bool]:
     name = rng.choices(names, [3 if name in ("AdamW", "SGD", "Lamb", "Lars", "Muon") else 1 for name in names])[0]
     lr, arguments, further, takes_decay = OPTIMIZERS[name]
     params = {"lr": lr, **arguments, **{key: value for key, value in further.items() if rng.maybe(0.3)}}
-    if name != "Rprop":
-        params["weight_decay"] = rng.choice([0.0, 0.05])
+    params["weight_decay"] = rng.choice([0.0, 0.05])
     return {"type": name, "params": params}, takes_decay
 
 
