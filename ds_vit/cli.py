@@ -15,7 +15,6 @@ ds-vit hosts --from slurm            a DeepSpeed hostfile from what the schedule
 ds-vit doctor --hostfile hostfile    what would keep a run on these hosts from starting, and the remedy
 ds-vit report RUN                    a page for the browser: curves, layers, classes, mistakes, layout
 ds-vit compare RUN RUN               differences between runs, in settings and results
-ds-vit gradients RUN --output a.png  what a number format makes of a run's gradients (--grad-stats-interval)
 ds-vit shards FOLDER OUT             WebDataset shards of class folders or captions, for --dataset wds/OUT
 ds-vit from-timm 'COMMAND'           a command of timm's train.py as one of ds-vit's, and its DeepSpeed JSON
 ds-vit from-open-clip 'COMMAND'      the same of open_clip's trainer
@@ -43,7 +42,6 @@ ds-vit hosts --from names.txt --slots 8
 ds-vit doctor --hostfile hostfile --data-dir photos --output runs/first
 ds-vit report runs/first runs/second --output both.html
 ds-vit compare runs/first runs/second
-ds-vit gradients runs/first --step 100 --output gradients.png
 ds-vit shards imagenet imagenet-256 --resize 256 --quality 90 --workers 16
 ds-vit from-timm 'python train.py photos --model vit_small_patch16_224 -b 128 --opt lamb --amp --lr 4e-3'
 ds-vit from-open-clip 'python -m open_clip_train.main --train-data pairs.csv --model ViT-B-16 --precision amp_bf16'
@@ -109,10 +107,6 @@ def build_parser(*, planning: bool = True) -> argparse.ArgumentParser:
     doctor.set_defaults(run=lambda arguments: run_doctor(arguments, os.environ))
     add_report_arguments(_add(commands, "report", "a run as an HTML page, or several side by side"))
     add_compare_arguments(_add(commands, "compare", "differences between runs, in settings and results"))
-    gradients = _add(commands, "gradients", "the effect of a number format on a run's gradients", _gradients)
-    gradients.add_argument("folder", metavar="RUN", help="its output folder")
-    gradients.add_argument("--step", type=int, help="which step (default: the last one recorded)")
-    gradients.add_argument("--output", metavar="FILE", help="draw their powers of two into a png, svg or pdf")
     _add_shards(_add(commands, "shards", "WebDataset shards of class folders or captions", _shards))
     for name, trainer in (("from-timm", "timm's train.py"), ("from-open-clip", "open_clip's trainer")):
         text = f"a command of {trainer} as one of ds-vit's, and its DeepSpeed JSON"
@@ -228,7 +222,15 @@ def _run_into_pipe(argv: Sequence[str]) -> int:
         return 128 + signal.SIGPIPE
 
 
+_REMOVED = {
+    "completion": "nothing replaces it",
+    "gradients": "`ds-vit report RUN` shows gradients by power of two",
+}
+
+
 def _run(argv: Sequence[str]) -> int:
+    if argv[0] in _REMOVED:
+        raise UserError(f"the command {argv[0]} was removed; {_REMOVED[argv[0]]}")
     if argv[0] in _WITH_FLAGS:
         return _main_of(argv[0])(argv)
     arguments, words = build_parser(planning=argv[0] == "plan").parse_known_args(argv)
@@ -303,17 +305,6 @@ def _hosts(arguments: argparse.Namespace) -> int:
         return 0
     with written(f"--output {arguments.output}"):
         Path(arguments.output).write_text(text)
-    return 0
-
-
-def _gradients(arguments: argparse.Namespace) -> int:
-    from ds_vit.monitoring import figures
-    from ds_vit.monitoring.metrics import make_console, print_columns
-
-    row, title = figures.read_gradients(Path(arguments.folder), arguments.step)
-    print_columns(make_console(), title, figures.gradient_table(row))
-    if arguments.output is not None:
-        figures.save_figure(figures.draw_gradients(row, title), Path(arguments.output))
     return 0
 
 

@@ -17,7 +17,7 @@ from ds_vit import cli
 from ds_vit.config.schema import FIELDS, spelling
 
 _COMMANDS = """
-    train launch eval predict embed export import hosts doctor report compare gradients shards plan bench from-timm
+    train launch eval predict embed export import hosts doctor report compare shards plan bench from-timm
     from-open-clip
 """
 COMMANDS = [*_COMMANDS.split(), "bench step", "bench data", "bench ladder"]
@@ -103,7 +103,8 @@ def test_help_begins_with_what_matters(capsys):
     [
         ("trian", "there is no command 'trian'"),
         ("trian", "the nearest is train"),
-        ("gradients runs/a --stp 3", "there is no flag --stp; the nearest is --step"),
+        ("gradients runs/a", "the command gradients was removed; `ds-vit report RUN` shows"),
+        ("report runs/a --otput 3", "there is no flag --otput; the nearest is --output"),
         ("train --deepspeed_config x --sched cosin", "the nearest is cosine"),
         ("compare runs/a runs/b --otput x", "the nearest is --output"),
         ("bench step --deepspeed_config x --turns 0", "--turns: must be at least 1, not 0"),

@@ -37,7 +37,7 @@ PROGRAM = re.compile(
     r"(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?(?:deepspeed|torchrun|python|bash|ds-vit|mpirun|srun|tensorboard) .*"
 )
 ASSIGNMENT = re.compile(r'\w+="[^"]*"$')
-CHEAP = {"predict", "report", "compare", "gradients", "plan", "shards", "from-timm", "from-open-clip"}
+CHEAP = {"predict", "report", "compare", "plan", "shards", "from-timm", "from-open-clip"}
 # Of programs that read their command line themselves.
 OWN = {"--layouts", "--reference", "--steps", "--rtol", "--top-k", "--to", "--output"}
 OWN |= {"--knn", "--linear-probe", "--ema", "--labels", "--texts"}

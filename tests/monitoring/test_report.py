@@ -24,7 +24,8 @@ from runs import DIGITS, ONE_BLOCK, run_quietly
 from ds_vit import cli
 from ds_vit.data import ImageConfig
 from ds_vit.monitoring import report
-from ds_vit.monitoring.report.panels import class_panels, table
+from ds_vit.monitoring.gradient_health import HIGHEST, LOWEST
+from ds_vit.monitoring.report.panels import class_panels, gradients, table
 from ds_vit.monitoring.report.record import Record
 from ds_vit.monitoring.sheets import write_predictions
 from ds_vit.run_folder import RunFolder
@@ -34,6 +35,27 @@ SHORT = [
     | {"predicted_number": str(at)}
     for at, name in enumerate("ab")
 ]
+
+
+def test_gradients_by_power_of_two(evil):
+    """Shares at the wrong power, and lines that are not at fp16's limits."""
+
+    def counts(by_power):
+        return [by_power.get(power, 0) for power in range(LOWEST, HIGHEST + 1)]
+
+    layers = {"embed": counts({-30: 1, -20: 2, -5: 1}), "head": counts({-3: 12})}
+    row = {"step": 11, "below_2^-24": 1 / 16, "below_2^-14": 3 / 16, "layers": {}}
+    rows = {"gradients": [row | {"histogram": {"lowest": LOWEST, "counts": layers}}]}
+    panel = gradients(replace(Record.read(evil), rows=rows))[-1]
+    columns, values = panel["data"]["columns"], panel["data"]["values"]
+    assert panel["labels"] == ["embed", "head"]
+    assert [columns[at] for at, value in enumerate(values[0]) if value] == ["2^-30", "2^-20", "2^-5"]
+    assert [value for value in values[0] if value] == [25.0, 50.0, 25.0]
+    assert {columns[at] for at, value in enumerate(values[1]) if value} == {"2^-3"}
+    blank = [at for at, value in enumerate(values[0]) if value is None]
+    assert [columns[at + 1] for at in blank] == ["2^-24", "2^-14"]
+    assert "6.2%" in panel["note"]
+    assert "18.8%" in panel["note"]
 
 
 def test_names_are_text_and_nothing_is_fetched(evil, capsys):

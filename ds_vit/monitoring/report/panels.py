@@ -14,13 +14,15 @@ from typing import Any
 import numpy as np
 
 from ds_vit.monitoring.report.charts import Panel, Series, heat_map, line_chart, line_widths
-from ds_vit.monitoring.report.record import Record
+from ds_vit.monitoring.report.record import Record, Row
 from ds_vit.tasks import known_figures
 
 ANY, PERCENT = (-math.inf, math.inf), (0.0, 100.0)
 MAX_CLASSES_IN_MATRIX, MAX_PAIRS, MAX_MISTAKES, MAX_CLASSES = 200, 10, 20, 1000
 _LONG_NAME = 24  # letters of a file name that need the page's whole width
 _LONG_CELL = 20  # letters of a cell that needs a wider column
+# The powers of two of the smallest fp16 number, and of the smallest with all its bits (IEEE 754 binary16).
+SMALLEST, SMALLEST_NORMAL = -24, -14
 
 
 def metric_label(name: str) -> tuple[str, str]:
@@ -173,8 +175,31 @@ def gradients(record: Record) -> list[Panel]:
         over_steps("Update over weight by layer", "about 1e-3 is usual", "update_to_weight"),
         over_steps("Gradients too small for fp16, %", too_small, "below_2^-24", 100.0, log=False),
         over_steps("Trust ratios by tensor", "factors of LAMB or LARS on the update", "trust_ratios"),
+        _powers_of_two(rows[-1]),
     ]
     return [one for one in panels if one]
+
+
+def _powers_of_two(row: Row) -> Panel | None:
+    """The last histogram by layer, with a blank column at each limit of fp16."""
+    histogram = row.get("histogram", {"counts": {}})
+    counts = {layer: np.array(of_layer, float) for layer, of_layer in histogram["counts"].items() if sum(of_layer)}
+    if not counts:
+        return None
+    lowest, shares = histogram["lowest"], np.stack([100 * of_layer / of_layer.sum() for of_layer in counts.values()])
+    seen = lowest + np.flatnonzero(shares.max(axis=0) > 0.1)
+    first, last = min(seen[0], SMALLEST - 1), max(seen[-1], SMALLEST_NORMAL)
+    columns = [f"2^{power}" for power in range(first, last + 1)]
+    values = shares[:, first - lowest : last + 1 - lowest]
+    for limit, name in ((SMALLEST_NORMAL, "fewer bits in fp16"), (SMALLEST, "zero in fp16")):
+        columns.insert(limit - first, f"below: {name}")
+        values = np.insert(values, limit - first, np.nan, axis=1)
+    note = (
+        f"at step {row['step']}; the right line is 2^-14, below it {row['below_2^-14']:.1%} have fewer bits in fp16; "
+        f"the left one is 2^-24, below it {row['below_2^-24']:.1%} are zero"
+    )
+    title = "Gradients by power of two, % of each layer"
+    return heat_map(title, list(counts), columns, values, column_kind="gradient", note=note)
 
 
 def pair_panels(record: Record) -> list[Panel]:
