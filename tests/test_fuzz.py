@@ -249,8 +249,7 @@ def lock_forgotten():
 
     def forget(self):
         enter(self)
-        self._released.set()
-        self._path.unlink(missing_ok=True)
+        self.release()
         return self
 
     with mock.patch.object(FolderLock, "__enter__", forget):

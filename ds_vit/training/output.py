@@ -3,32 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import hashlib
 import itertools
 import json
 import os
 import socket
 import sys
-import threading
 import time
-import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TextIO
 
 from ds_vit.checkpoint.folder import checkpoints
-from ds_vit.fault_tolerance import exit_codes
 from ds_vit.fault_tolerance.errors import UserError, written
-from ds_vit.launching.host_identity import identity
 from ds_vit.launching.process import Process
 from ds_vit.run_folder import RunFolder, weights_in
 
 DEFAULT_PARENT = "runs"
 
-_BEAT_SECONDS = 5.0  # a lock is renewed this often
-_DEAD_SECONDS = 60.0  # without a renewal, the owner of a lock on another host is dead
 _GRACE_SECONDS = 10.0  # the owner of a lock may be about to end
-_SETTLE_SECONDS = 0.5  # of two that replace the lock of a dead owner at the same time, the second one has it
 
 
 def default_folder(model: str) -> str:
@@ -149,27 +144,20 @@ def check_shared(output: str, process: Process, environ: Mapping[str, str] = os.
 
 
 class FolderLock:
-    """Lets one run at a time write into a folder: a file that rank 0 creates, renews and removes (a context manager).
+    """Lets one run at a time write into a folder: rank 0 holds `flock` on a file that names it (a context manager).
 
-    It works on file systems that hosts share: the file is created exclusively. An owner on this machine is alive while
-    its process is. An owner elsewhere is alive while the file's time keeps changing; the clocks of two hosts are never
-    compared.
+    The kernel releases the lock when the process ends. A file that a run on another host left gives one warning, as
+    does a file system without locks.
 
     Args:
         folder: of the run; created if it is missing.
         made: whether this run created the folder already. A folder that the run created is removed if it stays empty.
-        end: ends the process with a code (replaced in tests).
     """
 
-    def __init__(self, folder: str, made: bool = False, end: Callable[[int], Any] = os._exit) -> None:
+    def __init__(self, folder: str, made: bool = False) -> None:
         self._path = RunFolder(Path(folder)).lock
-        self._end = end
-        owner = {"id": uuid.uuid4().hex, "host": socket.gethostname(), "pid": os.getpid(), "machine": _machine()}
-        owner |= {"started": _started(os.getpid()), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-        self._text = json.dumps(owner)
         self._made = made
-        self._released = threading.Event()
-        self._thread = threading.Thread(target=self._renew, name="folder lock", daemon=True)
+        self._file: TextIO | None = None
 
     def __enter__(self) -> FolderLock:
         """Take the lock.
@@ -182,7 +170,7 @@ class FolderLock:
             self._made = self._made or not folder.exists()
             folder.mkdir(parents=True, exist_ok=True)
             self._acquire()
-        self._thread.start()
+        os.register_at_fork(after_in_child=self._close)  # a loader worker may outlive the run
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -190,126 +178,67 @@ class FolderLock:
 
     def release(self) -> None:
         """Remove the lock, and the folder if this run created it and wrote nothing to it."""
-        self._released.set()
-        self._thread.join(_BEAT_SECONDS)
+        if self._file is None:
+            return
         with contextlib.suppress(OSError):
-            if _read(self._path)[0] == self._text:
-                self._path.unlink()
-            if self._made:
+            self._path.unlink()  # while the lock is held, so that a run that waits for it notices
+        self._close()
+        if self._made:
+            with contextlib.suppress(OSError):
                 self._path.parent.rmdir()  # which fails unless it is empty
 
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
     def _acquire(self) -> None:
-        seen = None
-        begun = changed = 0.0
-        while not self._create():
-            try:
-                lock, now = _read(self._path), time.monotonic()
-            except FileNotFoundError:
-                if seen is None:
-                    continue
-                # The files that this start has read may have changed.
-                raise UserError(f"{_in_use(self._path, seen[0])} until just now; start this one again") from None
-            renewed = seen is not None and lock != seen
-            is_new = seen is None or lock[0] != seen[0]
-            if is_new:
-                begun, renewed = now, False
-            if lock != seen:
-                seen, changed = lock, now
-            alive = _is_alive(lock[0])
-            if alive is False or (alive is None and now - changed >= _DEAD_SECONDS):
-                if self._take_over(lock[0]):
-                    return
-            elif now - begun >= _GRACE_SECONDS and (alive or renewed):
-                raise UserError(f"{_in_use(self._path, lock[0])}; wait for its end, stop it, or give another --output")
-            elif is_new:
-                waiting = "waiting to see whether it is alive, or ends"
-                print(f"train.py: {_in_use(self._path, lock[0])}; {waiting}", file=sys.stderr, flush=True)
+        """Wait for the lock, then write this process into it."""
+        in_use, deadline = "", time.monotonic() + _GRACE_SECONDS
+        while not _lock(file := self._path.open("a+")):
+            owner = _owner(file)
+            file.close()
+            if not in_use:
+                in_use = f"--output {self._path.parent} is in use by another run ({owner})"
+                print(f"train.py: {in_use}; waiting for its end", file=sys.stderr, flush=True)
+            elif time.monotonic() > deadline:
+                raise UserError(f"{in_use}; wait for its end, stop it, or give another --output")
             time.sleep(0.1)
-
-    def _create(self) -> bool:
-        """Create the lock, unless there is one."""
-        try:
-            with self._path.open("x") as file:
-                file.write(self._text)
-        except FileExistsError:
-            return False
-        return True
-
-    def _take_over(self, dead: str) -> bool:
-        """Replace the lock of a dead owner; returns whether this process has it then."""
-        if _read(self._path)[0] != dead:
-            return False
-        own = self._path.with_name(f"{self._path.name}-{uuid.uuid4().hex}")
-        own.write_text(self._text)
-        own.replace(self._path)
-        time.sleep(_SETTLE_SECONDS)
-        return _read(self._path)[0] == self._text
-
-    def _renew(self) -> None:
-        while not self._released.wait(_BEAT_SECONDS):
-            with contextlib.suppress(OSError):
-                text, _ = _read(self._path)
-                if text != self._text:
-                    print(
-                        f"train.py: error: {_in_use(self._path, text)}, which found this one dead: its lock was not "
-                        f"renewed for {_DEAD_SECONDS:g} s; this run ends with code {exit_codes.LOST}",
-                        file=sys.stderr,
-                        flush=True,
-                    )
-                    self._end(exit_codes.LOST)
-                    return
-                os.utime(self._path)
+        self._file, left = file, _owner(file)
+        is_removed = not self._path.exists() or not os.path.samestat(os.fstat(file.fileno()), self._path.stat())
+        if is_removed or (in_use and not left):
+            # The other run ended, and the files that this start has read may have changed.
+            self._close() if is_removed else self.release()
+            raise UserError(
+                f"{in_use or f'another run wrote to {self._path.parent}'} until just now; start this one again"
+            )
+        if left and f" on host {socket.gethostname()}," not in left:
+            warning = f"{self._path.parent} was in use by another run ({left}); make sure that it has ended"
+            print(f"train.py: warning: {warning}", file=sys.stderr, flush=True)
+        file.truncate(0)
+        json.dump({"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}, file)
+        file.flush()
 
 
-def _read(path: Path) -> tuple[str, int]:
-    """A lock's text and time; NFS asks the server whenever a file is opened."""
-    with path.open() as file:
-        return file.read(), os.fstat(file.fileno()).st_mtime_ns
-
-
-def _owner(text: str) -> Mapping[str, Any]:
+def _lock(file: TextIO) -> bool:
+    """Whether this process has the lock of an open file now."""
     try:
-        owner = json.loads(text)
-    except ValueError:
-        return {}
-    return owner if isinstance(owner, dict) else {}
-
-
-def _in_use(lock: Path, text: str) -> str:
-    owner = _owner(text)
-    of = f"process {owner['pid']} on host {owner['host']}, since {owner['since']}" if owner else f"see {lock}"
-    return f"--output {lock.parent} is in use by another run ({of})"
-
-
-def _is_alive(text: str) -> bool | None:
-    """Whether a lock's owner is alive; None where this machine cannot see it."""
-    owner = _owner(text)
-    if not owner or not owner["machine"] or owner["machine"] != _machine():
-        return None
-    started = _started(owner["pid"])
-    if started:
-        return started == owner["started"]
-    try:  # a process of another user may be hidden
-        os.kill(owner["pid"], 0)
-    except ProcessLookupError:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
         return False
-    except PermissionError:
-        return True
-    return False  # a zombie
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+            raise
+        warning = "its file system has no locks, and nothing keeps another run from writing there"
+        print(f"train.py: warning: {Path(file.name).parent}: {warning}", file=sys.stderr, flush=True)
+    return True
 
 
-def _machine() -> str:
-    """Equal for two processes that can see each other's process numbers; "" if unknown."""
+def _owner(file: TextIO) -> str:
+    """The process that a lock names; "" for a new lock."""
+    file.seek(0)
     try:
-        return f"{identity()}-{os.stat('/proc/self/ns/pid').st_ino}"
-    except OSError:
+        owner = json.load(file)
+        return f"process {owner['pid']} on host {owner['host']}, since {owner['since']}"
+    except (ValueError, LookupError, TypeError):
         return ""
-
-
-def _started(pid: int) -> str:
-    """When a process started, in the kernel's ticks; "" if it has ended or is hidden."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if fields[0] in "ZX" else fields[19]
