@@ -9,7 +9,7 @@ checkpoints/                    see ds_vit/checkpoint/folder.py
 model.safetensors               the final weights; ema.safetensors their average (or shards and an index);
                                 with --task mae the encoder's, and decoder.safetensors next to it
 best.safetensors                those of the best checkpoint; its text tower or decoder in best-text.safetensors, …
-profile/                        traces of some steps, and summary.md (--profile-steps)
+profile/                        traces of some steps and torch's tables (--profile-steps)
 samples/                        the samples of each step, a file for each rank (--log-samples)
 eval.json                       what `ds-vit eval` measured
 report.html                     all of this as a page (`ds-vit report`)
@@ -67,7 +67,7 @@ class RunFolder:
     tensorboard = _Entry("tensorboard")  # a folder of events
     summary = _Entry("summary.json")  # written at the end
     classes = _Entry("classes.json")  # the names of the classes; absent where the task has none
-    profile = _Entry("profile")  # traces of some steps, and the page that sums them up
+    profile = _Entry("profile")  # traces of some steps and torch's tables of them
     checkpoints = _Entry("checkpoints")  # the folder around the checkpoints
     samples = _Entry("samples")  # the folder of --log-samples
     skipped = _Entry("skipped_images.jsonl")  # images that could not be decoded under --on-bad-image skip, each once
