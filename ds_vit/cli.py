@@ -65,7 +65,7 @@ from ds_vit.config.parser import Parser, at_least, show_examples
 from ds_vit.config.schema import FIELDS, spelling
 from ds_vit.config.units import parse_bytes
 from ds_vit.fault_tolerance import exit_codes
-from ds_vit.fault_tolerance.errors import did_you_mean, written
+from ds_vit.fault_tolerance.errors import UserError, did_you_mean, written
 from ds_vit.launching.process import Process
 from ds_vit.launching.run import add_launch_arguments, launch
 from ds_vit.tools.doctor.command import add_arguments as add_doctor_arguments
