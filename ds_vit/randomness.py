@@ -144,10 +144,15 @@ def uniform_of(bits: torch.Tensor, shape: Sequence[int] = ()) -> torch.Tensor:
     return _shift_right(bits, 40).to(torch.float32) * 2.0**-24
 
 
-def normal(keys: torch.Tensor, name: str, shape: Sequence[int] = ()) -> torch.Tensor:
-    """Standard normal float32 draws of shape [B, *shape] by Box and Muller (1958) from two uniform ones."""
-    radius = torch.sqrt(-2.0 * torch.log1p(-uniform(keys, name + "/radius", shape)))
-    return radius * torch.cos((2.0 * math.pi) * uniform(keys, name + "/angle", shape))
+def normal_bits(keys: torch.Tensor, name: str) -> torch.Tensor:
+    """Keys [B] with the names of the two uniform draws behind a normal one mixed into them, int64 [2, B]."""
+    return torch.stack([mix_tensor(keys, name_key(f"{name}/{part}")) for part in ("radius", "angle")])
+
+
+def normal(bits: torch.Tensor, shape: Sequence[int] = ()) -> torch.Tensor:
+    """Standard normal float32 draws of shape [B, *shape] by Box and Muller (1958), from `normal_bits` on any device."""
+    radius, angle = uniform_of(bits.flatten(), shape).unflatten(0, bits.shape)
+    return torch.sqrt(-2.0 * torch.log1p(-radius)) * torch.cos((2.0 * math.pi) * angle)
 
 
 def generator(*values: int | str) -> np.random.Generator:

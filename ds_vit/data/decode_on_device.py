@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import io
 import itertools
-import warnings
+import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import NamedTuple
@@ -46,10 +47,14 @@ def require_fast_on_device() -> None:
         ) from error
 
 
+TALLY: Counter[str] = Counter()
+"""Images of this process that were augmented on the device since its training began: "loader" for those that the loader
+decoded, "device" for the others; among these "refused" by the device, and "large" beyond `_AT_ONCE`."""
+
 _AT_ONCE = 256 * 2**20  # bytes of pixels: whole images lie in the device's memory until their crops are taken
 
 
-def decode_on(device: torch.device, files: Sequence[File]) -> Iterator[torch.Tensor]:
+def decode_on(device: torch.device, files: Sequence[File]) -> Iterator[list[torch.Tensor]]:
     """The pixels of JPEG files, several files decoded at once.
 
     Args:
@@ -57,33 +62,31 @@ def decode_on(device: torch.device, files: Sequence[File]) -> Iterator[torch.Ten
         files: of a micro-batch.
 
     Returns:
-        uint8 [3, H, W] each, on `device`.
+        Of the files of each call uint8 [3, H, W] each, on `device`.
 
     Raises:
         ImageDecodeError: a file that Pillow cannot decode either.
         UserError: torchcodec cannot decode on this device at all.
     """
     where = device if decodes_jpeg(device) else torch.device("cpu")
-    sizes = itertools.accumulate(3 * height * width for _, _, (height, width) in files)
-    for _, together in itertools.groupby(zip(files, sizes, strict=True), lambda pair: pair[1] // _AT_ONCE):
+    sizes = [3 * math.prod(file.size) for file in files]
+    keys = [(total // _AT_ONCE, own > _AT_ONCE) for own, total in zip(sizes, itertools.accumulate(sizes), strict=True)]
+    for (_, is_large), together in itertools.groupby(zip(files, keys, strict=True), lambda pair: pair[1]):
         group = [file for file, _ in together]
         decoded: Sequence[torch.Tensor | None] | None = _decode([file.data for file in group], where)
         if decoded is None:  # one of them spoils all
             _require_decoder(where)
             decoded = [(_decode([file.data], where) or [None])[0] for file in group]
-            refused = [file.name for file, pixels in zip(group, decoded, strict=True) if pixels is None]
-            if refused:
-                warnings.warn(
-                    f"{refused[0]} cannot be decoded on {where}, so that its micro-batch is decoded a file at a time; "
-                    "with many such files --decode exact is faster",
-                    stacklevel=2,
-                )
+        images = []
         for pixels, file in zip(decoded, group, strict=True):
             # A file that EXIF rotates has another shape here; Pillow does not rotate it.
             if pixels is None or pixels.shape != (3, *file.size):
                 image = decode(file.data.numpy().tobytes(), file.name)
                 pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
-            yield pixels.to(device)
+                TALLY["refused"] += 1
+            images.append(pixels.to(device))
+        TALLY.update(device=len(images), large=is_large)
+        yield images
 
 
 def _decode(files: list[torch.Tensor], where: torch.device) -> list[torch.Tensor] | None:
@@ -91,25 +94,11 @@ def _decode(files: list[torch.Tensor], where: torch.device) -> list[torch.Tensor
     from torchcodec.decoders import decode_jpeg
 
     try:
-        if not decodes_jpeg(where):
-            return decode_jpeg(files, mode="RGB", device=where)
-        # torchcodec waits for the stream that it decodes on; on the training's stream that would be for the whole step.
-        training, own = torch.accelerator.current_stream(where), _decoder_stream(where)
-        with own:
-            found = decode_jpeg(files, mode="RGB", device=where)
+        return decode_jpeg(files, mode="RGB", device=where)
     except RuntimeError as error:
         if is_out_of_memory(error):
             raise
         return None
-    training.wait_stream(own)
-    for pixels in found:
-        pixels.record_stream(training)
-    return found
-
-
-@cache
-def _decoder_stream(where: torch.device) -> torch.Stream:
-    return torch.Stream(where)
 
 
 @cache

@@ -16,6 +16,7 @@ import torch
 from ds_vit.config import RunConfig
 from ds_vit.config.units import Interval, parse_steps
 from ds_vit.data import Source
+from ds_vit.data.decode_on_device import TALLY
 from ds_vit.engine.start import device_of
 from ds_vit.fault_tolerance.signals import Deadline, Signals
 from ds_vit.fault_tolerance.watchdog import Watchdog
@@ -257,6 +258,8 @@ class Training:
             steps=trainer.step,
             exit_word=exit_word,
         )
+        if total := TALLY["device"] + TALLY["loader"]:
+            summary["decoded_on_device"] = (TALLY["device"] - TALLY["refused"]) / total
         images, batch = throughput.total_images, self.config.batch.global_batch
         summary |= self.prediction.figures(batch * throughput.total_seconds / images if images else None)
         if self.reporter:

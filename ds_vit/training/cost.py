@@ -23,6 +23,7 @@ import torch.distributed as dist
 from ds_vit.config.batch import BatchSizes
 from ds_vit.config.deepspeed_rules import Checkpointing
 from ds_vit.config.units import in_words
+from ds_vit.data.augment.on_device import bytes_of_photo
 from ds_vit.device import hardware_name, is_accelerator, peak_bytes, reset_peak_bytes
 from ds_vit.fault_tolerance.errors import first_line
 from ds_vit.models import Layer, compute_class_token
@@ -101,6 +102,7 @@ class Cost:
             checkpointing=checkpointing,
             rates=self._scaled_share,
             inputs=self._coupled_inputs,
+            augmenting=self._augmenting,
             loss=functools.cache(self._loss),
         )
 
@@ -121,6 +123,15 @@ class Cost:
         task = self.config.model.task
         fields = task.fields(training=True) if task.coupled else ()
         return sum(math.prod(field.shape) * (field.dtype or self.config.dtype).itemsize for field in fields)
+
+    @property
+    def _augmenting(self) -> int:
+        """Bytes of a sample while it is decoded and augmented on the device, if it is."""
+        config, task = self.config, self.config.model.task
+        if config.optimizer is None or task.augment.augment_on == "cpu":
+            return 0
+        shapes = [field.shape for field in task.fields(training=True) if field.reads == "images"]
+        return sum(math.prod(shape[:-3]) * bytes_of_photo((shape[-2], shape[-1])) for shape in shapes)
 
     def _loss(self, micro_batch: int) -> int:
         """The most bytes that the loss of a micro-batch takes."""

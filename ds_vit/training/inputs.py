@@ -39,6 +39,8 @@ from ds_vit.data import (
     num_evaluation_batches,
     train_loader,
 )
+from ds_vit.data.augment.on_device import Crops
+from ds_vit.data.decode_on_device import TALLY
 from ds_vit.device import pci_address, pins_memory
 from ds_vit.engine.base import Engine
 from ds_vit.launching.numa import addresses_of_ranks, cores_to_share
@@ -161,6 +163,8 @@ class InputPipeline:
         epoch_images = order.steps_per_epoch * order.global_batch
         active, most = config.on_bad_image == "skip", config.max_bad_images
         self.skipped = SkippedImages(skipped, active=active, epoch_images=epoch_images, most=most)
+        TALLY.clear()
+        self._stream = torch.Stream(engine.device) if pins_memory(engine.device) else None
         self._read: Iterator[MicroBatch] | None = None  # of training
         self._ahead: deque[MicroBatch] = deque()
 
@@ -229,6 +233,8 @@ class InputPipeline:
                     # Noted only here: a row is read on several ranks.
                     epoch = number // accumulation // config.order.steps_per_epoch
                     self.skipped.add(config.train_source, batch.skipped, "training", epoch)
+                    if isinstance(batch.images, Crops) and config.task.augment.decode == "fast":
+                        TALLY["loader"] += sum(crop.file is None for crop in batch.images.crops)
                     self._log_samples(number, batch)
                 shared = self._share(self._finish(fields, batch, training=True))
                 if first_step == 0 and self.look is not None:
@@ -347,10 +353,20 @@ class InputPipeline:
         }
 
     def _finish(self, fields: Sequence[Field], batch: MicroBatch, *, training: bool) -> Batch:
-        """The tensors of a micro-batch that this rank's stage needs, and its keys."""
+        """The tensors of a micro-batch that this rank's stage needs, and its keys.
+
+        Nothing waits for the step before, which the device may still compute.
+        """
         device = self.engine.device
-        tensors = self.config.task.tensors(fields, batch, training=training, device=device)
-        return {**tensors, "keys": finish_keys(batch, device=device)}
+        with self._stream or contextlib.nullcontext():
+            tensors = self.config.task.tensors(fields, batch, training=training, device=device)
+            tensors["keys"] = finish_keys(batch, device=device)
+        if self._stream is not None:
+            current = torch.accelerator.current_stream(device)
+            current.wait_stream(self._stream)
+            for tensor in tensors.values():
+                tensor.record_stream(current)
+        return tensors
 
     # ---- one rank of a tensor-parallel group loads, the others receive --------------------------------------------
 

@@ -104,6 +104,8 @@ def end_rows(
         rows.append(("training loss", f"{loss:.5f}"))
     if summary["images_per_second"]:
         rows.append(("images/s", f"{summary['images_per_second']:.1f}"))
+    if (share := summary.get("decoded_on_device")) is not None:
+        rows.append(("decoded on the device", f"{share:.1%} of the images since this start"))
     if summary["skipped_images"]:
         instead = "do not count" if config.optimizer is None else "were replaced"
         said = f"{summary['skipped_images']} could not be decoded and {instead}"

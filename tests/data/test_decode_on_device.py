@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from ds_vit.data import (
     open_source,
 )
 from ds_vit.data.decode import decode
-from ds_vit.data.decode_on_device import File, _require_decoder, decode_on
+from ds_vit.data.decode_on_device import TALLY, File, _require_decoder, decode_on
 from ds_vit.fault_tolerance.errors import UserError
 
 pytest.importorskip("simplejpeg")
@@ -61,8 +62,8 @@ def _files(datas: list[bytes]) -> list[File]:
     return [File(torch.frombuffer(bytearray(d), dtype=torch.uint8), f"{n}", (60 + n, 70)) for n, d in enumerate(datas)]
 
 
-def _same_as_pillow(found: Iterable[torch.Tensor], datas: list[bytes]) -> None:
-    for pixels, data in zip(found, datas, strict=True):
+def _same_as_pillow(found: Iterable[list[torch.Tensor]], datas: list[bytes]) -> None:
+    for pixels, data in zip(itertools.chain.from_iterable(found), datas, strict=True):
         assert np.array_equal(pixels.permute(1, 2, 0).numpy(), np.asarray(decode(data, "")))
 
 
@@ -142,8 +143,9 @@ def test_what_the_device_cannot_decode_pillow_does(monkeypatch):
 
     monkeypatch.setattr(decoders, "decode_jpeg", picky)
     _require_decoder.cache_clear()
-    with pytest.warns(UserWarning, match=r"^1 cannot be decoded on cpu.* --decode exact is faster"):
-        _same_as_pillow(decode_on(CPU, _files(datas)), datas)
+    TALLY.clear()
+    _same_as_pillow(decode_on(CPU, _files(datas)), datas)
+    assert TALLY == {"device": 4, "refused": 2, "large": 0}
 
 
 def test_large_images_are_decoded_a_few_at_a_time(monkeypatch):
@@ -155,6 +157,12 @@ def test_large_images_are_decoded_a_few_at_a_time(monkeypatch):
     _same_as_pillow(decode_on(CPU, _files(datas)), datas)
     assert sum(calls) == 5
     assert max(calls) <= 3
+    calls.clear()
+    TALLY.clear()
+    monkeypatch.setattr(decode_on_device, "_AT_ONCE", 3 * 62 * 70)  # the last two are larger
+    _same_as_pillow(decode_on(CPU, _files(datas)), datas)
+    assert calls[-2:] == [1, 1]
+    assert TALLY == {"device": 5, "large": 2}
 
 
 @pytest.mark.parametrize(
@@ -190,7 +198,7 @@ def test_on_a_gpu_pixels_are_within_two_grey_levels(real_images, folder):
         File(torch.frombuffer(bytearray(data), dtype=torch.uint8), "", tuple(pixels.shape[1:]))
         for data, pixels in zip(datas, expected, strict=True)
     ]
-    found = list(decode_on(torch.device("cuda"), files))
+    found = list(itertools.chain.from_iterable(decode_on(torch.device("cuda"), files)))
     assert all(pixels.is_cuda for pixels in found)
     apart = [(a.cpu().float() - b.float()).abs().mean().item() for a, b in zip(found, expected, strict=True)]
     assert np.mean(apart) < 2.0

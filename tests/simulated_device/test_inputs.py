@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import sys
 import types
 from collections.abc import Iterator
@@ -18,10 +19,23 @@ from picture_folders import made, smooth_photo
 from PIL import Image
 
 import simulated_device
-from ds_vit.data import AugmentConfig, ImageConfig, MixConfig, Share, finish_images, finish_targets, open_source
+from ds_vit import randomness
+from ds_vit.data import (
+    AugmentConfig,
+    ImageConfig,
+    MicroBatch,
+    MixConfig,
+    Share,
+    finish_images,
+    finish_targets,
+    open_source,
+)
 from ds_vit.data import decode_on_device as decoding
 from ds_vit.data.augment import on_device as augmentation
+from ds_vit.data.augment.mixing import PairMix
 from ds_vit.data.augment.steps import Operation
+from ds_vit.data.augment.transforms import TrainTransform, train_transform
+from ds_vit.training.inputs import InputPipeline
 from simulated_device import NAME, on_device
 
 IMAGE = ImageConfig(img_size=(16, 20))
@@ -96,6 +110,39 @@ def test_no_operation_waits_for_the_device():
         assert torch.equal(there.cpu(), augmentation.augmented(crops, torch.device("cpu"))), name
 
 
+def crops_of(keys: list[int]) -> augmentation.Crops:
+    """Crops with RandAugment and colour jitter, which no flags of timm combine."""
+    augment = AugmentConfig(aa=AUGMENT["aa"], augment_on="device")
+    transform = train_transform(IMAGE, augment)
+    jitter = train_transform(IMAGE, AugmentConfig(color_jitter=0.4)).transforms[-1]
+    cutting = augmentation.CuttingTransform(TrainTransform(transform.crop, [*transform.transforms, jitter]), augment)
+    photos = [smooth_photo(18 + number % 9, 24 + number % 7, number) for number in range(16)]
+    cuts = [cutting(photos[key % 16], randomness.mix(key)) for key in keys]
+    memory = torch.empty(sum(cut.data.size for cut in cuts), dtype=torch.uint8).pin_memory()
+    return augmentation.packed(cuts, IMAGE.img_size, memory)
+
+
+@on_device
+def test_launches_do_not_depend_on_the_number_of_images():
+    """Catches: a launch for each image, and families of kinds that no longer share their work."""
+    augment, found = AugmentConfig(reprob=0.5), []
+    for times in (1, 1, 4):  # the first time makes what is kept
+        rows = 64 * times
+        boxes = torch.tensor([[[2, 3, 9, 12]], [[0, 0, 0, 0]]], dtype=torch.int32).repeat(rows // 2, 1, 1)
+        mix = PairMix(torch.arange(rows) ^ 1, torch.full((rows,), 0.7), torch.zeros(rows, 4, dtype=torch.int32))
+        keys, valid = torch.arange(rows) % 64, torch.ones(rows, dtype=torch.bool)
+        crops = crops_of(keys.tolist())
+        passes = {(n, one.name) for crop in crops.crops for n, one in enumerate(crop.operations)}
+        batch = MicroBatch(keys, keys, crops, None, valid, boxes, mix, rows)
+        simulated_device.reset()
+        finish_images(batch, IMAGE, augment, device=NAME)
+        found.append((len(passes), simulated_device.launches()))
+    assert found[1] == found[2]
+    kinds, launches = found[1]
+    assert kinds > 40
+    assert launches <= 70 + 4 * kinds
+
+
 # ---- Decoding ----
 
 
@@ -136,12 +183,28 @@ def jpeg_files() -> tuple[list[decoding.File], list[torch.Tensor]]:
     return files, expected
 
 
+def finished(files: list[decoding.File]) -> list[torch.Tensor]:
+    """Files decoded as `InputPipeline` finishes a micro-batch."""
+
+    def tensors(*_, device: torch.device, **__) -> dict[str, torch.Tensor]:
+        pixels = itertools.chain.from_iterable(decoding.decode_on(device, files))
+        return {f"{number}": image + 0 for number, image in enumerate(pixels)}
+
+    pipeline = mock.Mock(_stream=torch.Stream(NAME))
+    pipeline.engine.device, pipeline.config.task.tensors = torch.device(NAME), tensors
+    batch = mock.Mock(keys=torch.zeros(1, dtype=torch.int64).pin_memory(), num_rows=1)
+    made = InputPipeline._finish(pipeline, (), batch, training=True)
+    return [made[f"{number}"] for number in range(len(files))]
+
+
 @on_device
-def test_files_are_decoded_on_a_stream_of_their_own():
+def test_inputs_are_finished_on_a_stream_of_their_own():
     files, expected = jpeg_files()
+    busy = torch.ones(3, device=NAME) + 1  # what training has queued
     with stub_decoder() as streams, simulated_device.no_host_synchronisations():
-        found = [pixels + 0 for pixels in decoding.decode_on(torch.device(NAME), files)]
+        found = [pixels + 0 for pixels in finished(files)]
     assert torch.accelerator.current_stream().stream_id not in streams
+    assert busy.sum() == 6
     for pixels, right in zip(found, expected, strict=True):
         assert torch.equal(pixels.cpu(), right)
 
@@ -155,6 +218,6 @@ def test_pixels_that_training_does_not_wait_for_race():
         mock.patch.object(torch.Tensor, "record_stream", return_value=None),
         mock.patch.object(torch.accelerator, "current_stream", return_value=impatient),
     ):
-        found = list(decoding.decode_on(torch.device(NAME), files))
+        found = finished(files)
     with pytest.raises(RuntimeError, match=r"race: .* reads a block"):
         found[0] + 0

@@ -88,14 +88,14 @@ def erase(images: torch.Tensor, boxes: torch.Tensor, keys: torch.Tensor, mode: s
     if not len(touched):
         return images
     rows = send(touched, device)
-    row_keys = send(keys[touched], device)
     row_boxes = send(boxes[touched], device)
     part = images[rows]
     if mode == "pixel":
-        fill = randomness.normal(row_keys, "erase/noise", part.shape[1:])
+        fill = randomness.normal(send(randomness.normal_bits(keys[touched], "erase/noise"), device), part.shape[1:])
     for number in range(boxes.shape[1]):
         if mode == "rand":
-            fill = randomness.normal(row_keys, f"erase/color/{number}", (3, 1, 1))
+            bits = randomness.normal_bits(keys[touched], f"erase/color/{number}")
+            fill = randomness.normal(send(bits, device), (3, 1, 1))
         elif mode == "const":
             fill = torch.zeros((), device=device)
         part = torch.where(box_mask(row_boxes[:, number], size), fill, part)

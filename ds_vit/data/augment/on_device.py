@@ -4,24 +4,30 @@ The worker draws the operations that a CPU would apply (steps.py), cuts the crop
 does nothing else. Under --decode fast it passes a JPEG file on as it is, to be decoded on the device.
 
 On the device, images are float32 [n, 3, H, W] of whole numbers from 0 to 255, so that Pillow's rounding after each
-operation can be repeated: where it computes in whole numbers or in float32, the pixels are the same to the bit. `a` are
-the arguments of an operation, float64 [n, 5]: its argument, whether Pillow's filter is bicubic, and the colour (red,
-green, blue) outside of the image. torchvision's functions take one factor for all images of a call, and sample by other
-bicubic weights than Pillow; hence our own where images differ.
+operation can be repeated: where it computes in whole numbers or in float32, the pixels are the same to the bit. Pass p
+applies the p-th operation of each image. It sorts the images by operation, so that each kind is one slice of them, and
+a family of kinds shares its work: tables of 256 values, blends of two images, places in the image, and filters. Hence
+the number of launches does not depend on the number of images. torchvision's and kornia's functions take one factor for
+all images of a call, or sample by other bicubic weights than Pillow.
+
+Filters (the resize of crops of any size, and blurs) are products with a matrix for each image and axis. Its values are
+whole multiples of 2^-22, as Pillow's are, so that float64 holds every sum exactly: the result does not depend on the
+order, and so not on the other images of the batch.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.lib.stride_tricks import sliding_window_view
 from PIL import Image
-from torch.nn.functional import interpolate, pad
-from torchvision.transforms.v2 import functional as F
+from torch.nn.functional import conv2d
 
 from ds_vit.config.augmentation import AugmentConfig
 from ds_vit.data.augment.steps import Operation, RandomResizedCrop, Size
@@ -35,9 +41,10 @@ from ds_vit.fault_tolerance.errors import UserError
 FILTERS = ("bilinear", "bicubic", "random")
 """The resize filters that torch has with Pillow's antialiasing."""
 
-_GREY = (19595.0, 38470.0, 7471.0)  # over 2^16: Pillow's conversion to "L"
 _KERNEL = 23  # of timm's GaussianBlur
 _MOST_REACH = 5  # pixels of a box filter: of a deviation up to 5.4; timm's policies draw 2.0 at most
+_UNIT = 2.0**-22  # of a filter's weights, as in Pillow's Resample.c
+_AT_ONCE = 2**27  # float64 of pixels and filters that are resized together
 
 
 # ---- in the loader's workers -----------------------------------------------------------------------------------------
@@ -142,7 +149,7 @@ def packed(cuts: Sequence[Cut], size: Size, memory: torch.Tensor, num_views: int
     return Crops(memory, tuple(cut.crop for cut in cuts), size, num_views)
 
 
-# ---- on the device ---------------------------------------------------------------------------------------------------
+# ---- on the device: resize -------------------------------------------------------------------------------------------
 
 
 def augmented(crops: Crops, device: torch.device) -> torch.Tensor:
@@ -150,234 +157,356 @@ def augmented(crops: Crops, device: torch.device) -> torch.Tensor:
 
     Where a sample has v views they are [R, v, 3, H, W].
     """
-    images = _augmented(crops, device)
+    operations = [[one for one in crop.operations if one.name not in _FLIPS] for crop in crops.crops]
+    images = _applied(*_resized(crops, device), operations)
     return images.unflatten(0, (-1, crops.num_views)) if crops.num_views else images
 
 
-def _augmented(crops: Crops, device: torch.device) -> torch.Tensor:
-    images = _resized(crops, device)
-    # Rows are grouped by their operation on the CPU: the host never waits for the device.
-    groups: list[tuple[str, list[int]]] = []
-    arguments: list[tuple[float, ...]] = []
-    for number in range(max((len(crop.operations) for crop in crops.crops), default=0)):
-        rows_of: dict[str, list[int]] = {}
-        for row, crop in enumerate(crops.crops):
-            if number < len(crop.operations):
-                rows_of.setdefault(crop.operations[number].name, []).append(row)
-        groups += rows_of.items()
-        arguments += [_arguments(crops.crops[row].operations[number]) for rows in rows_of.values() for row in rows]
-    if not groups:
-        return images
-    counts = [len(rows) for _, rows in groups]
-    all_rows = send(torch.tensor([row for _, rows in groups for row in rows]), device).split(counts)
-    all_arguments = send(torch.tensor(arguments, dtype=torch.float64), device).split(counts)
-    for (name, _), rows, a in zip(groups, all_rows, all_arguments, strict=True):
-        images[rows] = OPERATIONS[name](images[rows], a)
-    return images
+def _sent(device: torch.device, *arrays: np.ndarray) -> list[torch.Tensor]:
+    """Arrays on the device, by one copy."""
+    blocks = [np.frombuffer(array.tobytes() + bytes(-array.nbytes % 8), dtype=np.uint8) for array in arrays]
+    parts = send(torch.from_numpy(np.concatenate(blocks)), device).split([len(block) for block in blocks])
+    return [p[: a.nbytes].view(getattr(torch, a.dtype.name)).view(a.shape) for p, a in zip(parts, arrays, strict=True)]
 
 
-def _arguments(operation: Operation) -> tuple[float, ...]:
-    own, *_ = operation.arguments or (0.0,)
-    bicubic = operation.keywords.get("resample") == Image.Resampling.BICUBIC
-    return float(own), float(bicubic), *operation.keywords.get("fillcolor", (0, 0, 0))
+_Place = tuple[int, int, int, int]
+"""Row of a crop, and where the image that it is taken of is in memory: its first byte, height and width."""
 
 
-def _resized(crops: Crops, device: torch.device) -> torch.Tensor:
+def _resized(crops: Crops, device: torch.device) -> tuple[torch.Tensor, list[int]]:
+    """The images, and the row of each: their order is that in which they were resized."""
+    parts, order = [], []
+    for memory, is_planar, places in _pixels(crops, device):
+        for lot in _lots(places, crops):
+            parts.append(_resize(memory, is_planar, lot, crops))
+            order += [row for row, *_ in lot]
+    empty = [row for row, crop in enumerate(crops.crops) if not min(crop.box[2:])]  # of an image of a pixel or two;
+    if empty or not parts:  # Pillow makes it black
+        parts.append(torch.zeros((len(empty), 3, *crops.size), device=device))
+    return torch.cat(parts) if len(parts) > 1 else parts[0], order + empty
+
+
+def _pixels(crops: Crops, device: torch.device) -> Iterator[tuple[torch.Tensor, bool, list[_Place]]]:
+    """Memory on the device, uint8 [N], whether its images are [3, H, W] or [H, W, 3], and which crops they are of."""
+    begins = np.cumsum([0, *(crop.num_bytes for crop in crops.crops)]).tolist()
+    # Behind the pixels, so that as many as the widest row has can be read at each place.
+    beyond = torch.empty(3 * max((crop.box[3] for crop in crops.crops), default=0), dtype=torch.uint8, device=device)
+    if cut := [(row, begins[row], *crop.box[2:]) for row, crop in enumerate(crops.crops) if not crop.file]:
+        yield torch.cat([crops.data.to(device, non_blocking=True), beyond]), False, cut
+    data = crops.data.split([crop.num_bytes for crop in crops.crops])
+    files = [File(part, *crop.file) for part, crop in zip(data, crops.crops, strict=True) if crop.file and len(part)]
+    owners = np.cumsum([bool(crop.file and crop.num_bytes) for crop in crops.crops]) - 1
+    done = 0
+    for images in decode_on(device, files):
+        is_planar = all(image.is_contiguous() for image in images)
+        flat = [(image if is_planar else image.permute(1, 2, 0)).reshape(-1) for image in images]
+        begins = np.cumsum([0, *map(len, flat)]).tolist()
+        own = [(row, n - done) for row, n in enumerate(owners) if crops.crops[row].file and 0 <= n - done < len(images)]
+        places = [(row, begins[number], *images[number].shape[1:]) for row, number in own]
+        yield torch.cat([*flat, beyond]), is_planar, places
+        done += len(images)
+
+
+def _cost(box: Size, size: Size) -> int:
+    """Numbers that the resize of a crop takes."""
+    return 3 * box[0] * (box[1] + size[1]) + 2 * max(size) * max(box)
+
+
+def bytes_of_photo(size: Size) -> int:
+    """Of the device's memory, for an image of ImageNet's size while it is decoded, resized and augmented among others.
+
+    Args:
+        size: of the result, (height, width).
+    """
+    photo = (375, 500)
+    return 2 * 3 * math.prod(photo) + max(8 * _cost(photo, size), 128 * math.prod(size))
+
+
+def _lots(places: Sequence[_Place], crops: Crops) -> Iterator[list[_Place]]:
+    """Crops that are resized together, padded to the largest height and width: of like size, within `_AT_ONCE`."""
+    lot: list[_Place] = []
+    most: Sequence[int] = (0, 0)
+    boxes = [(crops.crops[place[0]].box[2:], place) for place in places]
+    for box, place in sorted((pair for pair in boxes if min(pair[0])), key=lambda pair: max(pair[0])):
+        most = max(most[0], box[0]), max(most[1], box[1])
+        if lot and (len(lot) + 1) * _cost(most, crops.size) > _AT_ONCE:
+            yield lot
+            lot, most = [], box
+        lot.append(place)
+    if lot:
+        yield lot
+
+
+def _resize(memory: torch.Tensor, is_planar: bool, places: Sequence[_Place], crops: Crops) -> torch.Tensor:
     """Pillow's two passes: along the rows, rounded, then along the columns."""
-    images = torch.empty((len(crops.crops), 3, *crops.size), device=device)
-    for image, pixels, crop in zip(images, _parts(crops, device), crops.crops, strict=True):
-        if not pixels.numel():  # of an image of a pixel or two; Pillow makes it black
-            image.zero_()
-            continue
-        part = pixels.float()[None]
-        if part.shape[3] != crops.size[1]:
-            part = _whole(interpolate(part, (part.shape[2], crops.size[1]), mode=crop.interpolation, antialias=True))
-        if part.shape[2] != crops.size[0]:
-            part = interpolate(part, tuple(crops.size), mode=crop.interpolation, antialias=True)
-        image.copy_(part[0])
-    return _whole(images)
+    n, own, (high, wide) = len(places), [crops.crops[row] for row, *_ in places], crops.size
+    sizes = np.array([[crop.box[3], crop.box[2]] for crop in own])
+    width, height = sizes.max(axis=0).tolist()
+    flips = np.array([[any(one.name == flip for one in crop.operations) for flip in _FLIPS] for crop in own])
+    cubic = np.tile([crop.interpolation == "bicubic" for crop in own], 2)
+    _, begins, heights, widths = np.array(places).T
+    tops, lefts = np.array([crop.box[:2] if crop.file else (0, 0) for crop in own]).T
+    across, between = (1, heights * widths) if is_planar else (3, np.ones(n, dtype=np.int64))
+    starts = (begins + across * (tops * widths + lefts))[:, None] + between[:, None] * np.arange(3)
+    half, lines, first, steps = _sent(
+        memory.device, np.array(0.5), np.arange(height), starts[..., None], across * widths[:, None, None]
+    )
+    filters = _filters(memory.device, np.stack([sizes.T.ravel(), np.repeat([wide, high], n), cubic, flips.T.ravel()]))
+    lines_of = memory.unfold(0, across * width, 1)[:, ::across]  # what is behind the end of a row has no weight
+    at = torch.addcmul(first, steps, lines).clamp_(max=len(lines_of) - 1)
+    pixels = _turned(lines_of[at], torch.float64).flatten(1, 2)  # [n, height * 3, width]
+    pixels = _whole(torch.baddbmm(half, pixels, filters[:n, :wide, :width].mT, alpha=_UNIT))
+    pixels = _whole(torch.baddbmm(half, filters[n:, :high, :height], pixels.view(n, height, -1), alpha=_UNIT))
+    return _turned(pixels.view(n, high, 3, wide), torch.float32)
 
 
-def _parts(crops: Crops, device: torch.device) -> Iterator[torch.Tensor]:
-    """The crops' pixels, uint8 [3, h, w] each, decoded where they are not yet."""
-    counts = [crop.num_bytes for crop in crops.crops]
-    on_cpu = crops.data.split(counts)
-    of_files = [(data, crop.file) for data, crop in zip(on_cpu, crops.crops, strict=True) if crop.file]
-    decoded = decode_on(device, [File(data, *file) for data, file in of_files if data.numel()])
-    on_device = on_cpu if len(of_files) == len(counts) else crops.data.to(device, non_blocking=True).split(counts)
-    whole = torch.empty(0)
-    for data, crop in zip(on_device, crops.crops, strict=True):
-        top, left, height, width = crop.box
-        if crop.file:
-            whole = next(decoded) if crop.num_bytes else whole
-            yield whole[:, top : top + height, left : left + width]
-        else:
-            yield data.view(height, width, 3).permute(2, 0, 1)
+# A filter at the distance t is a polynomial of 2 - t and 1 - t where these are positive; the factors of the first,
+# second and third power, bilinear and bicubic (Keys's with a = -1/2).
+_FILTERS = np.array([[[0, 1], [0, 0]], [[0, 0], [-0.5, 1]], [[0, 0], [0.5, -2]]])
+
+
+def _filters(device: torch.device, resizes: np.ndarray) -> torch.Tensor:
+    """The matrices of m resizes to at most S pixels, float64 [m, S, L + K] in units of 2^-22: Pillow's Resample.c.
+
+    Args:
+        device: where they are to be.
+        resizes: lengths before, up to L, and after; whether the filter is bicubic, else bilinear; whether the result
+            is in reverse order: int64 [4, m].
+    """
+    sizes, outputs, cubic, flipped = resizes
+    place = np.arange(outputs.max())
+    place = np.where(flipped[:, None] > 0, outputs[:, None] - 1 - place, place)
+    scale = (sizes / outputs)[:, None]
+    stretch = np.maximum(scale, 1.0)
+    reach, centre = (1 + cubic[:, None]) * stretch, (place + 0.5) * scale
+    begin, end = (np.clip((edge + 0.5).astype(int), 0, sizes[:, None]) for edge in (centre - reach, centre + reach))
+    steps = np.arange(max(1, (end - begin).max()))  # K of the pixels that one is made of
+    far, factors = ((begin - centre + 0.5) / stretch)[..., None], _FILTERS[:, cubic, None, None]
+    taps, first, number, distance, further, there = _sent(
+        device, steps, begin[..., None], (end - begin)[..., None], far, (steps / stretch)[:, None], factors
+    )
+    distance = (distance + further).abs_()  # [m, S, K]
+    sides = torch.stack([2.0 - distance, 1.0 - distance], dim=-1).clamp_(min=0.0)
+    weights = torch.addcmul(there[0], torch.addcmul(there[1], there[2], sides), sides).mul_(sides).sum(-1)
+    weights *= taps < number
+    weights = weights.div_(weights.sum(-1, keepdim=True).mul_(_UNIT)).round_()
+    filters = weights.new_zeros((*weights.shape[:2], sizes.max() + len(taps)))
+    return filters.scatter_(2, first + taps, weights)
 
 
 def _whole(values: torch.Tensor) -> torch.Tensor:
-    """Rounded as Pillow rounds, in place."""
-    return values.add_(0.5).floor_().clamp_(0.0, 255.0)
+    """Pillow's rounding, in place, of values to which a half was added."""
+    return values.floor_().clamp_(0.0, 255.0)
 
 
-def _column(values: torch.Tensor) -> torch.Tensor:
-    return values.float()[:, None, None, None]
+def _turned(images: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[n, a, b, W] as contiguous [n, b, a, W] of another type."""
+    return images.transpose(1, 2).to(dtype, memory_format=torch.contiguous_format)
 
 
-def _grey(images: torch.Tensor) -> torch.Tensor:
-    """Pillow's grey, [n, 1, H, W]: whole numbers below 2^24, exact in any order."""
-    red, green, blue = images.split(1, dim=1)
-    grey = (red * _GREY[0]).add_(green, alpha=_GREY[1]).add_(blue, alpha=_GREY[2])
-    return grey.add_(32768.0).mul_(1.0 / 65536.0).floor_()
+# ---- on the device: operations ---------------------------------------------------------------------------------------
 
 
-def _blend(images: torch.Tensor, other: torch.Tensor | float, factor: torch.Tensor) -> torch.Tensor:
-    """Image.blend(other, image, factor), which cuts fractions off."""
-    return (images - other).mul_(_column(factor)).add_(other).clamp_(0.0, 255.0).floor_()
+def _rotation(angle: float, x: float, y: float) -> Sequence[float]:
+    """Around (x, y)."""
+    cos, sin = math.cos(angle), math.sin(angle)
+    return cos, sin, x - cos * x - sin * y, -sin, cos, y + sin * x - cos * y
 
 
-def _contrast(images: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
-    mean = _grey(images).mean(dim=(1, 2, 3), dtype=torch.float64)
-    return _blend(images, _column((mean + 0.5).floor()), a[:, 0])
+# The host knows the tables of values, and the six numbers that map a place in an image of a width and height to the
+# place that its pixel comes from.
+_FLIPS = ("hflip", "vflip")  # follow the crop in every transform, and are done with it
+_VALUES = np.arange(256, dtype=np.float32)
+_TABLES: dict[str, Callable[[float], np.ndarray]] = {
+    "Invert": lambda a: 255 - _VALUES,
+    "Posterize": lambda a: _VALUES // 2 ** (8 - min(a, 8)) * 2 ** (8 - min(a, 8)),
+    "Solarize": lambda a: np.where(a > _VALUES, _VALUES, 255 - _VALUES),
+    "SolarizeAdd": lambda a: np.where(_VALUES < 128, np.minimum(_VALUES + a, 255), _VALUES),
+    "Brightness": lambda a: np.floor(_VALUES * np.float32(a)),
+}
+_PLACES: dict[str, Callable[[float, float, float], Sequence[float]]] = {
+    "Rotate": lambda a, width, height: _rotation(math.radians(-a), width / 2, height / 2),
+    "ShearX": lambda a, width, height: (1, a, 0, 0, 1, 0),
+    "ShearY": lambda a, width, height: (1, 0, 0, a, 1, 0),
+    "TranslateX": lambda a, width, height: (1, 0, a, 0, 1, 0),
+    "TranslateY": lambda a, width, height: (1, 0, 0, 0, 1, a),
+    "TranslateXRel": lambda a, width, height: (1, 0, a * width, 0, 1, 0),
+    "TranslateYRel": lambda a, width, height: (1, 0, 0, 0, 1, a * height),
+}
 
 
-def _hue(images: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+def _applied(images: torch.Tensor, order: list[int], operations: Sequence[Sequence[Operation]]) -> torch.Tensor:
+    """The images in the order of their rows, after their operations. Rows are sorted on the CPU; nothing is read back.
+
+    Args:
+        images: in another order.
+        order: the row of each.
+        operations: of each row.
+    """
+    kinds, orders, passes = list(_FAMILIES), [], []
+    for number in range(max(map(len, operations), default=0)):
+        drawn = {row: of[number] for row, of in enumerate(operations) if number < len(of)}
+        rows = sorted(drawn, key=lambda row: kinds.index(drawn[row].name))
+        passes.append([drawn[row] for row in rows])
+        rows += [row for row in order if row not in drawn]
+        orders.append([order.index(row) for row in rows])
+        order = rows
+    (indices,) = _sent(images.device, np.array([*orders, [order.index(row) for row in range(len(order))]]))
+    for index, of in zip(indices, passes, strict=False):
+        images, end = images[index], 0
+        for family, run in itertools.groupby(of, lambda one: _FAMILIES[one.name]):
+            group = list(run)
+            begin, end = end, end + len(group)
+            a = np.array([float(one.arguments[0]) if one.arguments else 0.0 for one in group])
+            family(images[begin:end], group, a)
+        images.clamp_(0.0, 255.0).floor_()  # Pillow cuts fractions off
+    return images[indices[-1]]
+
+
+# Families change images in place by the operations that these drew, of the family's kinds in the order of `_FAMILIES`,
+# and their arguments. A fraction of a result is still to be cut off.
+
+
+def _look_up(images: torch.Tensor, operations: Sequence[Operation], a: np.ndarray) -> None:
+    """Each value replaced by its table's."""
+    tables = [_TABLES[one.name](value) for one, value in zip(operations, a, strict=True) if one.name in _TABLES]
+    known, values = _sent(images.device, np.array(tables, dtype=np.float32).reshape(-1, 1, 256), _VALUES)
+    every = [known.expand(-1, 3, -1)]
+    auto = len(tables) + sum(one.name == "AutoContrast" for one in operations)
+    pixels = images.flatten(2).long()
+    if auto > len(tables):
+        low, high = pixels[len(tables) : auto].aminmax(dim=2, keepdim=True)
+        every.append(torch.where(high > low, (values - low) / ((high - low) / 255.0), values))
+    if len(pixels) > auto:  # Equalize
+        counts = images.new_zeros((len(pixels) - auto, 3, 257))
+        counts[..., 1:].scatter_add_(2, pixels[auto:], values[1].expand_as(pixels[auto:]))
+        below = counts.cumsum(2)[..., :256]
+        step = below.gather(2, pixels[auto:].amax(2, keepdim=True)).div_(255.0, rounding_mode="floor")
+        table = (below + step.div(2.0, rounding_mode="floor")).div_(step, rounding_mode="floor")
+        every.append(torch.where(step > 0.0, table, values))
+    torch.gather(torch.cat(every), 2, pixels, out=images.flatten(2))
+
+
+# Weights of grey, exact in float32, and what rounds it; Pillow's smoothing filter, and what rounds its result.
+_BLEND = np.array([19595 / 2**16, 38470 / 2**16, 7471 / 2**16, 0.5, 0, 0, 1, 1, 1, 1, 5, 1, 1, 1, 1, 6.5], np.float32)
+
+
+def _blend(images: torch.Tensor, operations: Sequence[Operation], a: np.ndarray) -> None:
+    """Image.blend of another image and the image."""
+    contrast, colour = (sum(one.name == name for one in operations) for name in ("Contrast", "Color"))
+    factors, constants = _sent(images.device, a.astype(np.float32), _BLEND)
+    weights, half, smoothing, rounding = constants.split([3, 3, 9, 1])
+    # Whole numbers below 2^24, over 2^16: exact in any order.
+    grey = torch.addcmul(half[:, None, None], images[: contrast + colour], weights[:, None, None])
+    grey = grey.sum(1, keepdim=True).floor_()
+    mean = grey[:contrast].mean((1, 2, 3), keepdim=True, dtype=torch.float64).add_(0.5).floor_().float()
+    sharp = images[contrast + colour :]
+    other = torch.cat([mean.expand(-1, 3, *images.shape[2:]), grey[contrast:].expand(-1, 3, -1, -1), sharp])
+    if len(sharp) and min(images.shape[2:]) > 2:
+        around = conv2d(sharp.flatten(0, 1)[:, None], smoothing.view(1, 1, 3, 3), rounding)
+        inner = other[contrast + colour :, :, 1:-1, 1:-1]
+        torch.div(around.view(inner.shape), 13.0, rounding_mode="floor", out=inner)
+    images.sub_(other).mul_(factors[:, None, None, None]).add_(other)
+
+
+# Of the four pixels around a place, at a distance d from the second, the factors of 1, d, d^2 and d^3, bilinear and
+# bicubic: Pillow's Geometry.c, whose cubic has a = -1. They are a little more than 1 in all: Pillow adds differences
+# to a pixel, which among equal ones stays; a sum of rounded products may be less, and then its fraction is cut off.
+_TAPS = np.array(
+    [[[0, 1, 0, 0]] * 2, [[0, -1, 1, 0], [-1, 0, 1, 0]], [[0] * 4, [2, -2, 1, -1]], [[0] * 4, [-1, 1, -1, 1]]]
+) * (1 + 2.0**-19)  # fmt: skip
+
+
+def _sample(images: torch.Tensor, operations: Sequence[Operation], a: np.ndarray) -> None:
+    """Image.transform with AFFINE: each pixel a weighted sum of 16. grid_sample has other bicubic weights."""
+    height, width = images.shape[2:]
+    numbers = [_PLACES[one.name](value, width, height) for one, value in zip(operations, a, strict=True)]
+    cubic = [int(one.keywords.get("resample") == Image.Resampling.BICUBIC) for one in operations]
+    colours = np.array([one.keywords.get("fillcolor", (0, 0, 0)) for one in operations], dtype=np.float32)
+    (by_x, by_y, by_one), factors, fill, x, y, size, near, planes = _sent(
+        images.device,
+        np.array(numbers, dtype=np.float64).reshape(-1, 2, 3).transpose(2, 0, 1)[..., None, None],
+        *(_TAPS[:, cubic, None, None, None], colours[..., None, None]),
+        *(np.arange(width) + 0.5, np.arange(height)[:, None] + 0.5, np.array([width, height])[:, None, None]),
+        *(np.arange(-1, 3), np.arange(3 * len(cubic)).reshape(-1, 3, 1, 1, 1, 1)),
+    )
+    place = by_x * x + torch.addcmul(by_one, by_y, y)  # [n, 2, H, W]
+    inside = ((place >= 0.0) & (place < size)).all(dim=1, keepdim=True)
+    second = place.sub_(0.5).floor()
+    distance = (place - second)[..., None]
+    weights = torch.addcmul(factors[1], torch.addcmul(factors[2], factors[3], distance), distance)
+    weights = torch.addcmul(factors[0], weights, distance).float()  # [n, 2, H, W, 4]
+    pixels = torch.minimum((second.long()[..., None] + near).clamp_(min=0), size[..., None] - 1)
+    columns, rows = pixels[:, None, 0, ..., None, :], pixels[:, None, 1, ..., None]
+    taps = images.flatten(0, 1)[planes, rows, columns]  # [n, 3, H, W, 4, 4]
+    taps *= (weights[:, 0, ..., None, :] * weights[:, 1, ..., None])[:, None]
+    torch.where(inside, taps.sum((4, 5)), fill, out=images)
+
+
+def _hue(images: torch.Tensor, operations: Sequence[Operation], a: np.ndarray) -> None:
     """As torchvision's adjust_hue, which computes in fractions where Pillow's hue is one of 256."""
+    (turns,) = _sent(images.device, 6.0 * a.astype(np.float32))
     red, green, blue = images.unbind(1)
     value = images.amax(dim=1)
     chroma = value - images.amin(dim=1)
     divisor = torch.where(chroma > 0, chroma, 1.0)
     below_red = torch.where(value == green, 2.0 + (blue - red) / divisor, 4.0 + (red - green) / divisor)
     sextant = torch.where(value == red, (green - blue) / divisor, below_red)  # the hue times 6
-    turned = sextant + 6.0 * a[:, 0].float()[:, None, None]
-    places = [(turned + start).remainder(6.0) for start in (5.0, 3.0, 1.0)]
+    places = [(sextant + turns[:, None, None] + start).remainder(6.0) for start in (5.0, 3.0, 1.0)]
     parts = [chroma * torch.minimum(place, 4.0 - place).clamp(0.0, 1.0) for place in places]
-    return (value[:, None] - torch.stack(parts, dim=1)).mul_(255.999 / 255.0).floor_()
+    torch.mul(value[:, None] - torch.stack(parts, dim=1), 255.999 / 255.0, out=images)
 
 
-def _sharpness(images: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
-    smooth = images.clone()
-    if min(images.shape[2:]) > 2:
-        rows = images[:, :, :-2] + images[:, :, 1:-1] + images[:, :, 2:]
-        total = rows[..., :-2] + rows[..., 1:-1] + rows[..., 2:]
-        smooth[:, :, 1:-1, 1:-1] = total.add_(images[:, :, 1:-1, 1:-1], alpha=4.0).div_(13.0).add_(0.5).floor_()
-    return _blend(images, smooth, a[:, 0])
-
-
-def _posterize(images: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
-    step = torch.exp2(8.0 - _column(a[:, 0]).clamp(max=8.0))
-    return (images / step).floor_().mul_(step)
-
-
-def _solarize(images: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
-    return torch.where(images < _column(a[:, 0]), images, 255.0 - images)
-
-
-def _solarize_add(images: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
-    return torch.where(images < 128.0, (images + _column(a[:, 0])).clamp_(max=255.0), images)
-
-
-def _affine(images: torch.Tensor, a: torch.Tensor, matrix: Sequence[torch.Tensor | float]) -> torch.Tensor:
-    """Image.transform with AFFINE: the six numbers, [n] or one for all, map a place in the result to one in the image.
-
-    grid_sample cannot do it: its bicubic weights are not Pillow's.
-    """
-    height, width = images.shape[2:]
-    m = [part[:, None, None] if isinstance(part, torch.Tensor) else part for part in matrix]
-    y = torch.arange(height, device=images.device, dtype=torch.float64)[:, None] + 0.5
-    x = torch.arange(width, device=images.device, dtype=torch.float64) + 0.5
-    from_x, from_y = m[0] * x + m[1] * y + m[2], m[3] * x + m[4] * y + m[5]
-    inside = (from_x >= 0) & (from_x < width) & (from_y >= 0) & (from_y < height)
-    cubic = a[:, 1, None, None] > 0
-    left, top = (from_x - 0.5).floor(), (from_y - 0.5).floor()
-    columns, rows = _weights(from_x - 0.5 - left, cubic), _weights(from_y - 0.5 - top, cubic)
-    flat = images.flatten(2)
-    total = torch.zeros_like(images)
-    for row in range(4):
-        line = torch.zeros_like(images)
-        at_row = (top + (row - 1)).clamp_(0, height - 1) * width
-        for column in range(4):
-            at = at_row + (left + (column - 1)).clamp_(0, width - 1)
-            taps = flat.gather(2, at.long().flatten(1)[:, None].expand(-1, 3, -1)).view_as(images)
-            line += taps * columns[column][:, None]
-        total += line * rows[row][:, None]
-    fill = a[:, 2:5].float()[:, :, None, None]
-    return torch.where(inside[:, None], total.clamp_(0.0, 255.0).floor_(), fill)  # Pillow cuts the fraction off here
-
-
-def _weights(d: torch.Tensor, cubic: torch.Tensor) -> list[torch.Tensor]:
-    """Of the four pixels around a place `d` behind the second: Pillow's Geometry.c, whose cubic has a = -1."""
-    zero = torch.zeros_like(d)
-    of_cubic = (d * (-1 + d * (2 - d)), 1 + d * d * (d - 2), d * (1 + d * (1 - d)), d * d * (d - 1))
-    of_linear = (zero, 1 - d, d, zero)
-    return [torch.where(cubic, c, w).float() for c, w in zip(of_cubic, of_linear, strict=True)]
-
-
-def _rotate(images: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
-    angle = -a[:, 0] * (math.pi / 180.0)
-    cos, sin = angle.cos(), angle.sin()
-    x, y = images.shape[3] / 2.0, images.shape[2] / 2.0
-    return _affine(images, a, [cos, sin, x - cos * x - sin * y, -sin, cos, y + sin * x - cos * y])
-
-
-def _along(images: torch.Tensor, kernels: torch.Tensor, dim: int, mode: str) -> torch.Tensor:
-    """Each image filtered by its kernel [n, 2r + 1] along the rows (dim 3) or columns (dim 2).
-
-    A convolution's TF32 would not be the same on every device.
-    """
-    reach, length = kernels.shape[1] // 2, images.shape[dim]
-    padded = pad(images, (reach, reach, 0, 0) if dim == 3 else (0, 0, reach, reach), mode=mode)
-    total = torch.zeros_like(images)
-    for place in range(kernels.shape[1]):
-        total += padded.narrow(dim, place, length) * _column(kernels[:, place])
-    return total
-
-
-def _kernel_blur(images: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+def _kernel_blur(images: torch.Tensor, operations: Sequence[Operation], a: np.ndarray) -> None:
     """torchvision's gaussian_blur."""
-    x = torch.arange(_KERNEL, device=images.device, dtype=torch.float64) - _KERNEL // 2
-    kernels = torch.exp(-0.5 * (x / a[:, :1]) ** 2)
-    kernels /= kernels.sum(dim=1, keepdim=True)
-    return _along(_along(images, kernels, 3, "reflect"), kernels, 2, "reflect").round_().clamp_(0.0, 255.0)
+    x = np.arange(-(_KERNEL // 2), _KERNEL // 2 + 1)
+    kernels = np.exp(-0.5 * (x / a[:, None]) ** 2)
+    _filter(images, kernels / kernels.sum(axis=1, keepdims=True), "reflect", 0)
 
 
-def _box_blur(images: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+def _box_blur(images: torch.Tensor, operations: Sequence[Operation], a: np.ndarray) -> None:
     """Pillow's GaussianBlur: three box filters of a fractional width along the rows, then three along the columns."""
-    variance = (a[:, :1] ** 2) / 3.0
-    reach = ((torch.sqrt(12.0 * variance + 1.0) - 1.0) / 2.0).floor()
+    variance = (a[:, None] ** 2) / 3.0
+    reach = np.floor((np.sqrt(12.0 * variance + 1.0) - 1.0) / 2.0)
     part = (2 * reach + 1) * (reach * (reach + 1) - 3 * variance) / (6 * (variance - (reach + 1) ** 2))
     inner = 1.0 / (2.0 * (reach + part) + 1.0)
-    outer = (1.0 - (2.0 * reach + 1.0) * inner) / 2.0
-    far = torch.arange(-_MOST_REACH, _MOST_REACH + 1, device=images.device, dtype=torch.float64).abs()
-    kernels = torch.where(far <= reach, inner, torch.where(far == reach + 1, outer, torch.zeros_like(inner)))
-    for dim in (3, 2):
-        for _ in range(3):
-            images = _whole(_along(images, kernels, dim, "replicate"))
-    return images
+    far = np.abs(np.arange(-_MOST_REACH, _MOST_REACH + 1))
+    outer = np.where(far == reach + 1, (1.0 - (2.0 * reach + 1.0) * inner) / 2.0, 0.0)
+    _filter(images, np.where(far <= reach, inner, outer), "edge", 3)
 
 
-OPERATIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "hflip": lambda images, a: images.flip(3),
-    "vflip": lambda images, a: images.flip(2),
-    "AutoContrast": lambda images, a: F.autocontrast(images.to(torch.uint8)).float(),
-    "Equalize": lambda images, a: F.equalize(images.to(torch.uint8)).float(),
-    "Invert": lambda images, a: 255.0 - images,
-    "Posterize": _posterize,
-    "Solarize": _solarize,
-    "SolarizeAdd": _solarize_add,
-    "Brightness": lambda images, a: _blend(images, 0.0, a[:, 0]),
-    "Contrast": _contrast,
-    "Color": lambda images, a: _blend(images, _grey(images), a[:, 0]),
-    "Hue": _hue,
-    "Sharpness": _sharpness,
-    "Rotate": _rotate,
-    "ShearX": lambda images, a: _affine(images, a, [1, a[:, 0], 0, 0, 1, 0]),
-    "ShearY": lambda images, a: _affine(images, a, [1, 0, 0, a[:, 0], 1, 0]),
-    "TranslateX": lambda images, a: _affine(images, a, [1, 0, a[:, 0], 0, 1, 0]),
-    "TranslateY": lambda images, a: _affine(images, a, [1, 0, 0, 0, 1, a[:, 0]]),
-    "TranslateXRel": lambda images, a: _affine(images, a, [1, 0, a[:, 0] * images.shape[3], 0, 1, 0]),
-    "TranslateYRel": lambda images, a: _affine(images, a, [1, 0, 0, 0, 1, a[:, 0] * images.shape[2]]),
-    "GaussianBlur": _box_blur,
-    "KernelBlur": _kernel_blur,
+def _filter(images: torch.Tensor, kernels: np.ndarray, mode: Any, rounds: int) -> None:
+    """Each image filtered by its kernel [n, 2r + 1], along the rows and then along the columns.
+
+    Args:
+        images: [n, 3, H, W].
+        kernels: of each.
+        mode: NumPy's, of what lies outside.
+        rounds: how often along an axis, each time rounded; 0 for once, rounded at the end.
+    """
+    n, _, height, width = images.shape
+    reach = kernels.shape[1] // 2
+    windows = [sliding_window_view(np.pad(np.arange(s), reach, mode=mode), 2 * reach + 1) for s in (width, height)]
+    halves, weights, *sides = _sent(images.device, np.array([0.0, 0.5]), np.rint(kernels / _UNIT)[:, None], *windows)
+    across, down = (
+        weights.new_zeros((n, s, s)).scatter_add_(2, near.expand(n, s, -1), weights.expand(n, s, -1))
+        for s, near in zip((width, height), sides, strict=True)
+    )
+    pixels = _turned(images, torch.float64).flatten(1, 2)
+    for _ in range(max(rounds, 1)):
+        pixels = torch.baddbmm(halves[min(rounds, 1)], pixels, across.mT, alpha=_UNIT)
+        pixels = _whole(pixels) if rounds else pixels
+    pixels = pixels.view(n, height, -1)
+    for _ in range(max(rounds, 1)):
+        pixels = _whole(torch.baddbmm(halves[1], down, pixels, alpha=_UNIT))
+    images.copy_(pixels.view(n, height, 3, width).transpose(1, 2))
+
+
+_FAMILIES: dict[str, Callable[[torch.Tensor, Sequence[Operation], np.ndarray], None]] = {
+    **dict.fromkeys((*_TABLES, "AutoContrast", "Equalize"), _look_up),
+    **dict.fromkeys(_PLACES, _sample),
+    **dict.fromkeys(("Contrast", "Color", "Sharpness"), _blend),
+    **{"Hue": _hue, "GaussianBlur": _box_blur, "KernelBlur": _kernel_blur},
 }
+OPERATIONS = frozenset((*_FLIPS, *_FAMILIES))
 """By the names of `Operation`, except AugMix."""
