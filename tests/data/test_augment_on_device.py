@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from ds_vit.data.augment.colours import as_pixels
 from ds_vit.data.augment.on_device import OPERATIONS, Crop, Cut, CuttingTransform
 from ds_vit.data.augment.steps import Operation, apply, draw, recording
 from ds_vit.data.augment.transforms import train_transform
+from ds_vit.planner.counting import most_allocated
 
 SIZE = (40, 52)
 GPU = pytest.param(
@@ -103,6 +105,65 @@ def test_an_operation_is_within_its_bound(name, device):
     _within(_on_device(cuts, device), expected, BOUNDS[CASES[name][0][1].name])
     originals = torch.stack([as_pixels(image) for image, _ in CASES[name]])
     assert (expected - originals).abs().mean() > 0.05  # else nothing was compared
+
+
+@pytest.fixture(scope="module")
+def photos(real_images) -> list[Image.Image]:
+    """100 images of CIFAR-10 and 100 of ImageNet, of one size."""
+    found = []
+    for archive in ("cifar10/train.tar", "imagenet-sample/images.tar"):
+        with tarfile.open(real_images / archive) as tar:
+            members = itertools.islice((member for member in tar if member.isreg()), 100)
+            found += [Image.open(tar.extractfile(member)).convert("RGB").resize(SIZE[::-1]) for member in members]
+    return found
+
+
+@pytest.mark.parametrize("name", sorted({cases[0][1].name for cases in CASES.values()}))
+def test_an_operation_is_within_its_bound_on_real_images(photos, name):
+    """Would catch what smooth photos do not show: areas of one colour, edges of one pixel, few values."""
+    drawn = [operation for cases in CASES.values() for _, operation in cases if operation.name == name]
+    pairs = list(zip(photos, itertools.cycle(drawn), strict=False))
+    found = _on_device([_whole(image, operation) for image, operation in pairs])
+    expected = torch.stack([as_pixels(apply(image, [operation])) for image, operation in pairs]).float()
+    _within(found, expected, BOUNDS[name])
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+def test_crops_of_real_files_are_within_their_bound(real_images, interpolation):
+    """Would catch a filter that is wrong for large images, and rows of one image in another of the same batch."""
+    augment = AugmentConfig(train_interpolation=interpolation, color_jitter=0.0)
+    transform = train_transform(ImageConfig((96, 112)), augment)
+    with tarfile.open(real_images / "imagenet-sample" / "images.tar") as tar:
+        members = itertools.islice((member for member in tar if member.isreg()), 32)
+        images = [Image.open(tar.extractfile(member)).convert("RGB") for member in members]
+    cuts = [CuttingTransform(transform, augment)(image, randomness.mix(n)) for n, image in enumerate(images)]
+    expected = torch.stack([transform(image, randomness.mix(n)) for n, image in enumerate(images)]).float()
+    _within(_on_device(cuts, size=(96, 112)), expected, CROP_BOUND)
+
+
+def test_an_image_does_not_depend_on_the_others(monkeypatch):
+    """Would catch pixels that change with the micro-batch, and a lot of crops that is lost or out of order."""
+    augment = AugmentConfig(aa="rand-m9-mstd0.5-inc1", gaussian_blur_prob=0.5)
+    cutting = CuttingTransform(train_transform(ImageConfig(SIZE), augment), augment)
+    cuts = [cutting(smooth_photo(20 + 31 * (n % 5), 300 - 29 * (n % 7), n), randomness.mix(n)) for n in range(20)]
+    together = _on_device(cuts)
+    assert torch.equal(torch.cat([_on_device(cuts[n : n + 3]) for n in range(0, 20, 3)]), together)
+    monkeypatch.setattr(on_device, "_AT_ONCE", 300_000)
+    assert torch.equal(_on_device(cuts), together)
+
+
+@pytest.mark.parametrize("size", [96, 224, 384])
+def test_the_planned_memory_is_what_photos_take(size):
+    """Would catch memory that --auto-batch does not know of, and a plan that is far above it."""
+    photo, planned, taken = Image.new("RGB", (500, 375)), on_device.bytes_of_photo((size, size)), []
+    for flags in CONFIGS.values():
+        augment = AugmentConfig(**flags)
+        cutting = CuttingTransform(train_transform(ImageConfig((size, size)), augment), augment)
+        cuts = [cutting(photo, randomness.mix(key)) for key in range(32)]
+        memory = torch.empty(sum(cut.data.size for cut in cuts), dtype=torch.uint8)
+        crops = on_device.packed(cuts, (size, size), memory)
+        taken.append(most_allocated(lambda crops=crops: on_device.augmented(crops, torch.device("meta"))) / 32)
+    assert planned / 2 < max(taken) < planned, taken
 
 
 def test_every_operation_has_a_function_and_a_bound():

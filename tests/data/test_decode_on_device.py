@@ -131,6 +131,43 @@ def test_a_damaged_file_is_skipped_as_if_it_were_decoded_here(damaged):
     assert torch.equal(_images(there), _images(here))
 
 
+def test_odd_files_in_one_batch_end_as_on_the_cpu(tmp_path):
+    """Would catch a size, depth or mode that the device takes for another, and a row that a bad file shifts."""
+
+    def saved(image: Image.Image, kind: str = "png") -> bytes:
+        file = io.BytesIO()
+        image.save(file, kind)
+        return file.getvalue()
+
+    photo, grey16 = smooth_photo(60, 70), (np.arange(60 * 70).reshape(60, 70) * 15).astype(np.uint16)
+    files = {
+        "damaged.jpg": _bytes(0).replace(b"\xff\xdb", b"\xff\xe5"),
+        "truncated.jpg": _bytes(1)[:-900],
+        "pixel.jpg": saved(smooth_photo(1, 1), "jpeg"),
+        "wide.jpg": saved(smooth_photo(8, 20_000), "jpeg"),
+        "grey.jpg": _bytes(2, "L"),
+        "16bit.png": saved(Image.fromarray(grey16)),
+        "palette.png": saved(photo.convert("P")),
+        "rgba.png": saved(photo.convert("RGBA")),
+    }
+    source, share = open_source("", str(_folder(tmp_path, files)), "train"), Share(0, 1, 8)
+    found = []
+    for on, how in (("cpu", "exact"), ("device", "exact"), ("device", "fast")):
+        augment = AugmentConfig(augment_on=on, decode=how, color_jitter=0.0)
+        batches = load(source, share, stop=3, image=IMAGE, augment=augment, mix=MIX, on_bad_image="skip")
+        images = torch.stack([finish_images(batch, IMAGE, augment, device="cpu") for batch in batches])
+        found.append((images, torch.stack([batch.targets for batch in batches]), [batch.skipped for batch in batches]))
+    (there, *labels), *others = found
+    assert sum(map(len, labels[1])) == 6
+    for images, *same in others:
+        assert torch.equal(same[0], labels[0])
+        assert [[row for row, _ in skipped] for skipped in same[1]] == [[row for row, _ in s] for s in labels[1]]
+        apart = (images - there).abs() * 255 * torch.tensor(IMAGE.std)[:, None, None]
+        assert apart.mean() < 0.5
+        assert apart.max() < 8.5  # the bound of crops, docs/data.md
+    assert torch.equal(others[0][0], others[1][0])
+
+
 def test_what_the_device_cannot_decode_pillow_does(monkeypatch):
     """Would catch a batch that is lost to one file of an odd kind, and pixels of another shape that are taken."""
     datas = [*(_bytes(n) for n in range(3)), _bytes(3, exif=TURNED)]

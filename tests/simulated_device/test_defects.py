@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import math
 import types
 from collections.abc import Iterator
@@ -80,14 +81,6 @@ def decoded() -> Iterator[None]:
     assert bool(streams) == torch.accelerator.is_available(), "decoded on the device, if there is one"
 
 
-def reused_block() -> AbstractContextManager:
-    """Decoded pixels are freed without a word about the stream that still reads them."""
-    stack = contextlib.ExitStack()
-    stack.enter_context(decoded())
-    stack.enter_context(mock.patch.object(torch.Tensor, "record_stream", return_value=None))
-    return stack
-
-
 def sums_not_awaited() -> AbstractContextManager:
     """ZeRO-1's gradients are used while their sums over the ranks are under way."""
     send, kept = FlatGradient._send, []
@@ -122,7 +115,6 @@ DEFECTS: dict[str, tuple[tuple, Planted, str]] = {
     "a hidden item": (PLAIN, hidden_item, "item waits for the device: a host synchronisation where none is allowed"),
     "a host tensor": (PLAIN, host_tensor, "but found at least two devices"),
     "none while decoding": (DECODED, decoded, ""),
-    "a reused block": (DECODED, reused_block, "still needs it; call record_stream"),
     "sums that are not awaited": (("cpu_zero1_fp32.json", 2, buckets(30_000)), sums_not_awaited, "race: "),
     "buffers that are not awaited": (OVERLAP, buffers_not_awaited, "race: "),
 }
@@ -141,6 +133,9 @@ def test_a_defect_ends_the_run_on_the_device_only(ranks, device_library, tmp_pat
         codes, errors = zip(*ranks.run(world_size, train, library, words, planted), strict=True)
         assert set(codes) == ({1} if message and library else {0}), errors
         assert library is None or message in errors[0]
+    if case == "none while decoding":
+        summary = json.loads((tmp_path / "device" / "summary.json").read_text())
+        assert summary["decoded_on_device"] == 1.0
 
 
 # ---- Numbers that arrive late ----

@@ -183,14 +183,14 @@ def jpeg_files() -> tuple[list[decoding.File], list[torch.Tensor]]:
     return files, expected
 
 
-def finished(files: list[decoding.File]) -> list[torch.Tensor]:
+def finished(files: list[decoding.File], stream: torch.Stream) -> list[torch.Tensor]:
     """Files decoded as `InputPipeline` finishes a micro-batch."""
 
     def tensors(*_, device: torch.device, **__) -> dict[str, torch.Tensor]:
         pixels = itertools.chain.from_iterable(decoding.decode_on(device, files))
         return {f"{number}": image + 0 for number, image in enumerate(pixels)}
 
-    pipeline = mock.Mock(_stream=torch.Stream(NAME))
+    pipeline = mock.Mock(_stream=stream)
     pipeline.engine.device, pipeline.config.task.tensors = torch.device(NAME), tensors
     batch = mock.Mock(keys=torch.zeros(1, dtype=torch.int64).pin_memory(), num_rows=1)
     made = InputPipeline._finish(pipeline, (), batch, training=True)
@@ -202,7 +202,7 @@ def test_inputs_are_finished_on_a_stream_of_their_own():
     files, expected = jpeg_files()
     busy = torch.ones(3, device=NAME) + 1  # what training has queued
     with stub_decoder() as streams, simulated_device.no_host_synchronisations():
-        found = [pixels + 0 for pixels in finished(files)]
+        found = [pixels + 0 for pixels in finished(files, torch.Stream(NAME))]
     assert torch.accelerator.current_stream().stream_id not in streams
     assert busy.sum() == 6
     for pixels, right in zip(found, expected, strict=True):
@@ -218,6 +218,19 @@ def test_pixels_that_training_does_not_wait_for_race():
         mock.patch.object(torch.Tensor, "record_stream", return_value=None),
         mock.patch.object(torch.accelerator, "current_stream", return_value=impatient),
     ):
-        found = finished(files)
+        found = finished(files, torch.Stream(NAME))
     with pytest.raises(RuntimeError, match=r"race: .* reads a block"):
         found[0] + 0
+
+
+@on_device
+def test_blocks_that_training_still_reads_race():
+    files, _ = jpeg_files()
+    stream = torch.Stream(NAME)
+    with stub_decoder(), mock.patch.object(torch.Tensor, "record_stream", return_value=None):
+        found = finished(files, stream)
+        read = [pixels + 0 for pixels in found]
+        found.clear()
+        with pytest.raises((RuntimeError, AssertionError), match="still needs it; call record_stream"):
+            finished(files, stream)
+    assert len(read) == len(files)

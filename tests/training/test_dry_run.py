@@ -10,6 +10,7 @@ import torch.distributed as dist
 from project import ROOT, write_config
 from runs import DIGITS, refusal, resolved
 
+from ds_vit.data.augment.on_device import bytes_of_photo
 from ds_vit.models import num_parameters
 from ds_vit.monitoring.report.record import note_start
 from ds_vit.run_folder import RunFolder
@@ -108,6 +109,16 @@ def test_the_end_says_in_how_many_launches(tmp_path):
         note_start(folder, step, plan.layout, 1, torch.device("cpu"), [])
         said.append(dict(end_rows(engine_config(plan), told, tmp_path))["wall time"])
     assert said == ["28 s", "28 s in 2 launches"]
+
+
+def test_images_that_the_device_decodes_and_augments(tmp_path):
+    # Catches: a share that the end does not show, and memory next to the step that the plan leaves out.
+    told = {"model": "m", "eval_images": 0, "images_per_second": None, "skipped_images": 0, "wall_seconds": 1.0}
+    shown = dict(end_rows(engine_config(plan_of(1, 1)), {**told, "decoded_on_device": 0.975}, tmp_path))
+    assert shown["decoded on the device"] == "97.5% of the images since this start"
+    [here], [there] = (estimate_of(1, 1, "--augment-on", on) for on in ("cpu", "device"))
+    size = plan_of(1, 1).model.task.image.img_size
+    assert there.together - here.together == 4 * bytes_of_photo(size)
 
 
 @pytest.mark.parametrize(

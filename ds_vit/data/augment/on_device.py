@@ -219,7 +219,7 @@ def bytes_of_photo(size: Size) -> int:
         size: of the result, (height, width).
     """
     photo = (375, 500)
-    return 2 * 3 * math.prod(photo) + max(8 * _cost(photo, size), 128 * math.prod(size))
+    return 2 * 3 * math.prod(photo) + max(8 * _cost(photo, size), 160 * math.prod(size))
 
 
 def _lots(places: Sequence[_Place], crops: Crops) -> Iterator[list[_Place]]:
