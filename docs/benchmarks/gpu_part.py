@@ -111,7 +111,7 @@ def decode(rehearse: bool) -> dict[str, Any]:
         words = ["--data-dir", folder, "--workers", "8"]
         if rehearse:
             words = ["--data-dir", folder, "--workers", "1", "--device", "cpu", "--img-size", "16"]
-            words += ["--batch", "3", "--images", "6", "--turns", "1"]
+            words += ["--batch", "3", "--images", "6", "--turns", "1", "--models", "test_vit"]
         said = run(FOLDER / "decode_on_device.py", *words)
     return {"pictures": pictures, "markdown": said.strip()}
 

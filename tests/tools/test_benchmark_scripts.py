@@ -131,11 +131,13 @@ def test_decoding_on_the_device_is_timed(tmp_path):
         picture.parent.mkdir(parents=True, exist_ok=True)
         smooth_photo(seed=number).save(picture)
     words = ["--data-dir", str(tmp_path), "--device", "cpu", "--workers", "1", "--img-size", "16", "--batch", "3"]
-    done = run(FOLDER / "decode_on_device.py", *words, "--images", "6", "--turns", "1")
+    done = run(FOLDER / "decode_on_device.py", *words, "--images", "6", "--turns", "1", "--models", "test_vit")
     assert done.returncode == 0, done.stderr
     assert "| decoding on the device too | " in done.stdout
     assert "| decoding alone, 3 files at once | images/s |" in done.stdout
     assert "are 0.00 grey levels from Pillow's" in done.stdout
+    assert re.search(r"\| decoding and augmentation on cpu, 3 files \| [\d,]+ \|", done.stdout)
+    assert re.search(r"\| test_vit \| [\d,]+ \| the [a-z ]+ limits it \| the [a-z ]+ limits it \|", done.stdout)
 
 
 @pytest.fixture
