@@ -322,7 +322,6 @@ _TABLES: dict[str, Callable[[float], np.ndarray]] = {
     "Posterize": lambda a: _VALUES // 2 ** (8 - min(a, 8)) * 2 ** (8 - min(a, 8)),
     "Solarize": lambda a: np.where(a > _VALUES, _VALUES, 255 - _VALUES),
     "SolarizeAdd": lambda a: np.where(_VALUES < 128, np.minimum(_VALUES + a, 255), _VALUES),
-    "Brightness": lambda a: np.floor(_VALUES * np.float32(a)),
 }
 _PLACES: dict[str, Callable[[float, float, float], Sequence[float]]] = {
     "Rotate": lambda a, width, height: _rotation(math.radians(-a), width / 2, height / 2),
@@ -392,19 +391,20 @@ _BLEND = np.array([19595 / 2**16, 38470 / 2**16, 7471 / 2**16, 0.5, 0, 0, 1, 1, 
 
 
 def _blend(images: torch.Tensor, operations: Sequence[Operation], a: np.ndarray) -> None:
-    """Image.blend of another image and the image."""
-    contrast, colour = (sum(one.name == name for one in operations) for name in ("Contrast", "Color"))
+    """Image.blend of another image, which is black, of the mean grey, grey or smooth, and the image."""
+    kinds = ("Brightness", "Contrast", "Color")
+    bright, mean, grey = itertools.accumulate(sum(one.name == kind for one in operations) for kind in kinds)
     factors, constants = _sent(images.device, a.astype(np.float32), _BLEND)
     weights, half, smoothing, rounding = constants.split([3, 3, 9, 1])
     # Whole numbers below 2^24, over 2^16: exact in any order.
-    grey = torch.addcmul(half[:, None, None], images[: contrast + colour], weights[:, None, None])
-    grey = grey.sum(1, keepdim=True).floor_()
-    mean = grey[:contrast].mean((1, 2, 3), keepdim=True, dtype=torch.float64).add_(0.5).floor_().float()
-    sharp = images[contrast + colour :]
-    other = torch.cat([mean.expand(-1, 3, *images.shape[2:]), grey[contrast:].expand(-1, 3, -1, -1), sharp])
-    if len(sharp) and min(images.shape[2:]) > 2:
-        around = conv2d(sharp.flatten(0, 1)[:, None], smoothing.view(1, 1, 3, 3), rounding)
-        inner = other[contrast + colour :, :, 1:-1, 1:-1]
+    greys = torch.addcmul(half[:, None, None], images[bright:grey], weights[:, None, None])
+    greys = greys.sum(1, keepdim=True).floor_()
+    means = greys[: mean - bright].mean((1, 2, 3), keepdim=True, dtype=torch.float64).add_(0.5).floor_().float()
+    others = [half[1].expand(bright, 1, 1, 1), means, greys[mean - bright :]]
+    other = torch.cat([*(part.expand(-1, 3, *images.shape[2:]) for part in others), images[grey:]])
+    if len(images) > grey and min(images.shape[2:]) > 2:
+        around = conv2d(images[grey:].flatten(0, 1)[:, None], smoothing.view(1, 1, 3, 3), rounding)
+        inner = other[grey:, :, 1:-1, 1:-1]
         torch.div(around.view(inner.shape), 13.0, rounding_mode="floor", out=inner)
     images.sub_(other).mul_(factors[:, None, None, None]).add_(other)
 
@@ -505,7 +505,7 @@ def _filter(images: torch.Tensor, kernels: np.ndarray, mode: Any, rounds: int) -
 _FAMILIES: dict[str, Callable[[torch.Tensor, Sequence[Operation], np.ndarray], None]] = {
     **dict.fromkeys((*_TABLES, "AutoContrast", "Equalize"), _look_up),
     **dict.fromkeys(_PLACES, _sample),
-    **dict.fromkeys(("Contrast", "Color", "Sharpness"), _blend),
+    **dict.fromkeys(("Brightness", "Contrast", "Color", "Sharpness"), _blend),
     **{"Hue": _hue, "GaussianBlur": _box_blur, "KernelBlur": _kernel_blur},
 }
 OPERATIONS = frozenset((*_FLIPS, *_FAMILIES))
