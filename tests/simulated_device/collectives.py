@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import Backend
 
 from ds_vit.engine.patches.process import without_compiled_collectives
 from simulated_device import NAME
+from simulated_device.torch_module import FOREIGN
 
 _OUTPUTS = {
     **dict.fromkeys(("allreduce", "allreduce_coalesced", "broadcast", "reduce", "recv", "recv_anysource"), 0),
@@ -46,22 +47,28 @@ class SimulatedBackend(Backend):
         self.stream.wait_stream(torch.accelerator.current_stream())
         with self.stream:
             torch.ops.simulated.launch(name, list(_tensors(args)), writes)
+            if torch.ops.simulated.is_capturing():
+                on_host = [_on_host(arg, of_graph=True) for arg in args]
+                torch.ops.simulated.record_foreign(len(FOREIGN))
+                FOREIGN.append(lambda: getattr(self.gloo, name)(*on_host).wait())
+                return SimulatedWork(None, self.stream, self.stream.record_event(), args, writes)
             done = self.stream.record_event()
         work = getattr(self.gloo, name)(*map(_on_host, args))
         return SimulatedWork(work, self.stream, done, args, writes)
 
 
 class SimulatedWork(dist.Work):
-    """A collective that runs; it keeps its tensors, and the current stream waits for it."""
+    """A collective that runs, or that a graph records; it keeps its tensors, and the current stream waits for it."""
 
     def __init__(
-        self, work: dist.Work, stream: torch.Stream, done: torch.Event, args: tuple, outputs: list[torch.Tensor]
+        self, work: dist.Work | None, stream: torch.Stream, done: torch.Event, args: tuple, outputs: list[torch.Tensor]
     ) -> None:
         super().__init__()
         self.work, self.stream, self.done, self.args, self.outputs = work, stream, done, args, outputs
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        self.work.wait()
+        if self.work is not None:
+            self.work.wait()
         torch.accelerator.current_stream().wait_event(self.done)
         self.args = ()
         return True
@@ -111,7 +118,7 @@ def _tensors(value) -> Iterator[torch.Tensor]:
             yield from _tensors(part)
 
 
-def _on_host(value):
+def _on_host(value, of_graph=False):
     if isinstance(value, torch.Tensor):
-        return torch.ops.simulated.host(value.detach())
-    return [_on_host(part) for part in value] if isinstance(value, list) else value
+        return torch.ops.simulated.host(value.detach(), of_graph)
+    return [_on_host(part, of_graph) for part in value] if isinstance(value, list) else value

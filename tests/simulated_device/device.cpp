@@ -5,7 +5,8 @@
 //   - a non-blocking copy reads a host tensor late, and writes one only when the host has synchronised;
 //   - streams have clocks: an operation that touches memory which another stream still uses raises;
 //   - memory is limited and counted, and new or freed memory holds NaN;
-//   - every wait of the host for the device is counted under the name of the operation that waited.
+//   - every wait of the host for the device is counted under the name of the operation that waited;
+//   - a graph records operations without running them, and repeats them on the same addresses, whatever is there.
 // Python reaches it through the operators `torch.ops.simulated.*` at the end of this file; `__init__.py` builds it.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
@@ -27,7 +28,9 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <functional>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <set>
 #include <string>
@@ -73,6 +76,8 @@ struct Use {                              // of a part of a block: bytes begin t
   bool writes;
 };
 
+struct Pool;
+
 struct Block {
   char* data;
   size_t bytes;
@@ -81,6 +86,8 @@ struct Block {
   at::Storage owner;                      // the host's storage that a kernel has returned; else `data` is ours to free
   std::vector<Use> uses;                  // those that no later one stands for
   std::set<Stream> recorded;              // Tensor.record_stream
+  std::shared_ptr<Pool> pool;             // of graphs: gets the memory back
+  int64_t number = 0;                     // no other block has had it
 };
 
 struct PendingCopy {
@@ -94,6 +101,35 @@ struct Event {
   Clock clock;
   int64_t queries;                        // that still answer "not yet"
   std::chrono::steady_clock::time_point time;
+  bool captured = false;                  // recorded on a stream whose operations a graph records
+};
+
+// Memory of graphs that are repeated one after the other. A capture uses again what was freed, in it or before it.
+struct Pool {
+  std::multimap<std::pair<Stream, size_t>, char*> free;
+  std::vector<std::pair<char*, size_t>> all;
+  size_t bytes = 0;
+  int device = 0;
+  Block whole{};                          // stands for all of it: two of its graphs do not run at the same time
+  ~Pool();
+};
+
+struct Node {
+  std::function<void()> run;
+  int64_t foreign = -1;                   // of what Python runs in its place
+};
+
+struct Graph {
+  std::shared_ptr<Pool> pool;
+  std::vector<Node> nodes;
+  std::map<std::tuple<char*, int64_t, int64_t, int64_t, bool>, size_t> uses;  // of blocks, numbered; their bytes
+  // While it is captured:
+  Stream origin = 0;
+  Clock before;
+  std::set<Stream> streams;
+  std::set<int64_t> own;                  // blocks allocated meanwhile
+  std::vector<std::pair<char*, size_t>> taken;
+  std::map<char*, std::string> overwritten;  // of other blocks: nothing runs, so they get it back
 };
 
 std::recursive_mutex mutex;
@@ -109,6 +145,11 @@ int64_t launches = 0;                     // operations that are more than a vie
 int64_t query_delay = 2;
 int64_t streams_created = 0;
 bool checks_races = true, refuses_syncs = false;
+int64_t blocks_made = 0;
+std::map<int64_t, std::weak_ptr<Pool>> pools;  // each lives as long as a graph or a block of it
+auto& graphs = *new std::map<int64_t, std::shared_ptr<Graph>>;
+std::shared_ptr<Graph> captured;          // the graph that is being captured
+thread_local bool captures_here = false;  // this thread has begun it
 
 thread_local int current_device = 0;
 thread_local int64_t current_streams[kDevices] = {};
@@ -118,6 +159,15 @@ Stream current_stream() { return current_device * kStreamsPerDevice + current_st
 
 std::string name_of(Stream stream) {
   return c10::str("stream ", stream % kStreamsPerDevice, " of device ", stream / kStreamsPerDevice);
+}
+
+bool is_captured(Stream stream) { return captured && captured->streams.count(stream) > 0; }
+
+// What a thread must not do while it captures, or on a stream that is captured.
+void refuse_in_capture(const std::string& name) {
+  TORCH_CHECK(
+      !captured || !(captures_here || is_captured(current_stream())), name,
+      ": operation not permitted when stream is capturing");
 }
 
 // The stream may reuse blocks that were freed: their other users must come before its next operation.
@@ -152,6 +202,7 @@ void host_knows(const Clock& clock) {
 
 // The host waits here until everything before `clock` is complete.
 void synchronise(const std::string& name, const Clock& clock) {
+  refuse_in_capture(name);
   TORCH_CHECK(!refuses_syncs, name, " waits for the device: a host synchronisation where none is allowed");
   counts[name]++;
   host_knows(clock);
@@ -170,6 +221,11 @@ int64_t launch(Stream stream) {
 // Note that the stream's last operation uses a part of a block, after all other uses of that part.
 void use(Block& block, Stream stream, int64_t begin, int64_t end, bool writes, const std::string& name) {
   auto& clock = streams[stream];
+  if (is_captured(stream)) {
+    captured->uses[{block.data, block.number, begin, end, writes}] = block.bytes;
+    if (writes && captured->own.count(block.number) == 0 && captured->overwritten.count(block.data) == 0)
+      captured->overwritten[block.data] = std::string(block.data, block.bytes);
+  }
   if (checks_races)
     for (const auto& other : block.uses) {
       if (other.end <= begin || end <= other.begin || !(writes || other.writes)) continue;
@@ -188,6 +244,7 @@ void use(Block& block, Stream stream, int64_t begin, int64_t end, bool writes, c
 // ---- Memory ----
 
 void forget(const Block& block);
+size_t rounded(size_t bytes) { return (bytes + kRoundedTo - 1) / kRoundedTo * kRoundedTo; }
 
 void release(void* context) {
   std::lock_guard lock(mutex);
@@ -202,7 +259,8 @@ void release(void* context) {
   for (auto user : users) freed[block->stream].push_back({user.first, user.second, block->bytes});
   std::memset(block->data, kPoison, block->bytes);
   blocks.erase(block->data);
-  if (!block->owner) std::free(block->data);
+  if (block->pool) block->pool->free.emplace(std::pair(block->stream, rounded(block->bytes)), block->data);
+  else if (!block->owner) std::free(block->data);
   forget(*block);
   delete block;
 }
@@ -217,6 +275,10 @@ class DeviceAllocator final : public c10::DeviceAllocator {
   c10::DataPtr allocate(size_t bytes) override {
     void* data = nullptr;
     if (bytes == 0) return {nullptr, nullptr, &release_nothing, c10::Device(kDevice, current_device)};
+    {
+      std::lock_guard lock(mutex);
+      if (is_captured(current_stream())) return allocate_in_pool(bytes);
+    }
     check_limit(bytes);
     TORCH_CHECK(posix_memalign(&data, 64, bytes) == 0, "the host has no ", bytes, " bytes left");
     std::memset(data, kPoison, bytes);
@@ -228,25 +290,51 @@ class DeviceAllocator final : public c10::DeviceAllocator {
     if (owner) check_limit(bytes);
     std::lock_guard lock(mutex);
     auto* block = new Block{data, bytes, current_device, current_stream(), std::move(owner)};
+    block->number = ++blocks_made;
+    if (is_captured(block->stream)) {
+      block->pool = captured->pool;
+      captured->own.insert(block->number);
+      captured->taken.emplace_back(data, bytes);
+    }
     blocks[data] = block;
     for_each_stat(*block, [&](auto& stat, size_t amount) { stat.increase(amount); });
     return {data, block, &release, c10::Device(kDevice, current_device)};
+  }
+
+  // The smallest part that is free and at most twice as large, else new memory.
+  c10::DataPtr allocate_in_pool(size_t bytes) {
+    auto& pool = *captured->pool;
+    size_t wanted = rounded(bytes);
+    auto found = pool.free.lower_bound({current_stream(), wanted});
+    void* data = nullptr;
+    if (found != pool.free.end() && found->first.first == current_stream() && found->first.second <= 2 * wanted) {
+      data = found->second;
+      pool.free.erase(found);
+    } else {
+      check_limit(bytes);
+      TORCH_CHECK(posix_memalign(&data, 64, wanted) == 0, "the host has no ", bytes, " bytes left");
+      pool.all.emplace_back(static_cast<char*>(data), wanted);
+      pool.bytes += wanted;
+      pool.device = current_device;
+      stats[current_device].reserved_bytes[0].increase(wanted);
+    }
+    std::memset(data, kPoison, bytes);
+    return adopt(static_cast<char*>(data), bytes, {});
   }
 
   template <typename Change>
   void for_each_stat(const Block& block, Change change) {
     auto& of = stats[block.device];
     for (auto* bytes : {&of.allocated_bytes, &of.active_bytes, &of.reserved_bytes, &of.requested_bytes})
-      change((*bytes)[0], rounded(block.bytes));
+      if (!block.pool || bytes != &of.reserved_bytes) change((*bytes)[0], rounded(block.bytes));
     for (auto* number : {&of.allocation, &of.active}) change((*number)[0], 1);
   }
 
-  static size_t rounded(size_t bytes) { return (bytes + kRoundedTo - 1) / kRoundedTo * kRoundedTo; }
   static void release_nothing(void*) {}
 
   void check_limit(size_t bytes) {
     std::lock_guard lock(mutex);
-    size_t used = stats[current_device].allocated_bytes[0].current, limit = limits[current_device];
+    size_t used = stats[current_device].reserved_bytes[0].current, limit = limits[current_device];
     if (used + rounded(bytes) <= limit) return;
     stats[current_device].num_ooms++;
     TORCH_CHECK_WITH(
@@ -273,7 +361,7 @@ class DeviceAllocator final : public c10::DeviceAllocator {
       (*stat)[0].reset_peak();
   }
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) override {
-    return {limits[device] - stats[device].allocated_bytes[0].current, limits[device]};
+    return {limits[device] - stats[device].reserved_bytes[0].current, limits[device]};
   }
 };
 
@@ -282,6 +370,11 @@ REGISTER_ALLOCATOR(kDevice, &allocator)
 
 void forget(const Block& block) {
   allocator.for_each_stat(block, [](auto& stat, size_t amount) { stat.decrease(amount); });
+}
+
+Pool::~Pool() {
+  for (auto [data, size] : all) std::free(data);
+  allocator.stats[device].reserved_bytes[0].decrease(bytes);
 }
 
 class PinnedAllocator final : public c10::Allocator {
@@ -423,11 +516,14 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (*event == nullptr) *event = new Event;
     auto& clock = streams[key_of(stream)];
     advance(clock, host);
-    *static_cast<Event*>(*event) = {clock, query_delay, std::chrono::steady_clock::now()};
+    *static_cast<Event*>(*event) = {
+        clock, query_delay, std::chrono::steady_clock::now(), is_captured(key_of(stream))};
   }
   void block(void* event, const c10::Stream& stream) const override {
     std::lock_guard lock(mutex);
-    if (event != nullptr) advance(streams[key_of(stream)], static_cast<Event*>(event)->clock);
+    if (event == nullptr) return;
+    advance(streams[key_of(stream)], static_cast<Event*>(event)->clock);
+    if (captured && static_cast<Event*>(event)->captured) captured->streams.insert(key_of(stream));
   }
   bool queryEvent(void* pointer) const override {
     std::lock_guard lock(mutex);
@@ -491,11 +587,17 @@ void touch(const Tensor& tensor, Stream stream, bool writes, const std::string& 
 }
 
 // The same memory as a tensor of the host, which keeps the device's storage alive. Growing, it moves to other memory.
-Tensor host_view(const Tensor& tensor) {
-  if (!on_device(tensor)) return tensor;
+// That of a graph knows an address only, and of the host's tensors what they were: a kernel gets them as arguments.
+Tensor host_view(const Tensor& tensor, bool of_graph = false) {
+  if (!on_device(tensor)) {
+    bool is_argument = of_graph && tensor.defined() && !tensor.unsafeGetTensorImpl()->is_wrapped_number();
+    return is_argument ? tensor.clone() : tensor;
+  }
   auto& storage = tensor.storage();
-  auto* kept = new at::Storage(storage);
-  c10::DataPtr data(storage.mutable_data(), kept, [](void* s) { delete static_cast<at::Storage*>(s); }, at::kCPU);
+  auto* kept = of_graph ? nullptr : new at::Storage(storage);
+  c10::DataPtr data(
+      storage.mutable_data(), kept, of_graph ? nullptr : +[](void* s) { delete static_cast<at::Storage*>(s); },
+      at::kCPU);
   auto view = at::detail::make_tensor<c10::TensorImpl>(
       at::Storage(at::Storage::use_byte_size_t(), storage.nbytes(), std::move(data), c10::GetAllocator(at::kCPU), true),
       c10::DispatchKeySet(c10::DispatchKey::CPU), tensor.dtype());
@@ -509,6 +611,11 @@ Tensor host_view(const Tensor& tensor) {
 c10::DataPtr take_over(const Tensor& result) {
   const auto& storage = result.storage();
   if (storage.nbytes() == 0) return allocator.allocate(0);
+  if (is_captured(current_stream())) {
+    auto data = allocator.allocate(storage.nbytes());
+    std::memcpy(data.get(), storage.data(), storage.nbytes());
+    return data;
+  }
   return allocator.adopt(static_cast<char*>(storage.mutable_data()), storage.nbytes(), storage);
 }
 
@@ -586,6 +693,11 @@ Tensor copy_from(const Tensor& self, const Tensor& target, bool non_blocking) {
   if (!from_host) touch(self, stream, false, "copy_");
   if (!to_host) touch(target, stream, true, "copy_");
   auto source = host_view(self), destination = host_view(target);
+  if (is_captured(stream)) {
+    // Repeated, it would read or write the host's memory when others have it.
+    TORCH_CHECK(!to_host && !from_host, "a copy between host and device: operation not permitted when stream is capturing");
+    captured->nodes.push_back({[from = host_view(self, true), to = host_view(target, true)] { to.copy_(from); }});
+  }
   // From or to memory that is not pinned, the driver waits for the device.
   bool pinned = (from_host && self.is_pinned()) || (to_host && target.is_pinned());
   if (self.numel() == 0 || !(to_host || from_host)) {
@@ -658,9 +770,40 @@ class Call {
     }
   }
 
+  // The arguments as a graph keeps them; after `to_host`.
+  torch::jit::Stack for_graph() {
+    for (auto& [on_host, original] : views_) of_graph_.push_back(host_view(original, true));
+    torch::jit::Stack arguments(stack_.begin() + begin_, stack_.end());
+    for (auto& value : arguments)
+      value = replaced(value, [&](const Tensor& tensor) {
+        for (size_t number = 0; number < views_.size(); ++number)
+          if (views_[number].first.is_same(tensor)) return of_graph_[number];
+        return host_view(tensor, true);
+      });
+    return arguments;
+  }
+
+  // Repeat the call, and bring its new results to where they were; after `to_device`.
+  std::function<void()> repeated(const c10::OperatorHandle& op, torch::jit::Stack arguments) const {
+    return [op, arguments = std::move(arguments), made = made_, grown = grown_] {
+      auto stack = arguments;
+      op.callBoxed(&stack);
+      for (const auto& [argument, place] : grown) place.copy_(argument);
+      size_t number = 0;
+      for (const auto& value : stack)
+        for_each_tensor(value, [&](const Tensor& result, bool) {
+          if (const auto& place = made.at(number++); place.defined()) place.copy_(result);
+        });
+    };
+  }
+
   // Replace the results by tensors of the device; the memory of new ones becomes the device's.
   void to_device(Stream stream) {
-    for (auto& [on_host, original] : views_) adopt_new_size(on_host, original);
+    for (size_t number = 0; number < views_.size(); ++number) {
+      auto& [on_host, original] = views_[number];
+      bool moves = adopt_new_size(on_host, original);
+      if (moves && is_captured(stream)) grown_.emplace_back(of_graph_[number], host_view(original, true));
+    }
     begin_ = stack_.size() - schema_.returns().size();
     for (size_t number = 0; number < schema_.returns().size(); ++number) {
       auto& value = stack_[begin_ + number];
@@ -740,19 +883,22 @@ class Call {
     return views_.back().first;
   }
 
-  // A kernel has resized an output.
-  static void adopt_new_size(const Tensor& on_host, const Tensor& original) {
+  // A kernel has resized an output; whether it is in other memory now.
+  static bool adopt_new_size(const Tensor& on_host, const Tensor& original) {
     auto* storage = original.storage().unsafeGetStorageImpl();
-    if (on_host.storage().data() != storage->data() && on_host.storage().nbytes() > 0) {
+    bool moves = on_host.storage().data() != storage->data() && on_host.storage().nbytes() > 0;
+    if (moves) {
       storage->set_data_ptr_noswap(take_over(on_host));
       storage->set_nbytes(on_host.storage().nbytes());
     }
     if (on_host.sizes() != original.sizes() || on_host.strides() != original.strides())
       original.unsafeGetTensorImpl()->set_sizes_and_strides(
           on_host.sizes(), on_host.strides(), on_host.storage_offset());
+    return moves;
   }
 
-  Tensor original_of(const Tensor& result, Stream stream) const {
+  Tensor original_of(const Tensor& result, Stream stream) {
+    made_.emplace_back();
     if (!result.defined()) return result;
     for (auto& [on_host, original] : views_) {
       if (on_host.is_same(result)) return original;
@@ -761,6 +907,7 @@ class Call {
     }
     auto made = to_device_tensor(result);
     if (auto* block = block_of(made)) use(*block, stream, 0, block->bytes, true, name_);
+    if (is_captured(stream)) made_.back() = host_view(made, true);
     return made;
   }
 
@@ -771,17 +918,25 @@ class Call {
   std::optional<c10::Device> device_;
   bool on_host_ = false, host_reads_ = false, knows_size_ = false, fills_ = false;
   std::vector<std::pair<Tensor, Tensor>> views_;
+  std::vector<Tensor> of_graph_;          // `views_` as a graph keeps them
+  std::vector<std::pair<Tensor, Tensor>> grown_;  // an argument of the graph that a kernel moves, and its place
+  std::vector<Tensor> made_;              // of each result, the place of one that is new
 };
 
 void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   Call call(op, stack);
   c10::DeviceGuard guard(call.device());
   auto stream = current_stream();
+  torch::jit::Stack of_graph;
+  bool records;
   {
     std::lock_guard lock(mutex);
+    if (call.host_reads()) refuse_in_capture(call.name());
     launch(stream);
     launches += !call.is_view();
     call.to_host(stream);
+    records = is_captured(stream) && !call.is_view();
+    if (records) of_graph = call.for_graph();
   }
   {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
@@ -789,6 +944,7 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
   std::lock_guard lock(mutex);
   call.to_device(stream);
+  if (records) captured->nodes.push_back({call.repeated(op, std::move(of_graph))});
   if (call.host_reads()) synchronise(call.name().substr(6), streams[stream]);
 }
 
@@ -881,11 +1037,89 @@ void launch_foreign(const std::string& name, at::TensorList reads, at::TensorLis
   for (const Tensor& tensor : writes) if (on_device(tensor)) touch(tensor, stream, true, name);
 }
 
+// ---- Graphs ----
+
+int64_t new_pool() {
+  std::lock_guard lock(mutex);
+  static int64_t number = 0;
+  pools[++number];
+  return number;
+}
+
+void capture_begin(int64_t number, int64_t pool) {
+  std::lock_guard lock(mutex);
+  TORCH_CHECK(!captured, "another graph is being captured");
+  auto stream = current_stream();
+  TORCH_CHECK(stream % kStreamsPerDevice != 0, "graphs must be captured on a stream that is not the default one");
+  captured = graphs[number] = std::make_shared<Graph>();
+  captured->pool = pools.at(pool).lock();
+  if (!captured->pool) pools.at(pool) = captured->pool = std::make_shared<Pool>();
+  captured->origin = stream;
+  captured->streams = {stream};
+  captured->before = streams[stream];
+  captures_here = true;
+}
+
+void capture_end() {
+  std::lock_guard lock(mutex);
+  auto graph = std::exchange(captured, nullptr);
+  captures_here = false;
+  TORCH_CHECK(graph, "no graph is being captured");
+  bool joined = true;
+  for (auto stream : graph->streams) {
+    auto last = streams[stream][stream];
+    joined &= includes(streams[graph->origin], stream, last);
+    host[stream] = std::max(host[stream], last);  // nothing has run: nobody needs to wait for it
+  }
+  for (auto& [data, bytes] : graph->taken) std::memset(data, kPoison, bytes);
+  for (auto& [data, bytes] : graph->overwritten)
+    if (blocks.count(data)) std::memcpy(data, bytes.data(), bytes.size());
+  graph->taken.clear();
+  graph->overwritten.clear();
+  TORCH_CHECK(joined, "a stream was forked from the one that is captured, and has not joined it");
+}
+
+// Run the nodes from `first` on until one that Python has to run: gives its number, or -1 at the end.
+std::tuple<int64_t, int64_t> replay(int64_t number, int64_t first) {
+  std::lock_guard lock(mutex);
+  refuse_in_capture("replay");
+  auto& graph = *graphs.at(number);
+  auto stream = current_stream();
+  if (first == 0) {
+    launch(stream);
+    ++launches;
+    use(graph.pool->whole, stream, 0, 1, true, "a replay");
+    for (auto& [key, bytes] : graph.uses) {
+      auto [data, block_number, begin, end, writes] = key;
+      auto found = blocks.find(data);
+      bool is_there = found != blocks.end() && found->second->number == block_number;
+      TORCH_CHECK(
+          is_there || graph.own.count(block_number), "a graph ", writes ? "writes" : "reads", " a block of ", bytes,
+          " bytes that has been freed since it was captured");
+      if (is_there) use(*found->second, stream, begin, end, writes, "a replay");
+    }
+  }
+  c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  for (size_t place = first; place < graph.nodes.size(); ++place) {
+    if (graph.nodes[place].foreign >= 0) return {place + 1, graph.nodes[place].foreign};
+    graph.nodes[place].run();
+  }
+  return {-1, -1};
+}
+
 TORCH_LIBRARY(simulated, m) {
   constexpr auto kAnyDevice = c10::DispatchKey::CompositeImplicitAutograd;
-  m.def("host(Tensor(a) tensor) -> Tensor(a)", torch::dispatch(kAnyDevice, &host_view));
+  m.def("host(Tensor(a) tensor, bool of_graph=False) -> Tensor(a)", torch::dispatch(kAnyDevice, &host_view));
   m.def("launch(str name, Tensor[] reads, Tensor[] writes) -> ()", torch::dispatch(kAnyDevice, &launch_foreign));
   m.def("host_synchronisations", &host_synchronisations);
+  m.def("new_pool", &new_pool);
+  m.def("capture_begin", &capture_begin);
+  m.def("capture_end", &capture_end);
+  m.def("replay", &replay);
+  m.def("delete_graph", [](int64_t number) { std::lock_guard lock(mutex); graphs.erase(number); });
+  m.def("is_capturing", []() -> bool { std::lock_guard lock(mutex); return is_captured(current_stream()); });
+  m.def("record_foreign", [](int64_t number) { std::lock_guard lock(mutex); captured->nodes.push_back({{}, number}); });
   m.def("launches", []() -> int64_t { std::lock_guard lock(mutex); return launches; });
   m.def("reset", [] { std::lock_guard lock(mutex); counts.clear(); freed.clear(); launches = 0; });
   m.def("refuse_host_synchronisations", [](bool refuse) { refuses_syncs = refuse; });

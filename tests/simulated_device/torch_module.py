@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import types
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
@@ -39,6 +41,8 @@ _module.device_count = torch.ops.simulated.device_count
 _module._is_in_bad_fork = lambda: False
 _module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
 _module.is_bf16_supported = lambda: True
+_module.is_current_stream_capturing = torch.ops.simulated.is_capturing
+_module.graph_pool_handle = torch.ops.simulated.new_pool
 _module.manual_seed = _module.manual_seed_all = torch.ops.simulated.seed
 
 
@@ -110,3 +114,54 @@ def _index(device) -> int:
 
 def _device(device) -> torch.device:
     return torch.device(NAME, _index(device))
+
+
+# ---- Graphs ----
+
+FOREIGN: list[Callable[[], object]] = []
+"""What graphs run that is no operation of the device: collectives."""
+_numbers = itertools.count(1)
+_capture_streams: list[torch.Stream] = []
+
+
+@_export
+class CUDAGraph:
+    """Operations that `graph` has recorded; as torch.cuda's."""
+
+    def __init__(self) -> None:
+        self._number = next(_numbers)
+
+    def capture_begin(self, pool: int, capture_error_mode: str = "global") -> None:
+        torch.ops.simulated.capture_begin(self._number, pool)
+
+    def capture_end(self) -> None:
+        torch.ops.simulated.capture_end()
+
+    def replay(self) -> None:
+        place = 0
+        while place >= 0:
+            place, foreign = torch.ops.simulated.replay(self._number, place)
+            if place >= 0:
+                FOREIGN[foreign]()
+
+    def reset(self) -> None:
+        torch.ops.simulated.delete_graph(self._number)
+
+    def __del__(self) -> None:
+        if torch is not None:  # else the process ends
+            self.reset()
+
+
+@_export
+@contextmanager
+def graph(graph: CUDAGraph, pool: int, capture_error_mode: str = "global") -> Iterator[None]:
+    """Within it, operations are recorded, on a stream of its own, and not run."""
+    torch.accelerator.synchronize()
+    if not _capture_streams:
+        _capture_streams.append(Stream())
+    with _capture_streams[0]:
+        graph.capture_begin(pool, capture_error_mode)
+        try:
+            yield
+        finally:
+            graph.capture_end()
