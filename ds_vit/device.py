@@ -6,6 +6,10 @@ small tables for what differs between accelerators.
 
 from __future__ import annotations
 
+import contextlib
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch.profiler import ProfilerActivity
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
@@ -62,13 +66,66 @@ def allocated_bytes(device: torch.device) -> int:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most bytes that tensors of this process held on an accelerator since the last call of `reset_peak_bytes`."""
-    return torch.accelerator.max_memory_allocated(device)
+    """The most bytes that tensors of this process held on an accelerator since the last call of `reset_peak_bytes`.
+
+    The memory pool of its graphs is in use all the time.
+    """
+    return max(_pool.peak_before, torch.accelerator.max_memory_allocated(device) + _pool.bytes)
 
 
 def reset_peak_bytes(device: torch.device) -> None:
     """Start a new measurement of `peak_bytes`."""
+    _pool.peak_before = 0
     torch.accelerator.reset_peak_memory_stats(device)
+
+
+# ---- graphs ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Pool:
+    """The memory pool of this process's graphs.
+
+    Attributes:
+        bytes: that it holds.
+        peak_before: of the measurement under way, before it had them.
+    """
+
+    bytes: int = 0
+    peak_before: int = 0
+
+
+_pool = _Pool()
+
+
+def reserved_bytes(device: torch.device) -> int:
+    """Bytes that this process has taken of an accelerator, for tensors, graphs and later ones."""
+    return torch.accelerator.memory_reserved(device)
+
+
+def count_pool(device: torch.device, bytes: int) -> None:
+    """Note what the graphs' pool holds from now on; the allocator does not count what only replays write."""
+    before = peak_bytes(device)
+    reset_peak_bytes(device)
+    _pool.bytes, _pool.peak_before = bytes, before
+
+
+def graph_pool(device: torch.device) -> Any:
+    """The name of a new memory pool for graphs, which lives as long as one of them."""
+    return torch.get_device_module(device).graph_pool_handle()
+
+
+def new_graph(device: torch.device) -> Any:
+    """What `capture` records into; `replay()` repeats it."""
+    return torch.get_device_module(device).CUDAGraph()
+
+
+def capture(device: torch.device, graph: Any, pool: Any) -> contextlib.AbstractContextManager[None]:
+    """Within it, operations of this thread are recorded, on a stream of their own, and not run.
+
+    Other threads work as always: the loader's pins memory.
+    """
+    return torch.get_device_module(device).graph(graph, pool=pool, capture_error_mode="thread_local")
 
 
 def record_event(device: torch.device) -> torch.Event | None:

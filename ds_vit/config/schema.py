@@ -46,6 +46,7 @@ from ds_vit.config.units import Interval, parse_bytes, parse_seconds, parse_set,
 
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 """torch.compile's."""
+CUDA_GRAPH = ("auto", "on", "off")
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
 _of_mae, _of_pairs = partial(flag_of, "mae"), partial(flag_of, "clip siglip")
 _of_texts, _of_classifiers = partial(flag_of, "clip siglip bridgetower"), partial(flag, task="classification")
@@ -214,6 +215,9 @@ class ModelSettings:
     )
     compile: bool = flag(False, "run the blocks through torch.compile", FREE | EVALUATION)
     compile_mode: str = flag("default", "mode of torch.compile", FREE | EVALUATION, choices=COMPILE_MODES)
+    cuda_graph: str = flag(
+        "auto", "replay a micro-batch's passes as CUDA graphs; auto: where a GPU has shown it", FREE, choices=CUDA_GRAPH
+    )
     freeze: Sequence[str] = flag((), "timm parameter names (patterns) that are not trained", NOTED, nargs="+")
     linear_probe: bool = flag(False, "train only the classifier head", NOTED)
 

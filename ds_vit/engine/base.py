@@ -20,6 +20,7 @@ from torch import nn
 from ds_vit.config.deepspeed_keys import takes_gradients
 from ds_vit.device import has_fused_step
 from ds_vit.engine.flat_gradient import FlatGradient
+from ds_vit.engine.graph import StepGraphs
 from ds_vit.engine.patches.process import import_muon_uncompiled
 from ds_vit.engine.patches.zero import (
     grow_scale_after_step,
@@ -28,8 +29,8 @@ from ds_vit.engine.patches.zero import (
 )
 from ds_vit.engine.step_guard import StepGuard, StepResult
 from ds_vit.engine.zero3 import ZeroUnits
-from ds_vit.models import SequentialViT, Towers, timm_names
-from ds_vit.models.resolution import set_image_size
+from ds_vit.models import Layer, SequentialViT, Towers, timm_names
+from ds_vit.models.resolution import SizeSwitch
 from ds_vit.optim.build import rules_of
 from ds_vit.optim.ema import TeacherAverage
 from ds_vit.optim.rate_factors import RateFactors
@@ -93,10 +94,12 @@ class Engine(ABC):
     Attributes:
         context: of the task's steps.
         rates: factors on the learning rate by parameter; set by the builder, for training.
+        graphs: of the passes of a micro-batch; None where all run eagerly.
         on_close: restores the process-wide state that the run changed.
     """
 
     rates: RateFactors
+    graphs: StepGraphs | None = None
 
     def __init__(
         self,
@@ -118,6 +121,7 @@ class Engine(ABC):
         self.accumulation = int(own["gradient_accumulation_steps"])
         self.groups = groups
         self._task = task
+        self._sizes: SizeSwitch | None = None
         self._input_names = tuple(input_names)
         self._whole_outputs = whole_outputs
         self._clip = float(own["gradient_clipping"])
@@ -265,7 +269,11 @@ class Engine(ABC):
             size: pixels; for a model that `check_sizes` accepts.
             patch_size: the model's.
         """
-        set_image_size(self.module, size, patch_size)
+        if self._sizes is None:  # it keeps the tables of each size at their addresses, which graphs read
+            self._sizes = SizeSwitch([child for child in self.module.modules() if isinstance(child, Layer)], patch_size)
+            if self.graphs is not None:
+                self.graphs.clear()
+        self._sizes.set(size)
 
     @property
     def teachers(self) -> TeacherAverage | None:

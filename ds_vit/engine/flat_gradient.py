@@ -257,6 +257,26 @@ class FlatGradient:
         if self._scaler is not None and self.overflow:
             torch._foreach_zero_(self.shares)
 
+    @property
+    def fresh(self) -> bool:
+        """Whether the next micro-batch is the first of a step."""
+        return self._fresh
+
+    def end_replay(self, boundary: bool) -> None:
+        """Note a micro-batch whose pass a graph has replayed, without a hook; the last one of the step or not."""
+        self._fresh = boundary
+        if self._stage > 0:
+            self._optimizer._epilogue_ran_this_backward = True
+
+    def abandon(self, *, fresh: bool = True) -> None:
+        """Forget a pass that has not ended, and by default those of its step before it."""
+        for bucket in self._buckets:
+            bucket.taken = False
+            for p in bucket.parameters:
+                p.grad = None
+        self._works, self._in_flight, self._next = [], [None, None], 0
+        self._fresh, self._boundary = fresh, None
+
     def close(self) -> None:
         """Take the hooks off the parameters."""
         for hook in self._hooks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from ds_vit.engine.base import Engine, RankContext, Run
+from ds_vit.engine.graph import Given, Pass, StepGraphs
 from ds_vit.engine.step_guard import StepResult
 from ds_vit.models import Towers, giving_features
 from ds_vit.optim.ema import TeacherAverage
@@ -58,11 +60,15 @@ class PlainEngine(Engine):
         optimizer: torch.optim.Optimizer | None,
         task: Task,
         config: Mapping[str, Any],
+        *,
+        replays: bool = False,
         **shared: Any,
     ) -> None:
+        """Args: as for `Engine`, and whether the passes of a micro-batch are captured and replayed."""
         self._total: torch.Tensor | None = None
         self._num_losses = 0
         super().__init__(model, optimizer, task, config, **shared)
+        self.graphs = StepGraphs(self.engine, self.flat, self.context) if replays and self.flat is not None else None
         self.engine.train()
 
     def _make_context(self, model: Towers, *, trains: bool, **shared: Any) -> PlainContext:
@@ -81,7 +87,7 @@ class PlainEngine(Engine):
         return self.context.teachers
 
     def train_step(self, batches: Iterator[Batch], meanwhile: Callable[[], object] = lambda: None) -> StepResult:
-        """As `Engine.train_step`; `meanwhile` is called when the first forward pass has been queued."""
+        """As `Engine.train_step`; `meanwhile` is called when the first forward pass has been queued, or its graph."""
         if not self.module.training:  # walking all modules costs the host as much as their forward pass
             self.engine.train()
         self.guard.begin()
@@ -89,28 +95,56 @@ class PlainEngine(Engine):
         if self._task.coupled and self.accumulation > 1:
             return self._coupled_step(batches, meanwhile)
         for number in range(self.accumulation):
-            loss = self.engine(partial(self._task.step, self.context, next(batches)))
-            if number == 0:
-                meanwhile()
-            self.engine.backward(loss)
+            if number == 0 and self.graphs is None:
+                loss = self._differentiate(next(batches), meanwhile=meanwhile)
+            else:
+                loss = self._run("step", self._differentiate, next(batches))
+                if number == 0:
+                    with self._abandoning():
+                        meanwhile()
             self._add(loss)
             self.engine.step()
         assert self._total is not None
         return self._result(self._total / self.accumulation)
 
+    def _run(self, name: str, function: Pass, *given: Given) -> Any:
+        """A pass of a micro-batch, replayed where it can be."""
+        return function(*given) if self.graphs is None else self.graphs.run(name, function, *given)
+
+    @contextlib.contextmanager
+    def _abandoning(self) -> Iterator[None]:
+        """Within it, an exception leaves the step: its gradient so far does not count."""
+        try:
+            yield
+        except BaseException:
+            assert self.flat is not None
+            self.flat.abandon()
+            raise
+
+    def _differentiate(
+        self, batch: Batch, piece: Given = None, meanwhile: Callable[[], object] = lambda: None
+    ) -> torch.Tensor:
+        """The loss of a micro-batch, whose gradient is then written."""
+        loss = self.engine(partial(self._task.step, self.context, batch, piece))
+        meanwhile()
+        self.engine.backward(loss)
+        return loss.detach()
+
+    def _collect(self, batch: Batch) -> Mapping[str, torch.Tensor]:
+        return self.engine(partial(self._task.collect, self.context, batch))
+
     def _coupled_step(self, batches: Iterator[Batch], meanwhile: Callable[[], object]) -> StepResult:
         """Two passes over the micro-batches: the first collects what the loss couples, the second differentiates."""
         micro_batches = [next(batches) for _ in range(self.accumulation)]
         with torch.no_grad():
-            collected = [self.engine(partial(self._task.collect, self.context, batch)) for batch in micro_batches]
+            collected = [self._run("collect", self._collect, batch) for batch in micro_batches]
         meanwhile()
         coupled = self.engine(partial(self._task.couple, self.context, collected))
         del collected
         if coupled.loss is not None:
             self._total, self._num_losses = coupled.loss.detach(), 1
         for batch, piece in zip(micro_batches, coupled.pieces, strict=True):
-            loss = self.engine(partial(self._task.step, self.context, batch, piece))
-            self.engine.backward(loss)
+            loss = self._run("step", self._differentiate, batch, piece)
             if coupled.loss is None:
                 self._add(loss)
             self.engine.step()

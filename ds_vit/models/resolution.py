@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from timm.layers import PatchEmbed
 from timm.layers.format import Format
-from torch import nn
 
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.layers import EmbedLayer, Layer
@@ -34,26 +33,14 @@ def check_sizes(model: TimmViT, name: str, sizes: Iterable[int], flag: str = "--
             raise UserError(f"{flag}: images of {size} pixels are {why}; the nearest is {near}")
 
 
-def set_image_size(module: nn.Module, size: int, patch_size: tuple[int, int]) -> None:
-    """Set the image size of the layers inside any container to `size` pixels (square).
+class SizeSwitch:
+    """Sets the image size of layers (square), as often as a step needs it.
 
     The table of positions stays a parameter of the model's own grid: timm's `dynamic_img_size` resamples it in each
-    forward pass, and its gradient comes back through that. Rotary tables are made anew for the grid. At the model's own
-    size all is as if it had never been another one.
+    forward pass, and its gradient comes back through that. Rotary tables of each size are computed once. At the model's
+    own size all is as if it had never been another one.
 
-    Args:
-        module: a `SequentialViT`, a pipeline stage or a layer, of a model that `check_sizes` accepts.
-        size: pixels.
-        patch_size: of the model; not every stage has its stem.
-    """
-    SizeSwitch([child for child in module.modules() if isinstance(child, Layer)], patch_size).set(size)
-
-
-class SizeSwitch:
-    """Sets the image size of layers, as often as a step needs it.
-
-    Rotary tables of each size are computed once. Layers that are run again for their activations need the size of their
-    first run: `BlockRun` sets it.
+    Layers that are run again for their activations need the size of their first run: `BlockRun` sets it.
 
     Args:
         layers: of a model that `check_sizes` accepts.

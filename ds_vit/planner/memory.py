@@ -216,6 +216,7 @@ class MemoryRules:
         rates: share of the trained weights with separate rates, which are applied to a copy of them.
         inputs: bytes of a sample, where all micro-batches of a step are held at once (coupled tasks); else 0.
         augmenting: bytes of an image while the device augments it, next to the step before; else 0.
+        graphs: the memory of both passes is that of CUDA graphs, which keep it while the optimizer steps.
         loss: micro-batch → the most bytes that its loss takes between the two passes.
 
     Attributes:
@@ -245,10 +246,11 @@ class MemoryRules:
         rates: float = 0.0,
         inputs: int = 0,
         augmenting: int = 0,
+        graphs: bool = False,
         loss: Callable[[int], int] = lambda micro_batch: 0,
     ) -> None:
         self.json, self.layout, self.average, self.checkpointing = json, layout, average, checkpointing
-        self.rates, self.inputs, self.augmenting, self.loss = rates, inputs, augmenting, loss
+        self.rates, self.inputs, self.augmenting, self.graphs, self.loss = rates, inputs, augmenting, graphs, loss
         zero = self.zero = json.get("zero_optimization") or {}
         stage = self.stage = int(zero.get("stage", 0))
         self.autocast = "autocast" in precision.name
@@ -425,13 +427,13 @@ class StageMemory:
         is_first = self.ahead == self.rules.layout.pp  # of the stages: it holds the inputs of a coupled step
         inputs = self.rules.inputs * micro_batch if is_first and batch.accumulation > 1 else 0
         augmenting = self.rules.augmenting * micro_batch if is_first else 0
+        going_back = round(self._going_back(batch, under_way)) + inputs * (batch.accumulation - under_way)
+        pool = going_back - states.gradients if self.rules.graphs else 0
         return replace(
             states,
             activations=round(activations),
-            going_back=round(self._going_back(batch, under_way))
-            + inputs * (batch.accumulation - under_way)
-            + augmenting,
-            updating=states.updating + inputs * batch.accumulation + augmenting,
+            going_back=going_back + augmenting,
+            updating=states.updating + inputs * batch.accumulation + pool + augmenting,
         )
 
     def on_device(self, batch: BatchSizes) -> RankMemory:

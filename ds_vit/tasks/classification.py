@@ -26,6 +26,7 @@ class Classification(ChainTask):
     """
 
     name = "classification"
+    not_replayed = ""
     flags = names_of_task("classification")
     figures: tuple[Figure, ...] = (
         Figure("top1", "top-1", "%"),

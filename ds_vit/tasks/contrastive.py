@@ -50,6 +50,7 @@ class Contrastive(Task):
     coupled = True
     has_classes = False
     has_text = True
+    not_replayed = ""
     flags = names_of_task("clip")
     refused_flags: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(("mixup", "cutmix", "cutmix_minmax"), _ONE_CAPTION),

@@ -35,6 +35,7 @@ class MaskedAutoencoding(ChainTask):
     """
 
     name = "mae"
+    not_replayed = ""
     flags = names_of_task("mae")
     refused_flags: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(("mixup", "cutmix", "cutmix_minmax"), _NO_LABELS),

@@ -108,6 +108,7 @@ class SelfDistillation(Task):
     has_classes = False
     teachers: ClassVar[Mapping[str, str]] = {TEACHER: MAIN_TOWER, TEACHER_HEAD: HEAD}
     feature_tower = TEACHER
+    not_replayed = "the number of its masked patches varies, and its centres are kept from pass to pass"
     updates_after_step = True
     figures = (Figure("feature_std", "feature deviation", digits=3, summed_up=False),)
 

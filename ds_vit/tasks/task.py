@@ -175,6 +175,9 @@ class Task(ABC):
     no checkpoint and in no exported file."""
     feature_tower: ClassVar[str] = MAIN_TOWER
     """The tower whose features are evaluated, and whose images token maps show."""
+    not_replayed: ClassVar[str] = "it does not say that all its steps are alike"
+    """Why a CUDA graph cannot replay `step` and `collect`; "" where they do the same in every micro-batch: they read
+    tensors of the batch, parameters and scheduled values only, and leave nothing but what they return."""
     updates_after_step: ClassVar[bool] = False
     """Whether `after_update` needs to know about each applied step before the next one begins."""
     bounds: ClassVar[Mapping[str, tuple[float, float]]] = {}

@@ -99,6 +99,7 @@ def engine_config(resolved: Resolved) -> EngineConfig:
         compile_mode=config.compile_mode if config.compile else None,
         # A compiled graph is for one number of rows.
         drop_path_compute=config.drop_path_compute if config.drop_path and not config.compile else "all",
+        graphs=resolved.graphs,
         averaged=config.model_ema,
     )
 
@@ -217,6 +218,8 @@ class Training:
         with self._doing("building the model"):
             self.engine = build_engine(self.config, device, groups)
             self.trainer = self._build_trainer()
+        if reporter and self.engine.graphs is not None:
+            self.engine.graphs.say = reporter.say
         with self._doing("reading the checkpoint") if resolved.resume else contextlib.nullcontext():
             self.trainer.restore()
         if reporter:

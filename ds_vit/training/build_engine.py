@@ -73,6 +73,7 @@ class EngineConfig:
         tf32: compute fp32 matrix products in TF32.
         compile_mode: of torch.compile; None for eager blocks.
         drop_path_compute: whether dropped branches are computed: "all", "kept" or "auto".
+        graphs: the passes of a micro-batch are captured and replayed.
         averaged: the run keeps a moving average of the weights.
     """
 
@@ -91,6 +92,7 @@ class EngineConfig:
     tf32: bool
     compile_mode: str | None
     drop_path_compute: str
+    graphs: bool
     averaged: bool
 
     @property
@@ -155,6 +157,7 @@ def _build_engine(config: EngineConfig, device: torch.device, groups: Groups) ->
         function = config.recompute if interval else None
         made = partial(SequentialViT, checkpoint_interval=interval, checkpoint_function=function)
         model = Towers({name: made(layers) for name, layers in towers.items()})
+        shared["replays"] = config.graphs
     else:
         engine_type = PipeEngine
         targets = [field.name for field in fields if field.stage == "last"]

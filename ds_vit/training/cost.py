@@ -103,6 +103,7 @@ class Cost:
             rates=self._scaled_share,
             inputs=self._coupled_inputs,
             augmenting=self._augmenting,
+            graphs=config.graphs,
             loss=functools.cache(self._loss),
         )
 

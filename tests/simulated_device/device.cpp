@@ -523,7 +523,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     std::lock_guard lock(mutex);
     if (event == nullptr) return;
     advance(streams[key_of(stream)], static_cast<Event*>(event)->clock);
-    if (captured && static_cast<Event*>(event)->captured) captured->streams.insert(key_of(stream));
+    if (!captured || !static_cast<Event*>(event)->captured) return;
+    TORCH_CHECK(stream.id() != 0, "the default stream waits for a captured one: operation would make it captured too");
+    captured->streams.insert(key_of(stream));
   }
   bool queryEvent(void* pointer) const override {
     std::lock_guard lock(mutex);

@@ -1,4 +1,4 @@
-"""Graphs of the simulated device behave as CUDA's: they run nothing while they record, and repeat it on the addresses."""
+"""Graphs of the simulated device: as CUDA's, they run nothing while they record, and repeat it on the addresses."""
 
 from __future__ import annotations
 
@@ -74,12 +74,15 @@ def test_an_input_that_another_stream_fills_without_waiting_is_a_race():
     graph, _ = recorded(lambda: x + 1)
     graph.replay()
     side = torch.Stream(DEVICE)
-    with side, pytest.raises(RuntimeError, match="race: aten::fill_ .*writes a block of 12 bytes that stream 0 .*reads"):
+    with (
+        side,
+        pytest.raises(RuntimeError, match=r"race: aten::fill_ .*writes a block of 12 bytes that stream 0 .*reads"),
+    ):
         x.fill_(2)
     with side:
         side.wait_stream(torch.sim.default_stream())
         x.fill_(2)
-    with pytest.raises(RuntimeError, match="race: a replay on stream 0 .*reads a block of 12 bytes"):
+    with pytest.raises(RuntimeError, match=r"race: a replay on stream 0 .*reads a block of 12 bytes"):
         graph.replay()
 
 
@@ -103,9 +106,9 @@ def test_memory_that_is_freed_is_reused_by_the_next_capture_of_a_pool():
 
 @on_device
 def test_memory_outside_the_pool_that_is_freed_is_noticed():
-    x = torch.ones(3, device=DEVICE)
-    graph, _ = recorded(lambda: x + 1)
-    del x
+    held = [torch.ones(3, device=DEVICE)]
+    graph, _ = recorded(lambda: held[0] + 1)
+    held.clear()
     with pytest.raises(RuntimeError, match="a graph reads a block of 12 bytes that has been freed"):
         graph.replay()
 

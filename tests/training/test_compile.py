@@ -1,6 +1,7 @@
 """--compile: the curve of a run without it, in every layout, from graphs that are made once."""
 
 import json
+import re
 import time
 from unittest import mock
 
@@ -12,6 +13,9 @@ from project import ROOT
 from runs import refusal, resolved
 from safetensors.torch import load_file
 from timm.models import save_for_hf
+
+from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.training.resolve import engine
 
 RTOL = 1e-5
 # Two steps are an epoch, and evaluation's last batch is not full. The first block has no drop-path: another kind.
@@ -208,6 +212,38 @@ def test_the_watchdog_waits_for_the_compiler(ranks, tmp_path):
     """A run that is ended as stalled while it compiles."""
     argv = [*words(tmp_path / "run"), "--compile", "--max-steps", "1", "--stall-seconds", "2"]
     assert ranks.run(1, slow_compiler, argv)
+
+
+GRAPH_REFUSALS = {
+    ("cpu_zero3_fp32", ()): "ZeRO stage 3 gathers weights by hooks",
+    ("cpu_zero1_fp32", ("--pp", 2)): "--pp 2 exchanges activations between replays",
+    ("cpu_zero1_fp32", ("--set", 'zero_optimization.offload_optimizer={"device":"cpu"}')): "the JSON offloads the opt",
+    ("zero1_bf16_checkpointing", ("--set", "activation_checkpointing.cpu_checkpointing=true")): "keeps activations in",
+    ("cpu_zero1_fp32", ("--task", "dino", "--local-crops-size", 8)): "--task dino is not replayed: the number of",
+    ("cpu_zero1_fp32", ("--drop-path", 0.5, "--drop-path-compute", "kept")): "kept changes the number of rows",
+    ("cpu_zero1_fp32", ("--set", "flops_profiler.enabled=true")): "the JSON's flops_profiler counts by hooks",
+}
+
+
+def test_graphs_are_refused_where_they_cannot_be(capsys):
+    """A flag that would do nothing, or something wrong; `auto` is on where a GPU has shown it, and only there."""
+    base = ["--model", "vit_tiny_patch16_224", "--img-size", 16, "--dataset", "digits", "--max-steps", 2]
+    base += ["--model-kwargs", "patch_size=4", "depth=2", "embed_dim=24", "num_heads=2", "-b", 4]
+    at = {name: ("--deepspeed_config", ROOT / "ds_configs" / f"{name}.json") for name, _ in GRAPH_REFUSALS}
+    argv = [*base, *at["cpu_zero1_fp32"]]
+    assert "--cuda-graph on: a CPU has no CUDA graphs; drop it" in refusal(capsys, [*argv, "--cuda-graph", "on"])
+    for (name, more), why in GRAPH_REFUSALS.items():
+        words = [*base, *at[name], *more]
+        with pytest.raises(UserError, match=f"--cuda-graph on: .*{re.escape(why)}"):
+            resolved([*words, "--cuda-graph", "on"], world=2, on_cpu=False)
+        assert not resolved(words, world=2, on_cpu=False).graphs
+    assert resolved([*argv, "--cuda-graph", "on"], on_cpu=False).graphs
+    assert not resolved(argv, on_cpu=False).graphs
+    with mock.patch.object(engine, "RECORDED_GRAPHS", {("classification", 1, "fp32", False)}):
+        assert resolved(argv, on_cpu=False).graphs
+        assert not resolved(argv, on_cpu=True).graphs
+        assert not resolved(argv, world=2, on_cpu=False).graphs, "another row"
+        assert not resolved([*argv, "--cuda-graph", "off"], on_cpu=False).graphs
 
 
 def test_refused(tmp_path, capsys):

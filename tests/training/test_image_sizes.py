@@ -14,7 +14,7 @@ from runs import resolved
 from ds_vit.config.image_sizes import ImageSizes, parse_schedule, size_schedule
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models import ModelSpec, SequentialViT, create_model, take_apart
-from ds_vit.models.resolution import set_image_size
+from ds_vit.models.resolution import SizeSwitch
 from ds_vit.planner.counting import Flops
 from ds_vit.training.resume import Resume, check_same_run
 from ds_vit.training.step_log import StepLog
@@ -150,10 +150,11 @@ def test_each_size_is_timms_own(name):
     images = {size: torch.randn(3, 3, size, size) for size in (8, 12, 16)}
     keys = torch.arange(3)
     before = layers(images[16], keys)
+    sizes = SizeSwitch(layers.layers, (4, 4))
     for size in (8, 12, 16, 8):
-        set_image_size(layers, size, (4, 4))
+        sizes.set(size)
         torch.testing.assert_close(layers(images[size], keys), theirs(images[size]), rtol=1e-5, atol=1e-5)
-    set_image_size(layers, 16, (4, 4))
+    sizes.set(16)
     assert torch.equal(layers(images[16], keys), before)
 
 

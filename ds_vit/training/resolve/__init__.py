@@ -40,7 +40,7 @@ from ds_vit.training.resolve.data import DataConfig, describe_images, resolve_da
 from ds_vit.training.resolve.data import with_batch as data_with_batch
 from ds_vit.training.resolve.deepspeed import DeepSpeedSettings, read, sum_micro_batches, write_out
 from ds_vit.training.resolve.deepspeed import with_batch as json_with_batch
-from ds_vit.training.resolve.engine import check_compilation, resolve_layout
+from ds_vit.training.resolve.engine import check_compilation, replays_steps, resolve_layout
 from ds_vit.training.resolve.model import ModelConfig, find_fastest_stages, resolve_model
 from ds_vit.training.resolve.optimizer import DEFAULT_EPOCHS, OptimizerConfig, resolve_optimizer
 from ds_vit.training.resume import Resume, check_same_run, check_same_schedule
@@ -67,6 +67,7 @@ class Resolved:
         resume: the checkpoint to resume from, or None.
         stop_at: `time.time()` at which a scheduler or --time-limit ends the run.
         changes: from the checkpoint's run, as lines for people.
+        graphs: whether a micro-batch's passes are captured and replayed.
         workers: loader processes of this rank.
         machine_notes: how the run uses this machine, as lines for people.
     """
@@ -81,6 +82,7 @@ class Resolved:
     resume: Resume | None = None
     stop_at: float | None = None
     changes: tuple[str, ...] = ()
+    graphs: bool = False
     workers: Workers = field(default=Workers(0))
     machine_notes: tuple[str, ...] = field(default=(), compare=False)
 
@@ -261,7 +263,10 @@ def resolve_run(
     deepspeed = write_out(deepspeed, data.batch, layout, model.whole.embed_dim, origins, **numbers)
     # "auto" is resolved by inputs.assign_workers.
     workers = Workers(0 if config.workers == "auto" else int(config.workers))
-    resolved = Resolved(config, process, layout, data, model, optimizer, deepspeed, resume, stop_at, workers=workers)
+    graphs = optimizer is not None and replays_steps(config, deepspeed, layout, model.task, on_cpu=on_cpu)
+    resolved = Resolved(
+        config, process, layout, data, model, optimizer, deepspeed, resume, stop_at, graphs=graphs, workers=workers
+    )
     if resume is None:
         return resolved
     of_start = {name: getattr(config, name) for name in names_with(Scope.START)}

@@ -7,11 +7,17 @@ import sysconfig
 from pathlib import Path
 
 from ds_vit.config import RunConfig
+from ds_vit.config.deepspeed_keys import takes_gradients, value_of
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import Process
 from ds_vit.parallel.layout import Layout
 from ds_vit.parallel.placement import check_tp_inside_hosts
+from ds_vit.tasks import Task
 from ds_vit.training.resolve.deepspeed import DeepSpeedSettings
+
+RECORDED_GRAPHS: frozenset[tuple[str, int, str, bool]] = frozenset()
+"""(task, ZeRO stage, precision, whether dp > 1) for which a recorded run on a GPU has shown that replayed steps are
+right and faster: where --cuda-graph auto is on. None has run."""
 
 
 def resolve_layout(config: RunConfig, process: Process, deepspeed: DeepSpeedSettings) -> Layout:
@@ -69,6 +75,29 @@ def check_compilation(config: RunConfig, *, on_cpu: bool) -> tuple[str, ...]:
             f"a GPU: {missing}; install it or drop --compile"
         )
     return ("--compile: the first step and the first evaluation compile the blocks, which may take minutes",)
+
+
+def replays_steps(config: RunConfig, deepspeed: DeepSpeedSettings, layout: Layout, task: Task, *, on_cpu: bool) -> bool:
+    """Whether a micro-batch's passes are captured and replayed.
+
+    Raises:
+        UserError: --cuda-graph on where they cannot be.
+    """
+    obstacles = (
+        (on_cpu, "a CPU has no CUDA graphs"),
+        (deepspeed.zero_stage == 3, "ZeRO stage 3 gathers weights by hooks, which a replay does not run"),
+        (layout.pp > 1, f"--pp {layout.pp} exchanges activations between replays"),
+        (not takes_gradients(deepspeed.json), "the JSON offloads the optimizer to the host"),
+        (deepspeed.checkpointing.cpu, "the JSON keeps activations in the host's memory"),
+        (bool(value_of(deepspeed.json, "flops_profiler.enabled")), "the JSON's flops_profiler counts by hooks"),
+        (config.drop_path_compute == "kept", "--drop-path-compute kept changes the number of rows"),
+        (bool(task.not_replayed), f"--task {task.name} is not replayed: {task.not_replayed}"),
+    )
+    found = next((words for is_so, words in obstacles if is_so), "")
+    if config.cuda_graph == "on" and found:
+        raise UserError(f"--cuda-graph on: {found}; drop it")
+    row = (task.name, deepspeed.zero_stage, deepspeed.precision.name, layout.dp > 1)
+    return not found and (config.cuda_graph == "on" or (config.cuda_graph == "auto" and row in RECORDED_GRAPHS))
 
 
 def _missing_for_compiling(*, on_cpu: bool) -> str:

@@ -1,0 +1,189 @@
+"""The passes of a micro-batch as CUDA graphs: captured once, replayed on static inputs (`--cuda-graph`).
+
+The first pass of a kind runs eagerly and fills what is kept for later ones: caches, handles of libraries. The second is
+captured: Python runs once more, the device runs nothing. That pass and all later ones are replays, in which no hook
+runs; `StepGraphs` sets what DeepSpeed's hooks and those of the flat gradient would have set.
+
+Everything that varies is a tensor at a fixed address: the batch, scheduled values, the loss scale. All graphs share one
+memory pool, so what a replay returns is valid until the next one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_vit.device import capture, count_pool, graph_pool, new_graph, reserved_bytes
+from ds_vit.engine.flat_gradient import FlatGradient
+from ds_vit.fault_tolerance.errors import first_line
+from ds_vit.tasks import StepContext
+
+Given = Mapping[str, torch.Tensor] | None
+Pass = Callable[..., Any]
+"""Some `Given` → a tensor, or tensors by name."""
+
+LOSS_SCALE = "loss scale"
+
+
+@dataclass(eq=False)
+class _Captured:
+    """A graph with the tensors that it returns."""
+
+    graph: Any
+    outputs: Any
+
+
+class StepGraphs:
+    """The graphs of a run on this rank.
+
+    Args:
+        engine: DeepSpeed's.
+        flat: the gradient that the passes write.
+        context: whose scheduled values the passes read.
+
+    Attributes:
+        reason: why nothing is captured any more; "" while it is.
+        say: prints a line for people, on the rank that has a console.
+    """
+
+    def __init__(self, engine: Any, flat: FlatGradient, context: StepContext) -> None:
+        self._engine, self._flat, self._context = engine, flat, context
+        self.say: Callable[[str], object] = lambda line: None
+        self._device: torch.device = engine.device
+        self._inputs: dict[tuple[Any, ...], torch.Tensor] = {}
+        self._scalars: dict[str, torch.Tensor] = {}
+        self._values: dict[str, float] = {}
+        self.reason = ""
+        self.clear()
+
+    def clear(self) -> None:
+        """Drop all graphs and their memory."""
+        self._graphs: dict[tuple[Any, ...], _Captured | None] = {}
+        self._pool, self._pool_bytes = graph_pool(self._device), 0
+        count_pool(self._device, 0)
+
+    def run(self, name: str, function: Pass, *given: Given) -> Any:
+        """What `function(*given)` returns, by a replay or, where that is not possible yet or any more, eagerly.
+
+        Args:
+            name: of the pass.
+            function: runs DeepSpeed's engine forward and perhaps backward; all that differs from call to call is in
+                `given`, which it reads on the device, in the scheduled values and in the loss scale.
+            given: tensors by name, those of the host only as what the device's were made from.
+        """
+        on_device = [_on_device(part, self._device) for part in given]
+        boundary = self._engine.is_gradient_accumulation_boundary()
+        reduces = boundary and self._context.groups.layout.dp > 1
+        shapes = [(name, tensor.shape, tensor.dtype) for part in on_device for name, tensor in (part or {}).items()]
+        key = (name, torch.is_grad_enabled() and self._flat.fresh, reduces, *shapes)
+        if self.reason or key not in self._graphs:
+            self._graphs.setdefault(key, None)
+            return function(*given)
+        self._set_scalars()
+        inputs = self._filled(on_device)
+        captured = self._graphs[key]
+        if captured is None:
+            captured = self._graphs[key] = self._capture(function, inputs)
+        if captured is None:
+            return function(*given)
+        captured.graph.replay()
+        if torch.is_grad_enabled():
+            self._advance(boundary)
+        outputs = captured.outputs  # in memory that the next replay writes, of whichever graph
+        if isinstance(outputs, Mapping):
+            return {name: tensor.clone() for name, tensor in outputs.items()}
+        return outputs.clone()
+
+    def _filled(self, given: Sequence[Given]) -> list[Given]:
+        """The tensors at the addresses that graphs read."""
+        inputs: list[Given] = []
+        pairs = []
+        for place, part in enumerate(given):
+            of_part = {}
+            for name, tensor in (part or {}).items():
+                key = place, name, tensor.shape, tensor.dtype
+                if key not in self._inputs:
+                    self._inputs[key] = torch.empty_like(tensor)
+                of_part[name] = self._inputs[key]
+                pairs.append((of_part[name], tensor))
+            inputs.append(of_part if part is not None else None)
+        torch._foreach_copy_(*(list(side) for side in zip(*pairs, strict=True)))
+        return inputs
+
+    def _advance(self, boundary: bool) -> None:
+        """Set what the hooks of a forward and backward pass set."""
+        if hasattr(self._engine.optimizer, "set_gradient_accumulation_boundary"):
+            self._engine.optimizer.set_gradient_accumulation_boundary(boundary)
+        self._flat.end_replay(boundary)
+
+    def _set_scalars(self) -> None:
+        """Bring the values of this step to the device."""
+        values = dict(self._context.schedules)
+        if self._engine.fp16_enabled():
+            values[LOSS_SCALE] = float(self._engine.optimizer.loss_scale)
+        for name, value in values.items():
+            if name not in self._scalars:
+                self._scalars[name] = torch.empty((), dtype=torch.float64, device=self._device)
+            if self._values.get(name) != value:
+                self._values[name] = value
+                self._scalars[name].fill_(value)
+
+    @contextlib.contextmanager
+    def _reading_scalars(self) -> Iterator[None]:
+        """Within it, the pass reads scheduled values and the loss scale from the device."""
+        context, scaler = self._context, self._engine.optimizer.loss_scaler if self._engine.fp16_enabled() else None
+        schedules, context.schedules = context.schedules, self._scalars
+        if scaler is not None:
+            scaler.scale_loss = lambda loss: loss * self._scalars[LOSS_SCALE].to(loss.dtype)
+        try:
+            yield
+        finally:
+            context.schedules = schedules
+            if scaler is not None:
+                del scaler.scale_loss
+
+    def _capture(self, function: Pass, inputs: Sequence[Given]) -> _Captured | None:
+        """A graph of the pass; None where it cannot be captured, and then all is as before."""
+        flat, fresh, before = self._flat, self._flat.fresh, reserved_bytes(self._device)
+        graph = new_graph(self._device)
+        _renew_accumulators(self._engine.module)
+        try:
+            with self._reading_scalars(), capture(self._device, graph, self._pool):
+                outputs = function(*inputs)
+        except RuntimeError as error:
+            self.reason = first_line(error)
+        else:
+            self._pool_bytes += reserved_bytes(self._device) - before
+            count_pool(self._device, self._pool_bytes)
+            return _Captured(graph, outputs)
+        flat.abandon(fresh=fresh)
+        state = getattr(self._engine.optimizer, "_backward_hook_state", None)
+        if state is not None:
+            state.backward_active_depth = 0
+        del graph
+        self.clear()
+        self._inputs.clear()
+        self.say(f"--cuda-graph: this step cannot be captured, and runs eagerly: {self.reason}")
+        return None
+
+
+def _renew_accumulators(module: nn.Module) -> None:
+    """Have autograd make its nodes that accumulate gradients anew, on the stream of the capture.
+
+    A node runs on the stream that was current when it was made, and lives as long as anything holds it, such as what
+    DeepSpeed has flattened. The default stream cannot be captured. For data of another type torch makes a new node.
+    """
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            data = parameter.data
+            parameter.data = data.new_empty(0, dtype=torch.float64)
+            parameter.data = data
+
+
+def _on_device(part: Given, device: torch.device) -> Given:
+    return part and {name: tensor for name, tensor in part.items() if tensor.device.type == device.type}
