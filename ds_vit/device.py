@@ -103,11 +103,11 @@ def reserved_bytes(device: torch.device) -> int:
     return torch.accelerator.memory_reserved(device)
 
 
-def count_pool(device: torch.device, bytes: int) -> None:
-    """Note what the graphs' pool holds from now on; the allocator does not count what only replays write."""
+def count_pool(device: torch.device, more: int) -> None:
+    """Note that the graphs' pools hold so many more bytes; the allocator does not count what only replays write."""
     before = peak_bytes(device)
     reset_peak_bytes(device)
-    _pool.bytes, _pool.peak_before = bytes, before
+    _pool.bytes, _pool.peak_before = _pool.bytes + more, before
 
 
 def graph_pool(device: torch.device) -> Any:

@@ -59,13 +59,14 @@ class StepGraphs:
         self._scalars: dict[str, torch.Tensor] = {}
         self._values: dict[str, float] = {}
         self.reason = ""
+        self._pool_bytes = 0
         self.clear()
 
     def clear(self) -> None:
         """Drop all graphs and their memory."""
+        count_pool(self._device, -self._pool_bytes)
         self._graphs: dict[tuple[Any, ...], _Captured | None] = {}
         self._pool, self._pool_bytes = graph_pool(self._device), 0
-        count_pool(self._device, 0)
 
     def run(self, name: str, function: Pass, *given: Given) -> Any:
         """What `function(*given)` returns, by a replay or, where that is not possible yet or any more, eagerly.
@@ -158,8 +159,9 @@ class StepGraphs:
         except RuntimeError as error:
             self.reason = first_line(error)
         else:
-            self._pool_bytes += reserved_bytes(self._device) - before
-            count_pool(self._device, self._pool_bytes)
+            more = reserved_bytes(self._device) - before
+            self._pool_bytes += more
+            count_pool(self._device, more)
             return _Captured(graph, outputs)
         flat.abandon(fresh=fresh)
         state = getattr(self._engine.optimizer, "_backward_hook_state", None)

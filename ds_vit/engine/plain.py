@@ -68,7 +68,10 @@ class PlainEngine(Engine):
         self._total: torch.Tensor | None = None
         self._num_losses = 0
         super().__init__(model, optimizer, task, config, **shared)
-        self.graphs = StepGraphs(self.engine, self.flat, self.context) if replays and self.flat is not None else None
+        if replays:
+            assert self.flat is not None, "the optimizer is offloaded"
+            self.graphs = StepGraphs(self.engine, self.flat, self.context)
+            self.on_close.callback(self.graphs.clear)
         self.engine.train()
 
     def _make_context(self, model: Towers, *, trains: bool, **shared: Any) -> PlainContext:
@@ -91,6 +94,8 @@ class PlainEngine(Engine):
         if not self.module.training:  # walking all modules costs the host as much as their forward pass
             self.engine.train()
         self.guard.begin()
+        if self.graphs is not None and not self.graphs.reason:
+            batches = map(self._task.fixed_batch, batches)
         self._total, self._num_losses = None, 0
         if self._task.coupled and self.accumulation > 1:
             return self._coupled_step(batches, meanwhile)
@@ -109,7 +114,9 @@ class PlainEngine(Engine):
 
     def _run(self, name: str, function: Pass, *given: Given) -> Any:
         """A pass of a micro-batch, replayed where it can be."""
-        return function(*given) if self.graphs is None else self.graphs.run(name, function, *given)
+        if self.graphs is None or (self.context.measures and type(self._task).gauges is not Task.gauges):
+            return function(*given)
+        return self.graphs.run(name, function, *given)
 
     @contextlib.contextmanager
     def _abandoning(self) -> Iterator[None]:

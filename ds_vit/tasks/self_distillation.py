@@ -21,6 +21,7 @@ from typing import ClassVar
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 
 from ds_vit import randomness
@@ -74,14 +75,21 @@ class _Views:
         keys_on_host: the same on the CPU.
         masks: bool [2B, N], or None without masked patches.
         patches: places of the masked ones among the 2B * N patches of the global crops, int64 [M].
-        weights: of the masked patches in the loss, float32 [M, 1, 1].
+        weights: of the masked patches in the loss, float64 [M, 1, 1]; 0 for those that fill `fixed_batch` up.
+        filled_up: whether there are such.
     """
 
     keys: torch.Tensor
-    keys_on_host: torch.Tensor
+    keys_on_host: torch.Tensor | None
     masks: torch.Tensor | None
     patches: torch.Tensor
     weights: torch.Tensor
+    filled_up: bool = False
+
+    @property
+    def counted(self) -> dict[str, torch.Tensor]:
+        """Of the parts that are filled up, which rows count, bool [M]."""
+        return {"patch": self.weights.flatten() > 0} if self.filled_up else {}
 
 
 class SelfDistillation(Task):
@@ -108,7 +116,6 @@ class SelfDistillation(Task):
     has_classes = False
     teachers: ClassVar[Mapping[str, str]] = {TEACHER: MAIN_TOWER, TEACHER_HEAD: HEAD}
     feature_tower = TEACHER
-    not_replayed = "the number of its masked patches varies, and its centres are kept from pass to pass"
     updates_after_step = True
     figures = (Figure("feature_std", "feature deviation", digits=3, summed_up=False),)
 
@@ -129,6 +136,7 @@ class SelfDistillation(Task):
         self._parts = _PARTS if self.masks_patches else _PARTS[:1]
         self.uses_sinkhorn = config.centering == "sinkhorn"
         self.coupled = self.uses_sinkhorn or config.koleo_weight > 0
+        self.not_replayed = "" if self.coupled else "its centres need --koleo-weight above 0 or --centering sinkhorn"
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -187,15 +195,32 @@ class SelfDistillation(Task):
 
     def _views(self, batch: Batch) -> _Views:
         """Keys and masks of a micro-batch's crops. Masks are drawn on the host: it knows M without a wait."""
-        keys, on_host = (_view_keys(batch[name], self.crops.num_views) for name in ("keys", "keys_on_host"))
+        keys, known = _view_keys(batch["keys"], self.crops.num_views), batch.get("keys_on_host")
+        on_host = None if known is None else _view_keys(known, self.crops.num_views)
         if not self.masks_patches:
             none = torch.empty(0, dtype=torch.int64, device=keys.device)
             return _Views(keys, on_host, None, none, torch.empty(0, 1, 1, device=keys.device))
-        grid, of_global = self.model.patch_embed.grid_size, on_host[:, :NUM_GLOBAL].reshape(-1).numpy()
+        if "masks" in batch:
+            return _Views(keys, on_host, batch["masks"], batch["patches"], batch["weights"], filled_up=True)
+        assert on_host is not None, "masks are drawn on the host"
+        return _Views(keys, on_host, *(_to_device(tensor, keys.device) for tensor in self._drawn_masks(on_host)))
+
+    def _drawn_masks(self, view_keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Masks, patches and weights of `_Views` on the host, for the keys of crops [B, V]."""
+        grid, of_global = self.model.patch_embed.grid_size, view_keys[:, :NUM_GLOBAL].reshape(-1).numpy()
         probability, ratios = self.config.mask_sample_probability, _pair(self.config.mask_ratio_min_max)
         masks = torch.from_numpy(block_masks(of_global, grid, probability, ratios))
-        made = (masks, masks.flatten().nonzero()[:, 0], patch_weights(masks))
-        return _Views(keys, on_host, *(_to_device(tensor, keys.device) for tensor in made))
+        return masks, masks.flatten().nonzero()[:, 0], patch_weights(masks)
+
+    def fixed_batch(self, batch: Batch) -> Batch:
+        """As `Task.fixed_batch`: as many masked patches as there may be; the weight of those beyond the drawn is 0."""
+        if not self.masks_patches:
+            return batch
+        masks, patches, weights = self._drawn_masks(_view_keys(batch["keys_on_host"], self.crops.num_views))
+        missing = len(masks) * int(self.config.mask_ratio_min_max[1] * masks.shape[1]) - len(patches)
+        patches, weights = F.pad(patches, (0, missing)), F.pad(weights, (0, 0, 0, 0, 0, missing))
+        made = {"masks": masks, "patches": patches, "weights": weights}
+        return {**batch, **{name: _to_device(tensor, batch["keys"].device) for name, tensor in made.items()}}
 
     # ---- a step ----------------------------------------------------------------------------------------------------
 
@@ -203,13 +228,15 @@ class SelfDistillation(Task):
         """As `Task.setup`."""
         self._tp = context.groups.tensor_parallel(sequence_parallel=False)
         prototypes = self.model.settings.prototypes
-        self.centers = {part: torch.zeros(prototypes, device=context.device) for part in _PARTS}
+        self.centers, self._next_centers = (
+            {part: torch.zeros(prototypes, device=context.device) for part in _PARTS} for _ in range(2)
+        )
+        self._pairs: dict[int, torch.Tensor] = {}
         self._gauges, self._gauged_step = Gauges(), 0
         self._forget()
 
     def _forget(self) -> None:
         """Drop what the micro-batches of a step have left."""
-        self._next_centers: dict[str, torch.Tensor] = {}
         self._taught: list[_Taught] = []
         self._taught_step = 0
 
@@ -218,9 +245,10 @@ class SelfDistillation(Task):
     ) -> torch.Tensor:
         """Normed tokens [B * v, S, D] of crops [B, v, 3, h, w], which are number `first` and those after it."""
         crops = slice(first, first + images.shape[1])
-        keys, on_host = (keys[:, crops].reshape(-1) for keys in (views.keys, views.keys_on_host))
+        keys, on_host = (None if own is None else own[:, crops].reshape(-1) for own in (views.keys, views.keys_on_host))
         inputs = [images.flatten(0, 1), views.masks] if masked and views.masks is not None else [images.flatten(0, 1)]
-        return context.forward(tower, inputs, {"keys": keys, "keys_on_host": on_host}, grad=tower == MAIN_TOWER)
+        of_crops = {"keys": keys} if on_host is None else {"keys": keys, "keys_on_host": on_host}
+        return context.forward(tower, inputs, of_crops, grad=tower == MAIN_TOWER)
 
     def _masked_patches(self, tokens: torch.Tensor, views: _Views) -> torch.Tensor:
         """Those of global crops' tokens [2B, S, D] that are masked: [M, D]."""
@@ -245,11 +273,13 @@ class SelfDistillation(Task):
         features, prototypes = self._project(context, TEACHER_HEAD, rows, batch)
         return dict(zip(self._parts, features, strict=False)), prototypes
 
-    def _assign(self, context: StepContext, taught: _Taught, prototypes: Prototypes) -> dict[str, Assignment]:
-        """The assignments of class tokens and of masked patches (a collective)."""
+    def _assign(
+        self, context: StepContext, taught: _Taught, prototypes: Prototypes, counted: _Taught
+    ) -> dict[str, Assignment]:
+        """The assignments of class tokens and of masked patches (a collective); `counted` as of `_Views`."""
         temperature, total, tp = context.schedules["teacher_temp"], _sum_over(context), self._tp
         assignments = {
-            part: sinkhorn(rows, prototypes, temperature, total, tp)
+            part: sinkhorn(rows, prototypes, temperature, total, tp, counted=counted.get(part))
             if self.uses_sinkhorn
             else centered(rows, prototypes, temperature, self._own(self.centers[part]), tp)
             for part, rows in taught.items()
@@ -262,7 +292,9 @@ class SelfDistillation(Task):
         """This rank's share of numbers of all prototypes: [K] -> [k]."""
         return of_all if self._tp is None else of_all.chunk(self._tp.size)[self._tp.rank]
 
-    def _note_taught(self, context: StepContext, taught: _Taught, prototypes: Prototypes, micro_batches: int) -> None:
+    def _note_taught(
+        self, context: StepContext, taught: _Taught, prototypes: Prototypes, micro_batches: int, counted: _Taught
+    ) -> None:
         """Find the next centres once the rows of a step are complete (then a collective); they count after its update.
 
         Args:
@@ -270,6 +302,7 @@ class SelfDistillation(Task):
             taught: bottleneck features of some micro-batches.
             prototypes: the teacher's.
             micro_batches: how many those are.
+            counted: as of `_Views`, where those are all of the step's.
         """
         if self.uses_sinkhorn:
             return
@@ -281,8 +314,9 @@ class SelfDistillation(Task):
             return
         for part in self._parts:
             rows = torch.cat([noted[part] for noted in self._taught if noted])
-            own = next_center(self._own(self.centers[part]), rows, prototypes, _sum_over(context))
-            self._next_centers[part] = _whole(own, self._tp)
+            own = self._own(self.centers[part])
+            own = next_center(own, rows, prototypes, _sum_over(context), counted.get(part))
+            self._next_centers[part].copy_(_whole(own, self._tp))
         self._taught = []
 
     def _koleo(self, context: StepContext, classes: torch.Tensor) -> torch.Tensor:
@@ -295,8 +329,8 @@ class SelfDistillation(Task):
         config, views = self.config, self._views(batch)
         if piece is None:
             taught, prototypes = self._teach(context, batch, views)
-            self._note_taught(context, taught, prototypes, 1)
-            assignments = self._assign(context, taught, prototypes)
+            self._note_taught(context, taught, prototypes, 1, views.counted)
+            assignments = self._assign(context, taught, prototypes, views.counted)
         else:
             assignments = _unpacked(piece, context.schedules["teacher_temp"], self._tp)
         tokens = self._tokens(context, MAIN_TOWER, batch["images"], views, 0, masked=True)
@@ -306,7 +340,9 @@ class SelfDistillation(Task):
         (of_global, patches, *of_local), prototypes = self._project(context, HEAD, rows, batch)
         samples = len(batch["images"])
         crops = torch.cat([of_crops.unflatten(0, (samples, -1)) for of_crops in (of_global, *of_local)], dim=1)
-        pairs = _to_device(crop_weights(samples, self.crops.num_local), crops.device)
+        if samples not in self._pairs:
+            self._pairs[samples] = _to_device(crop_weights(samples, self.crops.num_local), crops.device)
+        pairs = self._pairs[samples]
 
         def cross_entropy(part: str, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
             return assignment_cross_entropy(rows, prototypes, config.student_temp, assignments[part], weights, self._tp)
@@ -327,7 +363,9 @@ class SelfDistillation(Task):
     def collect(self, context: StepContext, batch: Batch) -> Mapping[str, torch.Tensor]:
         """As `Task.collect`: the teacher's bottleneck features, and for KoLeo the student's class tokens."""
         views = self._views(batch)
-        taught, self._prototypes = self._teach(context, batch, views)  # the same ones in each micro-batch
+        taught, prototypes = self._teach(context, batch, views)
+        taught |= prototypes._asdict()  # the same ones in each micro-batch
+        taught |= {f"{part}/counted": counted for part, counted in views.counted.items()}
         if self.config.koleo_weight > 0:
             tokens = self._tokens(context, MAIN_TOWER, batch["images"], views, 0, masked=True)
             taught["koleo"] = tokens[:, 0].float().unflatten(0, (-1, NUM_GLOBAL))
@@ -335,11 +373,16 @@ class SelfDistillation(Task):
 
     def couple(self, context: StepContext, collected: Sequence[Mapping[str, torch.Tensor]]) -> Coupled:
         """As `Task.couple`: assignments over the global batch, and KoLeo's gradients."""
-        prototypes, lengths = self._prototypes, {part: [len(rows[part]) for rows in collected] for part in self._parts}
-        del self._prototypes
+        prototypes = Prototypes(*(collected[0][name] for name in Prototypes._fields))
+        lengths = {part: [len(rows[part]) for rows in collected] for part in self._parts}
+        counted = {
+            part: torch.cat([rows[f"{part}/counted"] for rows in collected])
+            for part in self._parts
+            if f"{part}/counted" in collected[0]
+        }
         taught = {part: torch.cat([rows[part] for rows in collected]) for part in self._parts}
-        self._note_taught(context, taught, prototypes, len(collected))
-        assignments = self._assign(context, taught, prototypes)
+        self._note_taught(context, taught, prototypes, len(collected), counted)
+        assignments = self._assign(context, taught, prototypes, counted)
         pieces: list[dict[str, torch.Tensor]] = [{} for _ in collected]
         for part, assignment in assignments.items():
             first = 0
@@ -359,7 +402,9 @@ class SelfDistillation(Task):
 
     def after_update(self, context: StepContext) -> None:
         """As `Task.after_update`: the centres, then the teacher."""
-        self.centers |= self._next_centers
+        if not self.uses_sinkhorn:
+            for part in self._parts:
+                self.centers[part].copy_(self._next_centers[part])
         self._forget()
         context.update_teachers(context.schedules["teacher_momentum"])
 
@@ -387,12 +432,13 @@ class SelfDistillation(Task):
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """As `Task.state_dict`: the centres."""
-        return {} if self.uses_sinkhorn else dict(self.centers)
+        return {} if self.uses_sinkhorn else {part: center.clone() for part, center in self.centers.items()}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """As `Task.load_state_dict`."""
         if not self.uses_sinkhorn:
-            self.centers = {part: state[part].to(self.centers[part].device) for part in _PARTS}
+            for part in _PARTS:  # graphs read them where they are
+                self.centers[part].copy_(state[part])
         self._forget()
 
     def gauges(self, context: StepContext) -> Mapping[str, torch.Tensor]:

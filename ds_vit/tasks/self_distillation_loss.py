@@ -81,7 +81,7 @@ def _logsumexp_over_prototypes(logits: torch.Tensor, tp: TensorParallel | None) 
     return own if tp is None else stack_over_group(own, tp).logsumexp(0)
 
 
-def _logsumexp_over_ranks(own: torch.Tensor, has_rows: bool, sum_over_ranks: Sum) -> torch.Tensor:
+def _logsumexp_over_ranks(own: torch.Tensor, has_rows: torch.Tensor, sum_over_ranks: Sum) -> torch.Tensor:
     """The logarithm of the sum of exp(own) over the data-parallel ranks that have rows, from sums only.
 
     The common shift is the mean, which the largest one exceeds by less than float64's exponents span: rows and
@@ -89,13 +89,13 @@ def _logsumexp_over_ranks(own: torch.Tensor, has_rows: bool, sum_over_ranks: Sum
 
     Args:
         own: float64 [k].
-        has_rows: whether this rank has a row; else `own` does not count.
+        has_rows: 1 where this rank has a row; else 0, and `own` does not count: float64 [1].
         sum_over_ranks: as `Sum`.
     """
-    own = own if has_rows else torch.zeros_like(own)
-    sums, ranks = sum_over_ranks(torch.cat((own, own.new_full((1,), float(has_rows))))).split([len(own), 1])
+    own = torch.where(has_rows > 0, own, 0.0)
+    sums, ranks = sum_over_ranks(torch.cat((own, has_rows))).split([len(own), 1])
     shift = sums / ranks.clamp(min=1.0)
-    total = sum_over_ranks((own - shift).exp() * float(has_rows))
+    total = sum_over_ranks((own - shift).exp() * has_rows)
     return shift + total.clamp(min=torch.finfo(total.dtype).tiny).log()
 
 
@@ -161,6 +161,7 @@ def sinkhorn(
     sum_over_ranks: Sum,
     tp: TensorParallel | None = None,
     iterations: int = 3,
+    counted: torch.Tensor | None = None,
 ) -> Assignment:
     """Sinkhorn-Knopp over the rows of all data-parallel ranks (SwAV, Caron et al. 2020; DINOv2).
 
@@ -173,10 +174,14 @@ def sinkhorn(
         prototypes, temperature, tp: as for `centered`.
         sum_over_ranks: as `Sum`.
         iterations: at least 1.
+        counted: which rows have a mass, bool [R]; None for all.
     """
     assert iterations > 0, f"{iterations} iterations"
     exact = prototypes.exact()
     of_prototypes = torch.zeros_like(exact.lengths)
+    has_rows = of_prototypes.new_full((1,), float(len(rows) > 0), dtype=torch.float64)
+    if counted is not None:
+        has_rows = counted.any(dim=0, keepdim=True).double()
     for iteration in range(iterations):
         masses = torch.full_like(of_prototypes, -math.inf, dtype=torch.float64)
         # The rows of one iteration and the prototypes of the next in one pass over the logits.
@@ -184,14 +189,18 @@ def sinkhorn(
             logits = _logits(rows[part], exact, temperature)
             if iteration:
                 logits -= _logsumexp_over_prototypes(logits + of_prototypes, tp)[:, None]
+            if counted is not None:
+                logits = logits.masked_fill_(~counted[part, None], -math.inf)
             masses = torch.logaddexp(masses, logits.logsumexp(0).double())
-        masses = _logsumexp_over_ranks(masses, len(rows) > 0, sum_over_ranks)
+        masses = _logsumexp_over_ranks(masses, has_rows, sum_over_ranks)
         of_prototypes = -masses.to(of_prototypes.dtype)
     return Assignment(rows, prototypes, temperature, of_prototypes, tp)
 
 
 @torch.no_grad()
-def mean_logits(rows: torch.Tensor, prototypes: Prototypes, sum_over_ranks: Sum) -> tuple[torch.Tensor, torch.Tensor]:
+def mean_logits(
+    rows: torch.Tensor, prototypes: Prototypes, sum_over_ranks: Sum, counted: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The mean of the logits over the rows of all data-parallel ranks, which may have different numbers (a collective).
 
     Logits are linear in the rows: only the sum of the rows and their number are exchanged.
@@ -200,26 +209,38 @@ def mean_logits(rows: torch.Tensor, prototypes: Prototypes, sum_over_ranks: Sum)
         rows: of all micro-batches [R, E].
         prototypes: of the teacher.
         sum_over_ranks: as `Sum`.
+        counted: which rows count, bool [R]; None for all.
 
     Returns:
         The mean [k], zero without any row; the number of rows of all ranks, float64 scalar.
     """
-    sums = rows.sum(0, dtype=torch.float64)
-    sums = sum_over_ranks(torch.cat((sums, sums.new_full((1,), len(rows)))))
+    if counted is None:
+        sums = rows.sum(0, dtype=torch.float64)
+        number = sums.new_full((1,), len(rows))
+    else:
+        sums = torch.where(counted[:, None], rows, 0.0).sum(0, dtype=torch.float64)
+        number = counted.sum(dim=0, keepdim=True).double()
+    sums = sum_over_ranks(torch.cat((sums, number)))
     exact = prototypes.exact()
     mean = (sums[:-1] / sums[-1].clamp(min=1.0)).to(exact.weight.dtype)
     return _logits(mean, exact, 1.0), sums[-1]
 
 
 @torch.no_grad()
-def next_center(center: torch.Tensor, rows: torch.Tensor, prototypes: Prototypes, sum_over_ranks: Sum) -> torch.Tensor:
+def next_center(
+    center: torch.Tensor,
+    rows: torch.Tensor,
+    prototypes: Prototypes,
+    sum_over_ranks: Sum,
+    counted: torch.Tensor | None = None,
+) -> torch.Tensor:
     """The centre of the next step: it moves by 1/10 towards the mean logits of this one (a collective).
 
     Args:
         center: of this step [k]; unchanged, and the result where no rank has a row.
-        rows, prototypes, sum_over_ranks: as for `mean_logits`.
+        rows, prototypes, sum_over_ranks, counted: as for `mean_logits`.
     """
-    mean, count = mean_logits(rows, prototypes, sum_over_ranks)
+    mean, count = mean_logits(rows, prototypes, sum_over_ranks, counted)
     moved = center * CENTER_MOMENTUM + mean.to(center.dtype) * (1.0 - CENTER_MOMENTUM)
     return torch.where(count > 0, moved, center)
 

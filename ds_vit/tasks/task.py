@@ -175,9 +175,9 @@ class Task(ABC):
     no checkpoint and in no exported file."""
     feature_tower: ClassVar[str] = MAIN_TOWER
     """The tower whose features are evaluated, and whose images token maps show."""
-    not_replayed: ClassVar[str] = "it does not say that all its steps are alike"
+    not_replayed: str = "it does not say that all its steps are alike"
     """Why a CUDA graph cannot replay `step` and `collect`; "" where they do the same in every micro-batch: they read
-    tensors of the batch, parameters and scheduled values only, and leave nothing but what they return."""
+    tensors of `fixed_batch` and of the device, and scheduled values, and keep nothing but values in tensors."""
     updates_after_step: ClassVar[bool] = False
     """Whether `after_update` needs to know about each applied step before the next one begins."""
     bounds: ClassVar[Mapping[str, tuple[float, float]]] = {}
@@ -333,6 +333,10 @@ class Task(ABC):
             field.name: made[source].to(field.dtype or made[source].dtype)
             for field, source in zip(fields, sources, strict=True)
         }
+
+    def fixed_batch(self, batch: Batch) -> Batch:
+        """For a CUDA graph: the micro-batch with what `step` and `collect` make of it on the host, in fixed shapes."""
+        return batch
 
     def check(self) -> None:
         """Raise now what `step` would raise on the ranks.

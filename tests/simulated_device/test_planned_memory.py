@@ -21,6 +21,7 @@ WIDE = (*MIXUP, "--model-kwargs", "patch_size=4", "embed_dim=128", "depth=4", "n
 PLANNED = {
     **{f"ZeRO-{stage}, 2 ranks": (f"cpu_zero{stage}_fp32.json", 2, ("-b", 16)) for stage in range(4)},
     "one rank": ("cpu_zero1_fp32.json", 1, ("-b", 16)),
+    "graphs": ("cpu_zero1_fp32.json", 1, ("-b", 16, "--cuda-graph", "on")),
     "accumulated, recomputed": ("cpu_zero2_fp32.json", 2, ("-b", 8, "--grad-accum-steps", 2, "--grad-checkpointing")),
     "recomputed, average": ("cpu_zero1_fp32.json", 2, ("-b", 16, "--grad-checkpointing", "--model-ema")),
     "bf16": ("zero1_bf16.json", 2, ("-b", 16, *buckets(500_000))),

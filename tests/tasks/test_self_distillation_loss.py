@@ -415,6 +415,19 @@ def test_losses_are_computed_in_float32(part, kind):
 # ---- edges -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("count", [0, 7])
+def test_rows_that_fill_up_count_nothing(count):
+    """Masked patches of a CUDA graph: those beyond the drawn ones would take a mass and move the centre."""
+    rows, counted = drawn(10, WIDTH, number=1), torch.arange(10) < count
+    prototypes, center = prototypes_of(drawn(PROTOTYPES, WIDTH, number=2)), drawn(PROTOTYPES, number=3)
+    arguments = prototypes, TEACHER_TEMP, torch.clone
+    own, filled = losses.sinkhorn(rows[:count], *arguments), losses.sinkhorn(rows, *arguments, counted=counted)
+    torch.testing.assert_close(filled.of_prototypes, own.of_prototypes)
+    assert count == 0 or not torch.allclose(losses.sinkhorn(rows, *arguments).of_prototypes, own.of_prototypes)
+    moved = losses.next_center(center, rows[:count], prototypes, torch.clone)
+    torch.testing.assert_close(losses.next_center(center, rows, prototypes, torch.clone, counted), moved)
+
+
 def test_no_masked_patch_at_all():
     # Catches: NaN from a division by no rows, in the loss, its gradient or the centre.
     none, weight, center = torch.zeros(0, WIDTH), drawn(PROTOTYPES, WIDTH).float(), torch.ones(PROTOTYPES)
