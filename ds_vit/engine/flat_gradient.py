@@ -6,7 +6,7 @@ masters, and one copy and one gather a group bring the weights back.
 
 | | flat gradient of a rank | reduced |
 |---|---|---|
-| ZeRO-0 | whole | in the last micro-batch, by all-reduce |
+| ZeRO-0 | whole; none from an update to the next backward pass | in the last micro-batch, by all-reduce |
 | ZeRO-1, and ZeRO-2 on one rank | whole | in the last micro-batch, each part to its owner |
 | ZeRO-2 | its partition | in each micro-batch, each part to its owner |
 
@@ -48,8 +48,8 @@ class _Bucket:
         starts: first element of each.
         memory: where the gradients are written [stop - start].
         views: of `memory`, one per parameter.
-        added, added_views: where those of later micro-batches are written before they are added to `memory`.
-        gaps: between the parameters, in memory that buckets share.
+        gaps: between the views.
+        added, added_views, added_gaps: where those of later micro-batches are written, to be added to `memory`.
         sent: memory that is reduced: `memory`, or a buffer in the type of the reduction.
         parts: (rank that gets the sum, or None for all; piece of `sent`).
         own: (piece of `sent`, its place in the flat gradient), for what this rank gets and does not have in place.
@@ -63,9 +63,10 @@ class _Bucket:
     starts: list[int] = field(default_factory=list)
     memory: torch.Tensor = field(init=False)
     views: list[torch.Tensor] = field(init=False)
+    gaps: list[torch.Tensor] = field(init=False)
     added: torch.Tensor = field(init=False)
     added_views: list[torch.Tensor] = field(init=False)
-    gaps: list[torch.Tensor] = field(default_factory=list)
+    added_gaps: list[torch.Tensor] = field(init=False)
     sent: torch.Tensor = field(init=False)
     parts: list[tuple[int | None, torch.Tensor]] = field(default_factory=list)
     own: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
@@ -85,22 +86,32 @@ class _Bucket:
         return memory, views, gaps
 
 
-def flatten_parameters(optimizer: torch.optim.Optimizer) -> list[FlatGroup]:
-    """Without ZeRO: give the optimizer one flat parameter a group, whose views the model's parameters become."""
-    groups = []
-    for group in optimizer.param_groups:
-        parameters, starts, done = group["params"], [], 0
-        for p in parameters:
-            starts.append(done)
+def flatten_parameters(optimizer: torch.optim.Optimizer, most: int) -> list[FlatGroup]:
+    """Without ZeRO: give the optimizer flat parameters, of which the model's parameters become views.
+
+    Args:
+        optimizer: torch's, or one like it.
+        most: elements of a flat parameter, unless one of the model's has more.
+    """
+    flats = []
+    for number, group in enumerate(optimizer.param_groups):
+        pieces: list[tuple[list[torch.Tensor], list[int]]] = []
+        done = most
+        for p in group["params"]:
+            if done + p.numel() > most or not pieces:
+                pieces.append(([], []))
+                done = 0
+            pieces[-1][0].append(p)
+            pieces[-1][1].append(done)
             done += -(-p.numel() // _ALIGNMENT) * _ALIGNMENT
-        flat = parameters[0].new_zeros(done).detach()
-        for p, start in zip(parameters, starts, strict=True):
-            place = flat.narrow(0, start, p.numel()).view_as(p)
-            p.data = place.copy_(p.detach())
-        master = flat.detach().requires_grad_()
-        group["params"] = [master]
-        groups.append(FlatGroup(parameters, starts, flat, master))
-    return groups
+        group["params"] = []
+        for parameters, starts in pieces:
+            flat = parameters[0].new_zeros(starts[-1] + parameters[-1].numel()).detach()
+            for p, start in zip(parameters, starts, strict=True):
+                p.data = flat.narrow(0, start, p.numel()).view_as(p).copy_(p.detach())
+            group["params"].append(flat.detach().requires_grad_())
+            flats.append(FlatGroup(parameters, starts, flat, group["params"][-1], number))
+    return flats
 
 
 class FlatGradient:
@@ -112,9 +123,10 @@ class FlatGradient:
         config: the run's DeepSpeed JSON.
 
     Attributes:
-        flats: the parameter groups.
+        flats: the parameter groups, at ZeRO-0 in pieces of a bucket each.
         shares: what this rank updates from, a flat gradient for each master; their values count within a step.
         grad_norm: global, of the step under way, before clipping; None where the JSON says not to compute it.
+        releases: whether the memory of an applied gradient is freed; a captured graph needs it to stay where it is.
         on_overflow: called without ZeRO before the step of gradients that overflowed is skipped.
     """
 
@@ -131,12 +143,17 @@ class FlatGradient:
         )
         self._scaled = self._scaler is not None or engine.fp16_enabled()
         self._measures = self._scaled or getattr(self._optimizer, "compute_grad_norm", True)
-        self.flats = flat_groups(self._optimizer) if self._stage else flatten_parameters(self._optimizer)
+        self.releases = self._stage == 0
+        self._most = elements_of_bucket(config, sum(p.numel() for p in engine.module.parameters() if p.requires_grad))
+        self.flats = flat_groups(self._optimizer) if self._stage else flatten_parameters(self._optimizer, self._most)
         self._masters = [group.master for group in self.flats]
         self._own_weights = [g.weights.chunk(self._ranks)[self._rank] for g in self.flats] if self._stage else []
         self._model_type, wire = self.flats[0].weights.dtype, engine.communication_data_type
         named = value_of(config, "data_types.grad_accum_dtype")
         self._sum_type, self._wire = DtypeEnum(named).value if named else self._model_type, wire
+        self._casts = self._stage > 0 and self._masters[0].dtype != self._model_type
+        if self._stage > 0 and not self._casts:
+            self._update_in_place()
         self._sharded = self._stage == 2 and self._ranks > 1
         self._in_place = self._ranks == 1 or (not self._sharded and wire == self._sum_type)
         divisor, prescaled = float(engine.gradient_predivide_factor()), not engine.postscale_gradients()
@@ -167,16 +184,22 @@ class FlatGradient:
 
     # ---- memory ------------------------------------------------------------------------------------------------------
 
+    def _update_in_place(self) -> None:
+        """Where weights have their masters' type, the masters become this rank's part of them."""
+        for group, own in zip(self.flats, self._own_weights, strict=True):
+            group.master.data = own
+            for p in group.parameters:
+                p._hp_mapping = None  # DeepSpeed's views of the old masters, which hold their memory
+
     def _cut(self, whole: Sequence[torch.Tensor], *, accumulates: bool) -> list[_Bucket]:
         """The buckets of all groups, in the order in which a backward pass completes them."""
         order = {id(p): number for number, p in enumerate(self._engine.module.parameters())}
-        most = elements_of_bucket(self._config, sum(group.weights.numel() for group in self.flats))
         found: list[tuple[int, int, _Bucket]] = []  # the place of its last gradient in the model, its group
         for number, group in enumerate(self.flats):
             bucket = None
             for p, start in zip(reversed(group.parameters), reversed(group.starts), strict=True):
                 stop = start + p.numel()
-                if bucket is None or bucket.stop - start > most:
+                if bucket is None or (self._stage and bucket.stop - start > self._most):
                     bucket = _Bucket(start, stop)
                     found.append((0, number, bucket))
                 bucket.start = start
@@ -194,7 +217,7 @@ class FlatGradient:
             bucket.memory, bucket.views, bucket.gaps = bucket.lay_out(home)
             bucket.sent = bucket.memory if self._in_place else slots[bucket.slot].narrow(0, 0, length)
             if adding is not None and not self._sharded:
-                bucket.added, bucket.added_views, bucket.gaps = bucket.lay_out(adding)
+                bucket.added, bucket.added_views, bucket.added_gaps = bucket.lay_out(adding)
             self._address(bucket, self.shares[number])
         return [bucket for *_, bucket in found]
 
@@ -253,8 +276,14 @@ class FlatGradient:
         self._engine._INSTRUCTION_MAP = {**instructions, BackwardPass: backward_pass}
 
     def _clear(self, set_to_none: bool = True) -> None:
-        """Clear what no gradient overwrites, where `clip` has spread NaN: the scaler would skip all later steps."""
-        if self._scaler is not None and self.overflow:
+        """After the update: at ZeRO-0 free the memory, which the forward pass needs more; views stay valid.
+
+        Otherwise clear what no gradient overwrites, where `clip` has spread NaN: the scaler would skip all later steps.
+        """
+        if self.releases:
+            for bucket in self._buckets:
+                bucket.memory.untyped_storage().resize_(0)
+        elif self._scaler is not None and self.overflow:
             torch._foreach_zero_(self.shares)
 
     @property
@@ -306,16 +335,16 @@ class FlatGradient:
         adds = not (self._fresh or self._sharded)
         if self._sharded:
             self._fold(bucket.slot)
-        views = bucket.added_views if adds else bucket.views
+        elif self.releases and self._fresh:
+            bucket.memory.untyped_storage().resize_(bucket.memory.nbytes)
+        views, gaps = (bucket.added_views, bucket.added_gaps) if adds else (bucket.views, bucket.gaps)
         grads = [p.grad for p in bucket.parameters]
         empty = [view for view, grad in zip(views, grads, strict=True) if grad is None]
         if empty:
             views = [view for view, grad in zip(views, grads, strict=True) if grad is not None]
             grads = [grad for grad in grads if grad is not None]
-        if adds or self._sharded:
-            empty += bucket.gaps
-        if empty:
-            torch._foreach_zero_(empty)
+        if empty or gaps:
+            torch._foreach_zero_(empty + gaps)
         if grads:
             torch._foreach_copy_(views, grads)
         for p in bucket.parameters:
@@ -478,7 +507,8 @@ class FlatGradient:
                 master.grad = None
         if self._scaled and not self.overflow:
             optimizer._update_scale(False)
-        torch._foreach_copy_(self._own_weights, self._masters)
+        if self._casts:
+            torch._foreach_copy_(self._own_weights, self._masters)
         if self._ranks > 1:
             self._gather()
 

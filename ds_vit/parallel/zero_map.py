@@ -7,7 +7,7 @@ tests/parallel/test_zero_map.py has a canary for each attribute it relies on.
 
 | wrapper | flat tensors | a parameter of this rank's tensor slice |
 |---|---|---|
-| none (ZeRO-0) | one per parameter group | whole, on every data-parallel rank |
+| none (ZeRO-0) | one a bucket of a parameter group | whole, on every data-parallel rank |
 | ZeRO-1, ZeRO-2 | one partition a parameter group | the part that falls into the partition |
 | ZeRO-3 | one a sub-group | the same share of every parameter, the last one padded |
 """
@@ -62,19 +62,21 @@ class Shard:
 
 @dataclass(frozen=True, eq=False)
 class FlatGroup:
-    """A parameter group of ZeRO-0, ZeRO-1 or ZeRO-2 in flat memory.
+    """A parameter group of ZeRO-1 or ZeRO-2 in flat memory, or a part of one of ZeRO-0.
 
     Attributes:
         parameters: of the model; views of `weights`.
         starts: the first element of each in `weights`.
         weights: flat, in the model's type, whole on every data-parallel rank.
         master: what the optimizer updates: this rank's partition of the weights; at ZeRO-0 `weights` itself.
+        group: index of the optimizer's param_group.
     """
 
     parameters: Sequence[nn.Parameter]
     starts: Sequence[int]
     weights: torch.Tensor
     master: torch.Tensor
+    group: int
 
 
 def flat_groups(optimizer: Any) -> list[FlatGroup]:
@@ -88,8 +90,9 @@ def flat_groups(optimizer: Any) -> list[FlatGroup]:
             [(p.data_ptr() - weights.data_ptr()) // weights.element_size() for p in parameters],
             weights.detach(),
             master,
+            number,
         )
-        for parameters, weights, master in groups
+        for number, (parameters, weights, master) in enumerate(groups)
     ]
 
 
@@ -406,7 +409,7 @@ def _partitioned(flats: Sequence[FlatGroup], dp_rank: int, timm: Mapping[int, st
             if low < high:
                 segments.append(Segment(timm[id(p)], _slice_of(p), low - inside, high - low, number, low))
         names = tuple(timm[id(p)] for p in group.parameters)
-        yield Shard(group.master.detach(), group.master, names, tuple(segments), number)
+        yield Shard(group.master.detach(), group.master, names, tuple(segments), group.group)
 
 
 def _zero3(optimizer: Any, timm: Mapping[int, str]) -> Iterator[Shard]:
