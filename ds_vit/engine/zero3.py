@@ -78,7 +78,7 @@ class Unit:
         total: of all.
         segments: this rank's places in the flat gradient, for consecutive trained parameters together.
         views: the same for each trained parameter.
-        shard: this rank's shard of the unit in one tensor, or None where it is in `pieces`.
+        shard: this rank's shard of the unit in one tensor of the model's type, or None where it is in `pieces`.
         elements: of the whole unit, padding included; 0 where its weights are always there.
         keeps: it stays gathered until the step.
         held: an output of its forward pass is a view of its weights, which stay until the end of the backward pass.
@@ -248,7 +248,7 @@ class ZeroUnits:
             unit.segment_sizes = [segment.numel() for segment in unit.segments]
         self._is_far = self.flat.device != self.device
         self._writes_in_place = self.ranks == 1 and not self._is_far
-        sent = optimizer.communication_data_type if self.ranks > 1 else torch.float32
+        sent = optimizer.communication_data_type if self.ranks > 1 else self.units[0].parameters[0].dtype
         # A sum of 16 bits could overflow where its mean does not.
         self._divides_first = sent == torch.float16 or not optimizer.postscale_gradients
         self._sent_type = sent
@@ -277,36 +277,36 @@ class ZeroUnits:
 
     @torch.no_grad()
     def _place_weights(self) -> None:
-        """Give the parameters their memory, and a unit's shards one tensor if the masters are not the shards."""
+        """Give the parameters their memory.
+
+        Weights that can be read from the masters are not kept in addition to them: on several ranks the shards, which
+        are cast as they are gathered; on one rank those of the masters' type.
+        """
         from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
         optimizer = self.optimizer
         masters = [] if optimizer is None else [m.detach() for m in optimizer.fp32_partitioned_groups_flat]
         flats = [] if optimizer is None else [f.detach() for f in optimizer.fp16_partitioned_groups_flat]
-        same = all(low.data_ptr() == high.data_ptr() for low, high in zip(flats, masters, strict=True))
         # 16-bit weights, and the masters that they are copies of, by sub-group.
         self._copies: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = [([], []) for _ in masters]
         is_there = all(p.ds_tensor.device == self.device for unit in self.units for p in unit.parameters)
-        for unit in self.units:
-            for parameter in unit.parameters:
-                parameter.ds_status = ZeroParamStatus.AVAILABLE
-                parameter.all_gather = parameter.partition = _refuse
-                if self.ranks == 1 and is_there:
-                    parameter.data = parameter.ds_tensor.data.view(parameter.ds_shape)
+        for parameter in (p for unit in self.units for p in unit.parameters):
+            parameter.ds_status = ZeroParamStatus.AVAILABLE
+            parameter.all_gather = parameter.partition = _refuse
+            if self.ranks == 1 and is_there:
+                parameter.data = parameter.ds_tensor.data.view(parameter.ds_shape)
         if self.ranks == 1 and is_there:
-            if not same:
+            if any(low.data_ptr() != high.data_ptr() for low, high in zip(flats, masters, strict=True)):
                 self._copies = [([low], [high]) for low, high in zip(flats, masters, strict=True)]
             return
+        sources = masters if is_there and masters and not optimizer.offload_optimizer else flats
         for unit in self.units:
             runs = list(self._runs(unit)) if unit.trained else []
-            frozen = [p.ds_tensor.data.view(-1) for p in unit.parameters[len(unit.trained) :]]
-            pieces = [*(flats[number].narrow(0, start, length) for number, start, length in runs), *frozen]
-            if same and runs:
-                unit.pieces = pieces
-                unit.shard = pieces[0] if len(pieces) == 1 else None
-            else:
-                unit.shard = torch.cat(pieces)
-                unit.shard = unit.shard.pin_memory() if pieces[0].is_pinned() else unit.shard
+            unit.pieces = [sources[number].narrow(0, start, length) for number, start, length in runs]
+            unit.pieces += [p.ds_tensor.data.view(-1) for p in unit.parameters[len(unit.trained) :]]
+            if sources is flats or not runs:
+                unit.shard = torch.cat(unit.pieces)
+                unit.shard = unit.shard.pin_memory() if unit.pieces[0].is_pinned() else unit.shard
                 for parameter, view in zip(unit.parameters, unit.shard.split(unit.sizes), strict=True):
                     parameter.ds_tensor.data = view
                 offset = 0
@@ -315,8 +315,13 @@ class ZeroUnits:
                     low.append(unit.shard.narrow(0, offset, length))
                     high.append(masters[number].narrow(0, start, length))
                     offset += length
+            else:
+                if len(unit.pieces) == 1 and unit.pieces[0].dtype == unit.parameters[0].dtype:
+                    unit.shard = unit.pieces[0]
+                for parameter in unit.trained:
+                    parameter.ds_tensor.data = parameter.ds_tensor.new_empty(0)
             unit.allocate(self.ranks, self.device)
-        if optimizer is not None and not same:  # their memory goes
+        if optimizer is not None:  # their memory goes
             optimizer.lp_param_buffer = None
             optimizer.fp16_partitioned_groups_flat, optimizer.param_groups_fp16_flat_cpu_memory = [], []
         dtype = self.units[0].parameters[0].dtype
