@@ -5,7 +5,8 @@ stay the same: releasing a unit frees the buffer's storage, gathering allocates 
 are views of their shards, and nothing is gathered.
 
 A unit is gathered for its forward pass, and again when the first of its outputs gets its gradient. Its backward pass
-ends when the next unit's begins: autograd runs the ready node that was created last, a unit's nodes are created one
+ends when the next unit's begins, and a unit without gradients has its turn with zeros: every rank calls the same layers
+in the same order, and may differ in what of them reaches the loss. Autograd runs the ready node that was created last, a unit's nodes are created one
 after the other, and none of them waits for a node that was created before the unit's. The gradients are then reduced
 into this rank's shard of a flat gradient, and the weights are released.
 
@@ -184,6 +185,7 @@ class ZeroUnits:
         self._gathered: dict[Unit, None] = {}
         self._coming: Unit | None = None  # the unit in the landing buffer
         self._work: Any = None
+        self._calls: list[Unit] = []  # whose backward passes are to come, last one first
         self._open: Unit | None = None  # the unit whose backward pass runs
         self._backward_runs = False
         self._accumulates = False  # there are gradients of this step
@@ -344,7 +346,7 @@ class ZeroUnits:
     def _begin_pass(self) -> None:
         """Before each forward pass: whatever has changed the shards is done, and nothing gathered ahead is old."""
         if self._open is not None:  # a backward pass was interrupted
-            self._open, self._backward_runs = None, False
+            self._calls, self._open, self._backward_runs = [], None, False
             self._zero_grad()
             for unit in self.units:
                 unit.take_gradients()
@@ -378,9 +380,15 @@ class ZeroUnits:
         if id(first) in given and first.requires_grad:  # a layer that changes nothing: it needs a separate node
             first = first.view_as(first)
             outputs = (first, *outputs[1:]) if type(outputs) is tuple else first
-        for output in outputs if type(outputs) is tuple else (outputs,):
-            if output is not None and id(output) not in given and (node := output.grad_fn) is not None:
-                node.register_prehook(partial(self._begin_backward, unit))
+        nodes = [
+            output.grad_fn
+            for output in (outputs if type(outputs) is tuple else (outputs,))
+            if output is not None and id(output) not in given and output.grad_fn is not None
+        ]
+        if nodes and (not self._calls or self._calls[-1] is not unit):
+            self._calls.append(unit)
+        for node in nodes:
+            node.register_prehook(partial(self._begin_backward, len(self._calls) - 1))
         return outputs
 
     def _gather(self, unit: Unit, following: Unit | None) -> None:
@@ -454,15 +462,19 @@ class ZeroUnits:
 
     # ---- backward pass ----
 
-    def _begin_backward(self, unit: Unit, _: Any) -> None:
-        """An output of the unit has its gradient: no gradient of the unit before it is missing any more."""
-        if self._open is unit:
-            return
-        if self._open is not None:
-            self._end_backward(self._open)
-        self._open, self._backward_runs = unit, True
-        if unit.elements:
-            self._gather(unit, self._back.after(unit))
+    def _begin_backward(self, call: int, _: Any = None) -> None:
+        """An output of this call has its gradient: no gradient of the units called after it is missing any more.
+
+        The outputs of those that are passed over have none on this rank. Another rank may have some: the collectives
+        of all calls run on every rank, in the same order.
+        """
+        while len(self._calls) > call:
+            if self._open is not None:
+                self._end_backward(self._open)
+            unit = self._open = self._calls.pop()
+            self._backward_runs = True
+            if unit.elements:
+                self._gather(unit, self._back.after(unit))
 
     def _end_backward(self, unit: Unit) -> None:
         if unit.trained:
@@ -513,6 +525,7 @@ class ZeroUnits:
 
     def _finish_backward(self) -> None:
         """At the end of each backward pass, in place of DeepSpeed's epilogue."""
+        self._begin_backward(0)
         if self._open is not None:
             self._end_backward(self._open)
         self._open, self._backward_runs = None, False

@@ -158,7 +158,8 @@ class RankMemory:
         parameters: how many it works with, its tensor slice of each (ZeRO-3 keeps a share of them).
         weights: in the type of the forward pass.
         gradients: of a step, as they wait for the update.
-        masters: copies of the weights that ZeRO updates, in fp32 unless the JSON says bf16.
+        masters: copies of the weights that ZeRO updates, in fp32 unless the JSON says bf16; 0 where it updates the
+            weights themselves.
         optimizer: the optimizer's state.
         average: of the weights, with --model-ema or a teacher.
         activations: that wait for the backward pass at the fullest moment.

@@ -68,6 +68,8 @@ class Model(nn.Module):
         self.layers[0].requires_grad_(kind != "frozen first")
 
     def forward(self, x):
+        if self.kind.startswith("unused on rank 1"):
+            return self.leave_out(x)
         first, second, third = self.layers
         inputs = first((x,))
         if self.kind == "recomputed":
@@ -83,6 +85,19 @@ class Model(nn.Module):
         if self.kind == "twice":
             out = second(third(out))
         return third(out)[0]
+
+
+    def leave_out(self, x):
+        """On rank 1, whose rows are the second half in one process, one layer's output leads nowhere."""
+        if not dist.is_initialized():
+            return torch.cat([self.through(half, rank) for rank, half in enumerate(x.chunk(2))])
+        return self.through(x, dist.get_rank())
+
+    def through(self, x, rank):
+        for number, layer in enumerate(self.layers):
+            (out,) = layer((x,))
+            x = x if rank == 1 and self.kind.endswith(str(number)) else out
+        return x
 
 
 KINDS = ["plain", "aliases", "idle", "frozen", "frozen first", "recomputed", "unused", "twice"]
@@ -286,6 +301,15 @@ def gathered_on_rank(zero: dict) -> tuple[int, int, int, int]:
                 engine.backward(engine(samples()[0]).square().mean())
                 engine.step()
         return counts["ahead"], counts["all"], units.most_live, units.units[0].elements
+
+
+@pytest.mark.parametrize("layer", range(3))
+@pytest.mark.parametrize("zero", [{}, {"overlap_comm": False}])
+def test_a_layer_without_gradient_on_one_rank_only(ranks, layer, zero):
+    """A collective that one rank leaves out: the other one would wait for ever, or receive another layer's sum."""
+    kind = f"unused on rank 1: layer {layer}"
+    found, _ = ranks.run(2, losses_on_rank, kind, 1, {"zero_optimization": zero}, timeout=60)
+    assert found == pytest.approx(plain_losses(kind), rel=1e-5)
 
 
 @pytest.mark.parametrize(
