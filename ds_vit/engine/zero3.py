@@ -257,7 +257,7 @@ class ZeroUnits:
         self._is_buffered = False
 
     def _make_buffers(self) -> None:
-        """Where gradients are laid out to be sent or added; on one rank only steps that add any need it."""
+        """Where gradients are laid out to be sent or added; on one rank to add gradients to a sum of another type."""
         size, self._is_buffered = max(sum(unit.segment_sizes) for unit in self.units), True
         whole = torch.empty(self.ranks * size, dtype=self._sent_type, device=self.device)
         own = torch.empty(size, dtype=self._sent_type, device=self.device) if self.ranks > 1 else whole
@@ -485,8 +485,8 @@ class ZeroUnits:
     @torch.no_grad()
     def _reduce(self, unit: Unit) -> None:
         grads = unit.take_gradients()
-        if self._writes_in_place and not unit.counted:
-            torch._foreach_copy_(unit.views, grads)
+        if self._writes_in_place and (not unit.counted or self.flat.dtype == grads[0].dtype):
+            (torch._foreach_add_ if unit.counted else torch._foreach_copy_)(unit.views, grads)
             unit.counted = True
             return
         if not self._is_buffered:

@@ -370,13 +370,16 @@ class StageMemory:
             copies = 4 * trained // dp if rules.of_gradient < 4 or stage < 3 else 0
         if rules.whole_matrices:  # matrices, their updates, and both again while they travel between ranks
             copies += 4 * (3 if dp > 1 else 2) * trained // dp
+        # Weights that can be read from the masters are not kept in addition to them, unless the masters are elsewhere.
+        is_one = stage > 0 and "masters" not in rules.in_host and rules.of_type == rules.of_master
+        is_cast = stage == 3 and "masters" not in rules.in_host and dp > 1 and not is_one
         gathered = 2 * trained if rules.autocast and stage < 3 else 0  # what autocast has cast for this step
         copies += round(rules.of_master * rules.rates * trained / share)
         return RankMemory(
             parameters=number,
-            weights=rules.of_type * number // (dp if stage == 3 else 1),
+            weights=rules.of_type * (number - trained if is_cast else number) // (dp if stage == 3 else 1),
             gradients=gradients,
-            masters=rules.of_master * trained // dp if stage else 0,
+            masters=rules.of_master * trained // dp if stage and not is_one else 0,
             optimizer=rules.of_master * sum(layer.states for layer in self.layers) // share,
             average=4 * trained // share if rules.average else 0,
             activations=0,
@@ -390,7 +393,7 @@ class StageMemory:
         rules, dp = self.rules, self.rules.layout.dp
         largest = max((layer.trained for layer in self.layers), default=0)
         if dp == 1:
-            return 4 * largest if accumulated else 0
+            return rules.of_type * largest if accumulated and rules.of_gradient != rules.of_type else 0
         landing = rules.of_type * max((layer.parameters for layer in self.layers), default=0)
         return landing + rules.sent_as * (largest + largest // dp)
 
@@ -450,8 +453,8 @@ class StageMemory:
         """
         rules, whole = self.rules, sum(run.trained for run in self._runs)
         share = whole / rules.layout.dp if rules.stage >= 2 else whole
-        # All gradients are held from the start where they are flat, or some of earlier micro-batches are there.
-        held = rules.flat or rules.stage == 3 or batch.accumulation > under_way
+        # All gradients are held from the start where they are flat between steps, or there are those of earlier passes.
+        held = (rules.flat and rules.stage > 0) or rules.stage == 3 or batch.accumulation > under_way
         waiting, done = self.waiting, 0
         fullest = rules.of_gradient * (share if held else 0) + batch.micro_batch * waiting * under_way
         fullest += rules.loss(batch.micro_batch) + rules.of_type * self._stays

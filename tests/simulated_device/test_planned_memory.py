@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import json
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import timm
-from runs import resolved
+import torch
+import torch.distributed as dist
+from project import ROOT
+from runs import DIGITS, resolved
 from timm.models import save_for_hf
 
 import simulated_device
@@ -139,6 +144,49 @@ def test_the_peak_of_a_task_is_what_is_planned(ranks, device_library, tmp_path, 
 def test_the_peak_is_what_was_planned(ranks, device_library, tmp_path, case):
     """A tenth either way, as tests/planner/test_memory.py allows for a peak of all storages on a CPU."""
     assert deviation(ranks, device_library, PLANNED[case], tmp_path, *WIDE) == pytest.approx(1, rel=0.1)
+
+
+# (JSON, ranks, micro-batches) → bytes at the fullest moment of a step before gradients were flat (commit 51e5b19).
+SHORT_BUCKETS = ("--set", "zero_optimization.reduce_bucket_size=100000")
+BEFORE = {
+    ("cpu_zero0_fp32.json", 1, 1): 18406912,
+    ("zero0_bf16.json", 1, 1): 16985600,
+    ("cpu_zero2_fp32.json", 1, 1): 24572928,
+    ("cpu_zero0_fp32.json", 1, 2): 20987392,
+    ("zero3_bf16.json", 1, 1): 19001344,
+    ("cpu_zero3_fp32.json", 1, 2): 24588800,
+    ("zero3_bf16.json", 2, 2): 13962752,
+    ("cpu_zero0_fp32.json", 2, 1): 20986880,
+}
+
+
+def peak_of_a_step(library: Path, words: list[str]) -> int:
+    """On a rank: the most bytes that a step had on the device, of those after the first."""
+    simulated_device.start(library)
+    from ds_vit.launching.process import discover
+    from ds_vit.tools import bench
+
+    process, device, peaks = discover(), torch.device(simulated_device.NAME, dist.get_rank()), []
+    with ExitStack() as stack:
+        step = bench.make_ours(bench.resolve_engine(words, process), device, stack)
+        for _ in range(4):
+            gc.collect()
+            torch.accelerator.reset_peak_memory_stats(device)
+            step()
+            torch.accelerator.synchronize()
+            peaks.append(torch.accelerator.max_memory_allocated(device))
+    return min(peaks[1:])
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize(("case", "before"), BEFORE.items(), ids=str)
+def test_a_step_needs_no_more_memory_than_before(ranks, device_library, case, before):
+    """A gradient that is held through the forward pass, or twice; weights that are kept in addition to their masters."""
+    config, world_size, accumulation = case
+    words = [*DIGITS, "--num-classes", "10", *WIDE[WIDE.index("--model-kwargs") : -2], "-b", "16", *SHORT_BUCKETS]
+    words += ["--grad-accum-steps", accumulation, "--deepspeed_config", ROOT / "ds_configs" / config]
+    peaks = ranks.run(world_size, peak_of_a_step, device_library, [str(word) for word in words])
+    assert max(peaks) <= 1.02 * before
 
 
 def train_within(library: Path, limit: int, words: list[str]) -> tuple[int, str]:
