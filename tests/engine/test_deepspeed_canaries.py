@@ -362,6 +362,7 @@ READ = {
     "zero.stage_1_and_2.DeepSpeedZeroOptimizer.clear_backward_seen_flag": "34ffe6eb0b7435de",
     "zero.stage_1_and_2.DeepSpeedZeroOptimizer.step": "9520884fd916d178",
     "zero.stage_1_and_2.DeepSpeedZeroOptimizer.zero_grad": "f303979da7baa514",
+    "zero.stage_1_and_2.DeepSpeedZeroOptimizer._link_all_hp_params": "e91c2f7e8f29ef11",
     "zero.stage3.DeepSpeedZeroOptimizer_Stage3.step": "c751b3209f83d3b9",
     "zero.stage3.DeepSpeedZeroOptimizer_Stage3._pre_step": "6a560fa097ab03bb",
     "zero.stage3.DeepSpeedZeroOptimizer_Stage3.zero_grad": "359a0a616c12d0c7",
