@@ -292,16 +292,25 @@ class ZeroUnits:
         # 16-bit weights, and the masters that they are copies of, by sub-group.
         self._copies: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = [([], []) for _ in masters]
         is_there = all(p.ds_tensor.device == self.device for unit in self.units for p in unit.parameters)
+        are_masters = is_there and optimizer is not None and not optimizer.offload_optimizer
+        if self.ranks == 1 and is_there:
+            are_masters = are_masters and flats[0].dtype == masters[0].dtype
+            if not are_masters:
+                self._copies = [([low], [high]) for low, high in zip(flats, masters, strict=True)]
+            for params, master in zip(optimizer.fp16_groups, masters, strict=True) if are_masters else ():
+                for p, view in zip(params, master.split([p.ds_numel for p in params]), strict=True):
+                    p.ds_tensor.data = view
         for parameter in (p for unit in self.units for p in unit.parameters):
             parameter.ds_status = ZeroParamStatus.AVAILABLE
             parameter.all_gather = parameter.partition = _refuse
             if self.ranks == 1 and is_there:
                 parameter.data = parameter.ds_tensor.data.view(parameter.ds_shape)
+        if optimizer is not None and (self.ranks > 1 or not is_there or are_masters):  # their memory goes
+            optimizer.lp_param_buffer = None
+            optimizer.fp16_partitioned_groups_flat, optimizer.param_groups_fp16_flat_cpu_memory = [], []
         if self.ranks == 1 and is_there:
-            if any(low.data_ptr() != high.data_ptr() for low, high in zip(flats, masters, strict=True)):
-                self._copies = [([low], [high]) for low, high in zip(flats, masters, strict=True)]
             return
-        sources = masters if is_there and masters and not optimizer.offload_optimizer else flats
+        sources = masters if are_masters else flats
         for unit in self.units:
             runs = list(self._runs(unit)) if unit.trained else []
             unit.pieces = [sources[number].narrow(0, start, length) for number, start, length in runs]
@@ -323,9 +332,6 @@ class ZeroUnits:
                 for parameter in unit.trained:
                     parameter.ds_tensor.data = parameter.ds_tensor.new_empty(0)
             unit.allocate(self.ranks, self.device)
-        if optimizer is not None:  # their memory goes
-            optimizer.lp_param_buffer = None
-            optimizer.fp16_partitioned_groups_flat, optimizer.param_groups_fp16_flat_cpu_memory = [], []
         dtype = self.units[0].parameters[0].dtype
         landing = torch.empty(max(unit.elements for unit in self.units), dtype=dtype, device=self.device)
         for unit in self.units:
