@@ -5,10 +5,10 @@ stay the same: releasing a unit frees the buffer's storage, gathering allocates 
 are views of their shards, and nothing is gathered.
 
 A unit is gathered for its forward pass, and again when the first of its outputs gets its gradient. Its backward pass
-ends when the next unit's begins, and a unit without gradients has its turn with zeros: every rank calls the same layers
-in the same order, and may differ in what of them reaches the loss. Autograd runs the ready node that was created last, a unit's nodes are created one
+ends when the next unit's begins: autograd runs the ready node that was created last, a unit's nodes are created one
 after the other, and none of them waits for a node that was created before the unit's. The gradients are then reduced
-into this rank's shard of a flat gradient, and the weights are released.
+into this rank's shard of a flat gradient, and the weights are released. Every rank calls the same layers in the same
+order; a unit whose outputs lead nowhere on this rank has its turn with zeros.
 
 Collectives run on two streams, one a direction, each with one buffer as large as the largest unit. Everything that
 reads or writes a unit's own memory runs on the stream of the model. The next unit is gathered into the buffer

@@ -86,7 +86,6 @@ class Model(nn.Module):
             out = second(third(out))
         return third(out)[0]
 
-
     def leave_out(self, x):
         """On rank 1, whose rows are the second half in one process, one layer's output leads nowhere."""
         if not dist.is_initialized():

@@ -181,7 +181,7 @@ def peak_of_a_step(library: Path, words: list[str]) -> int:
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("case", "before"), BEFORE.items(), ids=str)
 def test_a_step_needs_no_more_memory_than_before(ranks, device_library, case, before):
-    """A gradient that is held through the forward pass, or twice; weights that are kept in addition to their masters."""
+    """A gradient that is held through the forward pass, or twice; weights that are kept next to equal masters."""
     config, world_size, accumulation = case
     words = [*DIGITS, "--num-classes", "10", *WIDE[WIDE.index("--model-kwargs") : -2], "-b", "16", *SHORT_BUCKETS]
     words += ["--grad-accum-steps", accumulation, "--deepspeed_config", ROOT / "ds_configs" / config]
