@@ -152,8 +152,11 @@ class FlatGradient:
         named = value_of(config, "data_types.grad_accum_dtype")
         self._sum_type, self._wire = DtypeEnum(named).value if named else self._model_type, wire
         self._casts = self._stage > 0 and self._masters[0].dtype != self._model_type
-        if self._stage > 0 and not self._casts:
-            self._update_in_place()
+        if not self._casts:  # the masters become this rank's part of the weights
+            for group, own in zip(self.flats if self._stage else (), self._own_weights, strict=True):
+                group.master.data = own
+                for p in group.parameters:
+                    p._hp_mapping = None  # DeepSpeed's views of the old masters
         self._sharded = self._stage == 2 and self._ranks > 1
         self._in_place = self._ranks == 1 or (not self._sharded and wire == self._sum_type)
         divisor, prescaled = float(engine.gradient_predivide_factor()), not engine.postscale_gradients()
@@ -183,13 +186,6 @@ class FlatGradient:
         self._install()
 
     # ---- memory ------------------------------------------------------------------------------------------------------
-
-    def _update_in_place(self) -> None:
-        """Where weights have their masters' type, the masters become this rank's part of them."""
-        for group, own in zip(self.flats, self._own_weights, strict=True):
-            group.master.data = own
-            for p in group.parameters:
-                p._hp_mapping = None  # DeepSpeed's views of the old masters, which hold their memory
 
     def _cut(self, whole: Sequence[torch.Tensor], *, accumulates: bool) -> list[_Bucket]:
         """The buckets of all groups, in the order in which a backward pass completes them."""

@@ -293,7 +293,8 @@ class ZeroUnits:
         self._copies: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = [([], []) for _ in masters]
         is_there = all(p.ds_tensor.device == self.device for unit in self.units for p in unit.parameters)
         are_masters = is_there and optimizer is not None and not optimizer.offload_optimizer
-        if self.ranks == 1 and is_there:
+        stay = is_there and self.ranks == 1  # nothing is gathered
+        if stay:
             are_masters = are_masters and flats[0].dtype == masters[0].dtype
             if not are_masters:
                 self._copies = [([low], [high]) for low, high in zip(flats, masters, strict=True)]
@@ -303,12 +304,12 @@ class ZeroUnits:
         for parameter in (p for unit in self.units for p in unit.parameters):
             parameter.ds_status = ZeroParamStatus.AVAILABLE
             parameter.all_gather = parameter.partition = _refuse
-            if self.ranks == 1 and is_there:
+            if stay:
                 parameter.data = parameter.ds_tensor.data.view(parameter.ds_shape)
-        if optimizer is not None and (self.ranks > 1 or not is_there or are_masters):  # their memory goes
+        if optimizer is not None and (are_masters or not stay):  # their memory goes
             optimizer.lp_param_buffer = None
             optimizer.fp16_partitioned_groups_flat, optimizer.param_groups_fp16_flat_cpu_memory = [], []
-        if self.ranks == 1 and is_there:
+        if stay:
             return
         sources = masters if are_masters else flats
         for unit in self.units:
@@ -320,12 +321,10 @@ class ZeroUnits:
                 unit.shard = unit.shard.pin_memory() if unit.pieces[0].is_pinned() else unit.shard
                 for parameter, view in zip(unit.parameters, unit.shard.split(unit.sizes), strict=True):
                     parameter.ds_tensor.data = view
-                offset = 0
-                for number, start, length in runs:
-                    low, high = self._copies[number]
-                    low.append(unit.shard.narrow(0, offset, length))
-                    high.append(masters[number].narrow(0, start, length))
-                    offset += length
+                lengths = [piece.numel() for piece in unit.pieces]
+                for (number, start, length), low in zip(runs, unit.shard.split(lengths), strict=False):
+                    self._copies[number][0].append(low)
+                    self._copies[number][1].append(masters[number].narrow(0, start, length))
             else:
                 if len(unit.pieces) == 1 and unit.pieces[0].dtype == unit.parameters[0].dtype:
                     unit.shard = unit.pieces[0]
@@ -386,15 +385,11 @@ class ZeroUnits:
         if id(first) in given and first.requires_grad:  # a layer that changes nothing: it needs a separate node
             first = first.view_as(first)
             outputs = (first, *outputs[1:]) if type(outputs) is tuple else first
-        nodes = [
-            output.grad_fn
-            for output in (outputs if type(outputs) is tuple else (outputs,))
-            if output is not None and id(output) not in given and output.grad_fn is not None
-        ]
-        if nodes and (not self._calls or self._calls[-1] is not unit):
-            self._calls.append(unit)
-        for node in nodes:
-            node.register_prehook(partial(self._begin_backward, len(self._calls) - 1))
+        for output in outputs if type(outputs) is tuple else (outputs,):
+            if output is not None and id(output) not in given and (node := output.grad_fn) is not None:
+                if not self._calls or self._calls[-1] is not unit:
+                    self._calls.append(unit)
+                node.register_prehook(partial(self._begin_backward, len(self._calls) - 1))
         return outputs
 
     def _gather(self, unit: Unit, following: Unit | None) -> None:
