@@ -152,10 +152,8 @@ class Unit:
 
     def take_gradients(self) -> list[torch.Tensor]:
         """The gradients of the trained parameters, which have none afterwards."""
-        grads = []
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.trained]
         for parameter in self.trained:
-            grad = parameter.grad
-            grads.append(torch.zeros_like(parameter) if grad is None else grad)
             parameter.grad = None
         return grads
 
@@ -187,8 +185,7 @@ class ZeroUnits:
         self._work: Any = None
         self._calls: list[Unit] = []  # whose backward passes are to come, last one first
         self._open: Unit | None = None  # the unit whose backward pass runs
-        self._backward_runs = False
-        self._accumulates = False  # there are gradients of this step
+        self._backward_runs = self._accumulates = False  # the latter: there are gradients of this step
         self._forward = {kind: Order() for kind in itertools.product((False, True), repeat=2)}
         self._order, self._back = self._forward[False, False], Order()
         self._gathering = self._reducing = None
@@ -253,8 +250,7 @@ class ZeroUnits:
         sent = optimizer.communication_data_type if self.ranks > 1 else self.units[0].parameters[0].dtype
         # A sum of 16 bits could overflow where its mean does not.
         self._divides_first = sent == torch.float16 or not optimizer.postscale_gradients
-        self._sent_type = sent
-        self._is_buffered = False
+        self._sent_type, self._is_buffered = sent, False
 
     def _make_buffers(self) -> None:
         """Where gradients are laid out to be sent or added; on one rank to add gradients to a sum of another type."""
