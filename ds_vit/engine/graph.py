@@ -53,6 +53,7 @@ class StepGraphs:
 
     def __init__(self, engine: Any, flat: FlatGradient, context: StepContext) -> None:
         self._engine, self._flat, self._context = engine, flat, context
+        flat.releases = False  # a graph writes gradients at the addresses of its capture
         self.say: Callable[[str], object] = lambda line: None
         self._device: torch.device = engine.device
         self._inputs: dict[tuple[Any, ...], torch.Tensor] = {}
