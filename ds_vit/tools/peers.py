@@ -19,6 +19,7 @@ from ds_vit.models import ContrastiveModel, compiled
 from ds_vit.tasks import Batch, Task
 from ds_vit.training.build_engine import EngineConfig
 from ds_vit.training.resolve.optimizer import OptimizerConfig
+from ds_vit.weights.two_towers import open_clip_text
 
 COMPILED = "-compiled"
 """The end of a peer's name: its blocks are compiled, or all of timm's model."""
@@ -200,25 +201,17 @@ def _open_clip_model(engine: EngineConfig) -> nn.Module:
         raise UserError(f"--against open_clip needs pip install open_clip_torch ({first_line(error)})") from None
     whole, spec = engine.model.whole, engine.model.spec
     assert isinstance(whole, ContrastiveModel)
-    text = whole.text.settings
     image_settings = {
         "timm_model_name": spec.name,
         "timm_pool": "",
         "timm_drop_path": spec.drop_path,
         "image_size": engine.model.image.img_size,
     }
-    text_settings = {
-        **{name: getattr(text, name) for name in ("context_length", "vocab_size", "width", "heads", "mlp_ratio")},
-        "layers": text.depth,
-        "no_causal_mask": not text.causal,
-        "pool_type": "argmax" if text.pool == "end" else "last",
-        "proj_bias": text.projection_bias,
-    }
     scale, *bias = whole.text.initial_logits
     return CustomTextCLIP(
         whole.common_dim,
         image_settings,
-        text_settings,
+        open_clip_text(whole),
         init_logit_scale=scale,
         init_logit_bias=bias[0] if bias else None,
         output_dict=True,

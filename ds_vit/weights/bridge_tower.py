@@ -14,6 +14,7 @@ from ds_vit.checkpoint.tensors import save_weights
 from ds_vit.data import ImageConfig
 from ds_vit.data.settings import resolve_pixels
 from ds_vit.models import BridgeTower, create_bridge_tower, image_size
+from ds_vit.weights import hf
 from ds_vit.weights.files import StoredWeights
 from ds_vit.weights.initial_checkpoint import InitialCheckpoint
 from ds_vit.weights.source import Exported, Predict
@@ -56,15 +57,8 @@ def write(exported: Exported, folder: Path) -> None:
 
 
 def read(folder: Path) -> Predict:
-    """The folder as transformers loads it; a tensor that is missing or left over is an error, not a warning."""
-    from transformers import BridgeTowerForContrastiveLearning
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-    model, info = BridgeTowerForContrastiveLearning.from_pretrained(str(folder), output_loading_info=True)
-    wrong = {key: sorted(info[key]) for key in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[key]}
-    assert not wrong, wrong
-    return predict(model.eval())
+    """The folder as transformers loads it."""
+    return predict(hf.read(folder, "BridgeTowerForContrastiveLearning"))
 
 
 def predict(model: Any) -> Predict:

@@ -30,13 +30,13 @@ from ds_vit.fault_tolerance.errors import UserError, first_line
 from ds_vit.models import MAIN_TOWER
 from ds_vit.run_folder import BEST, WEIGHTS, RunFolder, weights_in
 from ds_vit.tasks import Figure, task_of
-from ds_vit.weights.hf_names import from_hf, is_hf
-from ds_vit.weights.two_tower_names import from_two_towers, is_two_towers
+from ds_vit.weights.foreign_names import from_foreign
 
 _SAFETENSORS = (".safetensors", ".json")
 _TORCH = (".pth", ".pt", ".bin", ".tar", ".ckpt")
 _OF_OTHERS = ("open_clip_model.safetensors", "pytorch_model.bin", "open_clip_pytorch_model.bin")
-_TEXT = {"model": "text", "ema": "ema-text", BEST: f"{BEST}-text"}  # of a run, next to its image tower
+_TOWERS = ("text", "decoder")  # that a run writes next to its image tower
+_BEGIN = {"model": "", "ema": "ema-", BEST: f"{BEST}-"}  # how the names of their files begin, by that of its file
 _UNREADABLE = (AttributeError, EOFError, KeyError, OSError, RuntimeError, SafetensorError, TypeError, ValueError)
 # A prefix, and a name that each model of timm, Hugging Face and open_clip has.
 _OF_MODEL = re.compile(
@@ -89,8 +89,8 @@ def _file_of(path: Path) -> Path:
 def _shards(path: Path) -> list[Path]:
     """The files that a .safetensors or its index.json consists of.
 
-    Averaged weights lack the frozen parameters: the raw weights in the same folder are read first. A text tower that
-    a run wrote next to its image tower follows.
+    Averaged weights lack the frozen parameters: the raw weights in the same folder are read first. A text tower or a
+    decoder that a run wrote next to its image tower follows.
     """
     files = [path]
     if path.suffix == ".json":
@@ -98,9 +98,9 @@ def _shards(path: Path) -> list[Path]:
     if path.name.startswith("ema.safetensors"):
         raw = weights_in(path.parent, "raw")
         files = [*(_shards(raw) if raw else []), *files]
-    if text := _TEXT.get(path.name.split(".")[0]):
-        candidates = (path.with_name(f"{text}.safetensors{ending}") for ending in (".index.json", ""))
-        files = [*files, *(file for found in candidates if found.is_file() for file in _shards(found))]
+    if (begin := _BEGIN.get(path.name.split(".")[0])) is not None:
+        names = (f"{begin}{tower}.safetensors{ending}" for tower in _TOWERS for ending in (".index.json", ""))
+        files += [file for name in names if path.with_name(name).is_file() for file in _shards(path.with_name(name))]
     return files
 
 
@@ -158,9 +158,7 @@ def open_prefixed(path: str | Path) -> tuple[dict[str, torch.Tensor], str]:
         why = "it is not a dictionary of tensors" if isinstance(error, AttributeError) else error
         raise UserError(f"initial checkpoint {path} cannot be read: {why}") from error
     tensors, prefix = _without_prefix(tensors, path)
-    if is_two_towers(tensors):
-        return from_two_towers(tensors), prefix
-    return from_hf(tensors) if is_hf(tensors) else tensors, prefix
+    return from_foreign(tensors), prefix
 
 
 def names_as_metadata(class_names: Sequence[str], tokenizer: str = "", figure: Figure | None = None) -> dict[str, str]:
@@ -348,8 +346,8 @@ def find_weights(source: str | Path, weights: str = "", checkpoint: str = "") ->
         of_teacher = found != "ema" and _has_teacher(recipe)
         for stem in ("teacher", "ema") if of_teacher and found == "raw" else (found,):
             if path := weights_in(place, stem):
-                if stem == BEST and any(place.glob("text.safetensors*")) and not any(place.glob(f"{_TEXT[BEST]}.s*")):
-                    note = f" ({path} lacks {_TEXT[BEST]}.safetensors, its text tower)"
+                if stem == BEST and any(place.glob("text.safetensors*")) and not any(place.glob(f"{BEST}-text.s*")):
+                    note = f" ({path} lacks {BEST}-text.safetensors, its text tower)"
                     continue
                 kind = "teacher" if of_teacher else "ema" if stem == "ema" else "raw"
                 return StoredWeights(path, recipe, source, kind, note)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL.Image import Resampling
@@ -22,7 +24,7 @@ from ds_vit.data import ImageConfig
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models import TimmViT
 from ds_vit.weights.files import names_as_metadata
-from ds_vit.weights.hf_names import ACTIVATIONS, has_counterpart, hf_names, needed_names
+from ds_vit.weights.foreign_names import ACTIVATIONS, HF_VIT, Rule, general, to_theirs
 from ds_vit.weights.source import Exported, Predict
 
 
@@ -37,17 +39,35 @@ def unknown_modules(block: nn.Module) -> list[str]:
     ]
 
 
-def obstacles(model: TimmViT) -> list[str]:
-    """The parts of a model that `ViTForImageClassification` has no counterpart of; empty where it has all."""
-    if type(model) is not VisionTransformer:
-        return [f"timm's class {type(model).__name__}"]
-    names = {re.sub(r"^blocks\.\d+\.", "blocks.*.", name) for name in model.state_dict()}
-    return [
-        *unknown_modules(model.blocks[0]),
-        *sorted(name for name in names if not has_counterpart(name)),
-        *sorted(f"no {name}" for name in needed_names() - names),
-        *([f"global_pool {model.global_pool!r}"] if model.global_pool != "token" else []),
-    ]
+def obstacles(model: TimmViT, pool: str, rules: Sequence[Rule], optional: Sequence[str] = ()) -> Iterator[str]:
+    """The parts of a model that another tool's class has no counterpart of.
+
+    Args:
+        model: timm's, or one of two towers.
+        pool: how the class pools the image's tokens.
+        rules: the names that it has.
+        optional: names that it may have.
+    """
+    kind = next((one for one in type(model).__mro__ if one.__module__.startswith("timm.")), type(model))
+    if kind is not VisionTransformer:
+        yield f"timm's class {kind.__name__}"
+        return
+    yield from unknown_modules(model.blocks[0])
+    if model.global_pool != pool:
+        yield f"global_pool {model.global_pool!r}"
+    norms = (m for name, m in model.named_modules() if isinstance(m, nn.LayerNorm) and not name.startswith("text."))
+    if len(eps := sorted({norm.eps for norm in norms})) > 1:
+        yield f"norms of the image tower with eps {' and '.join(map(str, eps))}"
+    names = {general(name) for name in model.state_dict()} - {*optional}
+    known = {name for rule in rules for name in rule.ours} - {*optional}
+
+    def parts(of: set[str]) -> list[str]:  # one name for all tensors of a layer outside the blocks
+        layers = (re.match(r"(text\.)?[^.]+", name) for name in of)
+        return sorted({name if "blocks" in name else layer[0] for name, layer in zip(of, layers, strict=True) if layer})
+
+    yield from parts(names - known)
+    for part in parts(known - names):
+        yield f"no {part}" + (" (timm's vit_…_clip_… have that norm)" if part == "norm_pre" else "")
 
 
 def _refuse(exported: Exported) -> None:
@@ -57,8 +77,7 @@ def _refuse(exported: Exported) -> None:
             f"{exported.weights.path} has no classifier, and ViTForImageClassification is one; --to timm and --to onnx "
             "write only the encoder, and fine-tuning gives it a classifier (--initial-checkpoint)"
         )
-    missing = obstacles(exported.model)
-    if missing:
+    if missing := [*obstacles(exported.model, "token", HF_VIT, ("blocks.*.attn.qkv.bias",))]:
         raise UserError(
             f"Hugging Face's ViTForImageClassification has no counterpart of {'; '.join(missing)}: this model cannot "
             "be exported to hf; --to timm and --to onnx can"
@@ -75,6 +94,33 @@ def refuse_images(image: ImageConfig) -> None:
         raise UserError("--crop-mode border: Hugging Face's image processors have no counterpart; use --to timm")
 
 
+def with_all_positions(model: TimmViT) -> dict[str, torch.Tensor]:
+    """The model's state, with a position of zeros for a class token that has none."""
+    state = model.state_dict()
+    if model.cls_token is not None and model.no_embed_class:
+        state["pos_embed"] = nn.functional.pad(state["pos_embed"], (0, 0, 1, 0))
+    return state
+
+
+def activation(module: nn.Module) -> str:
+    """transformers' name of the activation of a tower's blocks."""
+    act = type(module.blocks[0].mlp.act).__name__
+    return next(name for name, cls in ACTIVATIONS.items() if cls == act)
+
+
+def tower_config(module: nn.Module, width: int) -> dict[str, Any]:
+    """transformers' config of the blocks of a tower."""
+    block = module.blocks[0]
+    return {
+        "hidden_size": width,
+        "intermediate_size": block.mlp.fc1.out_features,
+        "num_hidden_layers": len(module.blocks),
+        "num_attention_heads": block.attn.num_heads,
+        "hidden_act": activation(module),
+        "layer_norm_eps": module.norm.eps,
+    }
+
+
 def write(exported: Exported, folder: Path) -> None:
     """Write config.json, model.safetensors (sharded above 5 GB) and preprocessor_config.json.
 
@@ -87,15 +133,9 @@ def write(exported: Exported, folder: Path) -> None:
     model = exported.model
     names = exported.labels or tuple(f"LABEL_{number}" for number in range(model.num_classes))
     patch = model.patch_embed.patch_size
-    act = type(model.blocks[0].mlp.act).__name__
     config = ViTConfig(
         architectures=["ViTForImageClassification"],
-        hidden_size=model.embed_dim,
-        num_hidden_layers=len(model.blocks),
-        num_attention_heads=model.blocks[0].attn.num_heads,
-        intermediate_size=model.blocks[0].mlp.fc1.out_features,
-        hidden_act=next(name for name, cls in ACTIVATIONS.items() if cls == act),
-        layer_norm_eps=model.norm.eps,
+        **tower_config(model, model.embed_dim),
         image_size=exported.image.img_size[0],
         patch_size=patch[0] if patch[0] == patch[1] else list(patch),
         num_channels=3,
@@ -104,13 +144,7 @@ def write(exported: Exported, folder: Path) -> None:
         label2id={name: number for number, name in enumerate(names)},
     )
     config.save_pretrained(str(folder))
-    state: dict[str, torch.Tensor] = {}
-    for name, tensor in model.state_dict().items():
-        pieces = hf_names(name)
-        state |= zip(pieces, tensor.chunk(len(pieces)), strict=True)
-    if model.no_embed_class:  # positions of the patches only: the class token's is zero
-        name = "vit.embeddings.position_embeddings"
-        state[name] = nn.functional.pad(state[name], (0, 0, 1, 0))
+    state = to_theirs(with_all_positions(model), HF_VIT)
     save_weights(folder, state, metadata=names_as_metadata(exported.labels))
     write_processor(exported, folder)
 
@@ -131,14 +165,18 @@ def write_processor(exported: Exported, folder: Path) -> None:
     ).save_pretrained(str(folder))
 
 
-def load(folder: Path) -> Predict:
-    """The folder as transformers loads it; a tensor that is missing or left over is an error, not a warning."""
-    from transformers import ViTForImageClassification
-    from transformers.utils.logging import disable_progress_bar
+def read(folder: Path, kind: str) -> Any:
+    """The model in a folder as a class of transformers loads it; a tensor missing or left over is an error."""
+    import transformers
 
-    disable_progress_bar()
-    model, info = ViTForImageClassification.from_pretrained(str(folder), output_loading_info=True)
+    transformers.utils.logging.disable_progress_bar()
+    model, info = getattr(transformers, kind).from_pretrained(str(folder), output_loading_info=True)
     wrong = {key: sorted(info[key]) for key in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[key]}
     assert not wrong, wrong
-    model.eval()
+    return model.eval()
+
+
+def load(folder: Path) -> Predict:
+    """The folder as transformers loads it."""
+    model = read(folder, "ViTForImageClassification")
     return lambda images: model(pixel_values=images).logits

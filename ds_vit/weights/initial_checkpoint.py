@@ -29,8 +29,7 @@ from ds_vit.models.param_groups import classifier_names
 from ds_vit.models.self_distillation import HEAD, TEACHER, TEACHER_HEAD, SelfDistillationViT
 from ds_vit.models.zoo import TimmViT, names_and_shapes
 from ds_vit.weights.files import class_names, config_beside, open_prefixed, tokenizer_name
-from ds_vit.weights.hf_names import check_hf_config
-from ds_vit.weights.two_tower_names import check_two_towers
+from ds_vit.weights.foreign_names import check_hf_config, check_two_towers
 
 _TEXT, _PROJECTION = "text.", "projection."
 _OF_SELF_DISTILLATION = tuple(f"{tower}." for tower in (TEACHER, TEACHER_HEAD, HEAD))

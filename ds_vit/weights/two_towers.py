@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,17 +19,13 @@ import timm
 import torch
 import torch.nn.functional as F
 from timm.data import DEFAULT_CROP_PCT
-from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 from ds_vit.checkpoint.tensors import save_weights
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models import ContrastiveModel, ModelSpec, TextSettings, create_model, image_size, take_apart
 from ds_vit.weights import hf
-from ds_vit.weights.hf_names import ACTIVATIONS
-from ds_vit.weights.hf_tokenizer import write_tokenizer
-from ds_vit.weights.source import Exported, Predict
-from ds_vit.weights.two_tower_names import (
+from ds_vit.weights.foreign_names import (
     HF_CLIP,
     HF_SIGLIP,
     OPEN_CLIP_PROJECTION,
@@ -42,6 +37,9 @@ from ds_vit.weights.two_tower_names import (
     general,
     to_theirs,
 )
+from ds_vit.weights.hf import activation
+from ds_vit.weights.hf_tokenizer import write_tokenizer
+from ds_vit.weights.source import Exported, Predict
 
 _OPEN_CLIP_INTERPOLATIONS = ("bicubic", "bilinear")
 _RESIZE_MODES = {"center": "shortest", "squash": "squash", "border": "longest"}
@@ -110,39 +108,6 @@ def pairs(model: ContrastiveModel) -> Predict:
 # ---- what a tool can represent -------------------------------------------------------------------------------------
 
 
-def _eps(module: nn.Module, leave_out: str = "") -> list[float]:
-    """The distinct eps of the norms of a tower."""
-    named = module.named_modules()
-    return sorted(
-        {m.eps for name, m in named if isinstance(m, nn.LayerNorm) and not (leave_out and name.startswith(leave_out))}
-    )
-
-
-def _missing(model: ContrastiveModel, rules: Sequence[Rule], optional: Sequence[str] = ()) -> Iterator[str]:
-    """The parts of a model, of either tower, that the names of `rules` do not represent."""
-    names = {general(name) for name in model.state_dict()} - {*optional}
-    known = {name for rule in rules for name in rule.ours} - {*optional}
-
-    def parts(of: set[str]) -> list[str]:  # one name for all tensors of a layer outside the blocks
-        layers = (re.match(r"(text\.)?[^.]+", name) for name in of)
-        return sorted({name if "blocks" in name else layer[0] for name, layer in zip(of, layers, strict=True) if layer})
-
-    yield from parts(names - known)
-    for part in parts(known - names):
-        yield f"no {part}" + (" (timm's vit_…_clip_… have that norm)" if part == "norm_pre" else "")
-
-
-def _image_obstacles(model: ContrastiveModel, pool: str) -> Iterator[str]:
-    if not isinstance(model, VisionTransformer):
-        yield f"timm's class {type(model).__bases__[-1].__name__}"
-        return
-    yield from hf.unknown_modules(model.blocks[0])
-    if model.global_pool != pool:
-        yield f"global_pool {model.global_pool!r}"
-    if len(eps := _eps(model, leave_out="text.")) > 1:
-        yield f"norms of the image tower with eps {' and '.join(map(str, eps))}"
-
-
 def _text_obstacles(settings: TextSettings, *, causal: bool, pool: str) -> Iterator[str]:
     if settings.causal != causal:
         yield f"a text tower {'with' if settings.causal else 'without'} causal mask"
@@ -166,9 +131,8 @@ def _refuse_hf(exported: Exported) -> None:
     rules, optional = (HF_SIGLIP, ()) if siglip else (HF_CLIP, ("patch_embed.proj.bias",))
     name = "SiglipModel" if siglip else "CLIPModel"
     missing = [
-        *_image_obstacles(model, "map" if siglip else "token"),
         *_text_obstacles(model.text.settings, causal=not siglip, pool="last" if siglip else "end"),
-        *_missing(model, rules, optional),
+        *hf.obstacles(model, "map" if siglip else "token", rules, optional),
     ]
     if siglip and model.attn_pool is not None and model.attn_pool.num_heads != model.blocks[0].attn.num_heads:
         missing.append(f"attention pooling with {model.attn_pool.num_heads} heads")
@@ -190,32 +154,6 @@ def _with_bias_in_positions(state: dict[str, torch.Tensor], num_prefix_tokens: i
     return state
 
 
-def _with_all_positions(model: ContrastiveModel) -> dict[str, torch.Tensor]:
-    """The model's state, with a position of zeros for a class token that has none."""
-    state = model.state_dict()
-    if model.cls_token is not None and model.no_embed_class:
-        state["pos_embed"] = F.pad(state["pos_embed"], (0, 0, 1, 0))
-    return state
-
-
-def _act(module: nn.Module) -> str:
-    """transformers' name of the activation of a tower's blocks."""
-    act = type(module.blocks[0].mlp.act).__name__
-    return next(name for name, cls in ACTIVATIONS.items() if cls == act)
-
-
-def _hf_tower(module: nn.Module, width: int) -> dict[str, Any]:
-    block = module.blocks[0]
-    return {
-        "hidden_size": width,
-        "intermediate_size": block.mlp.fc1.out_features,
-        "num_hidden_layers": len(module.blocks),
-        "num_attention_heads": block.attn.num_heads,
-        "hidden_act": _act(module),
-        "layer_norm_eps": module.norm.eps,
-    }
-
-
 def write_hf(exported: Exported, folder: Path) -> tuple[str, ...]:
     """Write config.json, model.safetensors (sharded above 5 GB), preprocessor_config.json and the tokenizer's files.
 
@@ -231,16 +169,16 @@ def write_hf(exported: Exported, folder: Path) -> tuple[str, ...]:
     model = _of(exported)
     settings, siglip = model.text.settings, _is_siglip(model)
     text = {
-        **_hf_tower(model.text, settings.width),
+        **hf.tower_config(model.text, settings.width),
         "vocab_size": settings.vocab_size,
         "max_position_embeddings": settings.context_length,
         "eos_token_id": settings.end_id,
         "bos_token_id": None,
         "pad_token_id": None,
     }
-    vision = _hf_tower(model, model.embed_dim)
+    vision = hf.tower_config(model, model.embed_dim)
     vision |= {"image_size": exported.image.img_size[0], "patch_size": model.patch_embed.patch_size[0]}
-    state = _with_all_positions(model)
+    state = hf.with_all_positions(model)
     if siglip:
         text |= {"projection_size": model.common_dim, "pad_token_id": settings.pad_id}
         config = SiglipConfig(text_config=text, vision_config=vision, architectures=["SiglipModel"])
@@ -258,14 +196,7 @@ def write_hf(exported: Exported, folder: Path) -> tuple[str, ...]:
 
 def load_hf(folder: Path) -> Predict:
     """The folder as transformers loads it, as `pairs`; a tensor that is missing or left over is an error."""
-    from transformers import AutoModel
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-    model, info = AutoModel.from_pretrained(str(folder), output_loading_info=True)
-    wrong = {key: sorted(info[key]) for key in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[key]}
-    assert not wrong, wrong
-    model.eval()
+    model = hf.read(folder, "AutoModel")
     text = model.config.text_config
     end_id = text.eos_token_id
     ids = example_captions(TextSettings(text.vocab_size, text.max_position_embeddings, end_id))
@@ -317,7 +248,7 @@ def _own_vision(model: ContrastiveModel) -> dict[str, Any]:
 
 
 def _act_kwargs(tower: nn.Module) -> dict[str, Any]:
-    return {"act_kwargs": {"approximate": "tanh"}} if _act(tower) == "gelu_pytorch_tanh" else {}
+    return {"act_kwargs": {"approximate": "tanh"}} if activation(tower) == "gelu_pytorch_tanh" else {}
 
 
 def _refuse_own_vision(exported: Exported) -> None:
@@ -325,8 +256,8 @@ def _refuse_own_vision(exported: Exported) -> None:
     model = _of(exported)
     optional = ("patch_embed.proj.bias", "norm_pre.weight", "norm_pre.bias")
     of_text = [Rule((general(name),), ("",)) for name in model.state_dict() if name.startswith("text.")]
-    missing = [*_image_obstacles(model, "token"), *_missing(model, (*OPEN_CLIP_VISION, *of_text), optional)]
-    if not missing and "quick_gelu" in (acts := (_act(model), _act(model.text))) and acts[0] != acts[1]:
+    missing = [*hf.obstacles(model, "token", (*OPEN_CLIP_VISION, *of_text), optional)]
+    if not missing and "quick_gelu" in (acts := (activation(model), activation(model.text))) and acts[0] != acts[1]:
         missing = [f"the activations {acts[0]} and {acts[1]} of the two towers"]
     if missing:
         spec = _spec_of(exported)
@@ -370,13 +301,14 @@ def write_open_clip(exported: Exported, folder: Path) -> None:
     else:
         _refuse_own_vision(exported)
         vision, named, rules = _own_vision(model), {}, (*rules, *OPEN_CLIP_VISION)
-        state = _with_bias_in_positions(_with_all_positions(model), 1)
+        state = _with_bias_in_positions(hf.with_all_positions(model), 1)
     config = {
         "embed_dim": model.common_dim,
         "custom_text": True,
-        "quick_gelu": "quick_gelu" in ((_act(model.text),) if by_name else (_act(model), _act(model.text))),
+        "quick_gelu": "quick_gelu"
+        in ((activation(model.text),) if by_name else (activation(model), activation(model.text))),
         "vision_cfg": {**vision, "image_size": list(image.img_size)},
-        "text_cfg": _text_cfg(model),
+        "text_cfg": open_clip_text(model),
         **({"init_logit_bias": model.text.initial_logits[1]} if _is_siglip(model) else {}),
     }
     pixels = {
@@ -390,7 +322,8 @@ def write_open_clip(exported: Exported, folder: Path) -> None:
     save_weights(folder, named | to_theirs(state, rules), max_bytes=2**62, name="open_clip_model")
 
 
-def _text_cfg(model: ContrastiveModel) -> dict[str, Any]:
+def open_clip_text(model: ContrastiveModel) -> dict[str, Any]:
+    """The text_cfg of open_clip's text tower."""
     settings = model.text.settings
     return {
         "context_length": settings.context_length,

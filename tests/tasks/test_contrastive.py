@@ -27,7 +27,7 @@ from ds_vit.tasks import contrastive_loss
 from ds_vit.tasks.contrastive import Clip, SigLip
 from ds_vit.tasks.contrastive_loss import ROWS_AT_ONCE, clip_loss, siglip_loss
 from ds_vit.tasks.retrieval import places_of_partners
-from ds_vit.weights.two_tower_names import from_two_towers
+from ds_vit.weights.foreign_names import from_foreign
 
 LOSSES = {
     "clip": (clip_loss, (math.log(1 / 0.07),)),
@@ -549,7 +549,7 @@ def test_damaged_pairs_are_replaced_alike(ranks, tmp_path, damaged):
 def frozen_in_open_clip(module, prefix):
     """The names here of the parameters of a tower of open_clip that are frozen."""
     state = {f"{prefix}{name}": torch.full_like(p, float(p.requires_grad)) for name, p in module.named_parameters()}
-    return {name for name, trained in from_two_towers(state).items() if not trained.any()}
+    return {name for name, trained in from_foreign(state).items() if not trained.any()}
 
 
 def locked_by_open_clip(own, unlocked):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -117,7 +118,7 @@ def test_hugging_face_prepares_images_as_timm_does(tmp_path, mode, crop_pct):
     ("name", "kwargs", "message"),
     [
         ("vit_small_patch14_reg4_dinov2", {}, "blocks.*.ls1.gamma; blocks.*.ls2.gamma; reg_token"),
-        ("vit_base_patch16_gap_224", {}, "no cls_token; global_pool 'avg'"),
+        ("vit_base_patch16_gap_224", {}, "global_pool 'avg'; no cls_token"),
         ("vit_base_patch16_siglip_224", {}, "attn_pool"),
         ("vit_base_patch16_clip_224", {}, "norm_pre"),
         ("vit_giant_patch14_dinov2", {}, "the MLP GluMlp"),
@@ -128,7 +129,7 @@ def test_hugging_face_prepares_images_as_timm_does(tmp_path, mode, crop_pct):
         ("vit_tiny_patch16_224", {"act_layer": "relu"}, "the activation ReLU"),
         ("vit_tiny_patch16_224", {"pos_embed": "none"}, "no pos_embed"),
         ("vit_tiny_patch16_224", {"proj_bias": False}, "no blocks.*.attn.proj.bias"),
-        ("vit_tiny_r_s16_p8_224", {}, "patch_embed.backbone.conv.weight"),
+        ("vit_tiny_r_s16_p8_224", {}, "patch_embed"),
     ],
 )
 def test_what_hugging_face_has_no_class_for_is_refused(tmp_path, name, kwargs, message):
@@ -185,19 +186,15 @@ def test_an_export_that_differs_is_not_kept(tmp_path, monkeypatch, capsys):
     """A check that cannot fail."""
     pytest.importorskip("transformers")
     run_folder(tmp_path / "run", SPEC)
-    names = hf.hf_names
-
-    def swapped(name):
-        found = names(name)
-        return (found[1], found[0], found[2]) if len(found) == 3 else found
-
-    monkeypatch.setattr(hf, "hf_names", swapped)
+    rules = hf.HF_VIT
+    swapped = [replace(rule, theirs=(rule.theirs[1], rule.theirs[0], *rule.theirs[2:])) for rule in rules[6:8]]
+    monkeypatch.setattr(hf, "HF_VIT", (*rules[:6], *swapped, *rules[8:]))
     assert cli.main(["export", str(tmp_path / "run"), "--to", "hf"]) == 1
     out, err = capsys.readouterr()
     assert "largest difference of the logits" in out
     assert "is not kept" in err
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"config.yaml", "model.safetensors"}
-    monkeypatch.setattr(hf, "hf_names", names)
+    monkeypatch.setattr(hf, "HF_VIT", rules)
     assert cli.main(["export", str(tmp_path / "run"), "--to", "hf"]) == 0
     assert cli.main(["export", str(tmp_path / "run"), "--to", "hf"]) == 2
     assert "export-hf exists already" in capsys.readouterr().err

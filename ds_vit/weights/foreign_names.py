@@ -1,7 +1,8 @@
-"""Names of an image and a text tower in open_clip's files and in those of transformers' CLIPModel and SiglipModel.
+"""Names of tensors in open_clip's files and in those of transformers' classes for ViT, CLIP and SigLIP.
 
 Here the image tower has timm's names and the text tower those of `models/text_tower.py` after `text.`. The tools stack
-query, key and value in other ways, and leave out or add dimensions of length 1.
+query, key and value in other ways, and leave out or add dimensions of length 1. transformers 4 and 5 write and read the
+same names.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from typing import Any
 import torch
 
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.models import ContrastiveModel
-from ds_vit.weights.hf_names import ACTIVATIONS
+from ds_vit.models import ContrastiveModel, TimmViT
+
+# Hugging Face's `hidden_act` → the class of timm's activation.
+ACTIVATIONS = {"gelu": "GELU", "gelu_pytorch_tanh": "GELUTanh", "quick_gelu": "QuickGELU"}
 
 Reshape = Callable[[torch.Tensor], torch.Tensor]
 
@@ -152,6 +155,23 @@ HF_SIGLIP = (
 """Of transformers' `SiglipModel`."""
 
 
+_VIT_LAYER = "vit.encoder.layer.*"
+HF_VIT = (
+    Rule(("cls_token",), ("vit.embeddings.cls_token",)),
+    Rule(("pos_embed",), ("vit.embeddings.position_embeddings",)),
+    *_rules("patch_embed.proj", "vit.embeddings.patch_embeddings.projection"),
+    *_rules("blocks.*.norm1", f"{_VIT_LAYER}.layernorm_before"),
+    *_rules("blocks.*.attn.qkv", tuple(f"{_VIT_LAYER}.attention.attention.{n}" for n in ("query", "key", "value"))),
+    *_rules("blocks.*.attn.proj", f"{_VIT_LAYER}.attention.output.dense"),
+    *_rules("blocks.*.norm2", f"{_VIT_LAYER}.layernorm_after"),
+    *_rules("blocks.*.mlp.fc1", f"{_VIT_LAYER}.intermediate.dense"),
+    *_rules("blocks.*.mlp.fc2", f"{_VIT_LAYER}.output.dense"),
+    *_rules("norm", "vit.layernorm"),
+    *_rules("head", "classifier"),
+)
+"""Of transformers' `ViTForImageClassification`."""
+
+
 def general(name: str) -> str:
     """A tensor's name with `*` for the number of a block."""
     return re.sub(r"\.\d+\.", ".*.", name, count=1)
@@ -199,29 +219,28 @@ def to_theirs(tensors: Mapping[str, torch.Tensor], rules: Sequence[Rule]) -> dic
     return found
 
 
-def _is_hf(names: Mapping[str, object]) -> bool:
-    return "vision_model.embeddings.patch_embedding.weight" in names
-
-
-def _is_open_clip(names: Mapping[str, object]) -> bool:
-    return "visual.class_embedding" in names or any(name.startswith(OPEN_CLIP_TRUNK) for name in names)
-
-
-def is_two_towers(names: Mapping[str, object]) -> bool:
-    """Whether these are the names of open_clip's models or of transformers' CLIPModel or SiglipModel."""
-    return _is_hf(names) or _is_open_clip(names)
-
-
 _OF_TEXT = ("token_embedding.", "positional_embedding", "transformer.", "ln_final.", "text_projection")
+_VIT_PREFIXES = ("vit.", "deit.", "")  # of the whole classifier, DeiT's twin of it, and the bare encoder
 
 
-def from_two_towers(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of such a file under the names here; those without a counterpart keep theirs.
+def from_foreign(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of a file of another tool under the names here; those without a counterpart keep theirs.
 
-    Counters of positions, which files of old versions contain, are left out.
+    Counters of positions, which files of old versions contain, and the pooler of `ViTModel`, which no classifier uses,
+    are left out. A file that is of none of these tools stays as it is.
     """
+    for prefix in _VIT_PREFIXES:
+        if f"{prefix}embeddings.patch_embeddings.projection.weight" in tensors:
+            tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(f"{prefix}pooler.")}
+            encoder = (name for name in tensors if name.startswith(prefix) and not name.startswith("classifier."))
+            names = {name: f"vit.{name.removeprefix(prefix)}" for name in encoder}
+            found, rest = _translate({names.get(name, name): tensors[name] for name in tensors}, HF_VIT, give=False)
+            return found | rest
+    is_hf = "vision_model.embeddings.patch_embedding.weight" in tensors
+    if not (is_hf or any(name.startswith(("visual.class_embedding", OPEN_CLIP_TRUNK)) for name in tensors)):
+        return tensors
     tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith(".position_ids")}
-    if _is_hf(tensors):
+    if is_hf:
         is_clip = "vision_model.embeddings.class_embedding" in tensors
         found, rest = _translate(tensors, HF_CLIP if is_clip else HF_SIGLIP, give=False)
         return found | rest
@@ -340,6 +359,21 @@ def _differences(
             f"its captions are padded with the id {facts.pad_id} and the tokenizer pads with {settings.pad_id}; give "
             "its tokenizer.json in a folder with its tokenizer_config.json"
         )
+
+
+def check_hf_config(config: Mapping[str, object], model: TimmViT) -> None:
+    """Compare what a Hugging Face config.json says, and no tensor's shape shows, with a model.
+
+    Raises:
+        UserError: another number of heads or another activation.
+    """
+    heads, act = config.get("num_attention_heads"), config.get("hidden_act")
+    if heads is not None and heads != (own := model.blocks[0].attn.num_heads):
+        raise UserError(f"it has {heads} heads and the model {own}; give --model-kwargs num_heads={heads}")
+    if act is not None and ACTIVATIONS.get(str(act)) != (
+        own := type(getattr(model.blocks[0].mlp, "act", None)).__name__
+    ):
+        raise UserError(f"its hidden_act is {act} and the model's MLP has {own}")
 
 
 def check_two_towers(
