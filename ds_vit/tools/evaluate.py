@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import dataclasses
 import itertools
+import json
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -76,7 +77,7 @@ def build_parser(program: str) -> argparse.ArgumentParser:
     add_weights_arguments(parser)
     parser.add_argument("--output", metavar="FILE", help="where to write the figures [eval.json next to the weights]")
     parser.add_argument(
-        "--knn",
+        *("--knn", "--eval-knn"),
         dest="eval_knn",
         type=int,
         nargs="?",
@@ -85,7 +86,7 @@ def build_parser(program: str) -> argparse.ArgumentParser:
         help="the features too: top-1 by so many nearest neighbours in the training split [%(const)s]",
     )
     parser.add_argument(
-        "--linear-probe",
+        *("--linear-probe", "--eval-linear-probe"),
         dest="eval_linear_probe",
         action="store_true",
         help="the features too: top-1 of a linear classifier of them",
@@ -210,8 +211,8 @@ def _run(
     if initial is not None and (missing := _missing(engine_config.model.whole, task, initial.newly_initialised)):
         _evaluate_features_only(task, found, missing)
     _check_classes(found, task.class_names)
-    json = {key: value for key, value in engine_config.json.items() if key not in MONITORS}
-    engine_config = dataclasses.replace(engine_config, json=json)
+    without_monitors = {key: value for key, value in engine_config.json.items() if key not in MONITORS}
+    engine_config = dataclasses.replace(engine_config, json=without_monitors)
     started = time.perf_counter()
     pictures: dict[str, torch.Tensor] = {}
     with contextlib.ExitStack() as stack:
@@ -229,10 +230,11 @@ def _run(
         result["skipped_images"] = len(inputs.validation) - figures["images"]
         result["seconds"] = time.perf_counter() - started
         if dist.get_rank() == 0:
+            replaced = _other_data_in(file, result)
             write_json(file, result)
             for name, pixels in pictures.items():
                 save_picture(pixels, RunFolder(file.parent).picture(name))
-            _show(engine_config, found, file, result)
+            _show(engine_config, found, f"{file}{replaced}", result)
         engine.close()
     return result
 
@@ -283,7 +285,15 @@ def _evaluate_features_only(task: Task, found: StoredWeights, missing: Sequence[
     task.evaluate_features_only()
 
 
-def _show(config: EngineConfig, found: StoredWeights, file: Path, result: Mapping[str, Any]) -> None:
+def _other_data_in(file: Path, result: Mapping[str, Any]) -> str:
+    """What to say of a file whose figures are replaced, where they are of other data than the result's."""
+    with contextlib.suppress(OSError, ValueError, KeyError):  # no such file, or another program's
+        before, now = ([of[key] for key in ("data", "val_split")] for of in (json.loads(file.read_text()), result))
+        return "" if before == now else f", in place of those of {' '.join(map(str, before))}: --output keeps both"
+    return ""
+
+
+def _show(config: EngineConfig, found: StoredWeights, written: str, result: Mapping[str, Any]) -> None:
     """The table that a person reads."""
     from ds_vit.monitoring.metrics import make_console, print_table
 
@@ -293,6 +303,6 @@ def _show(config: EngineConfig, found: StoredWeights, file: Path, result: Mappin
         ("weights", f"{found.path} ({found.kind})"),
         *((figure.label, figure.value(result, more_digits=1)) for figure in config.model.task.figures),
         ("images", f"{result['images']:,}{skipped}"),
-        ("written to", str(file)),
+        ("written to", written),
     ]
     print_table(make_console(), "evaluation", rows)

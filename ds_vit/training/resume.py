@@ -31,7 +31,8 @@ _REMEDIES = {
     "images": "give the same training data",
     "class_names": "give the same training data, with the same names of class folders",
     "mixture": "give the same folders in --data-dir, with the same --data-weights",
-    "samples": "give the same images under the same names with the same labels and captions; the folder may be another",
+    "samples": "give the same images under the same names with the same labels and captions (the folder may be "
+    "another), or say --allow-schedule-change to resume with these, such as those of a table that was repaired",
     "optimizer": "name the same optimizer in the JSON",
     **identity_remedies(),
     "trained": "give the same --freeze or --linear-probe",
@@ -179,6 +180,8 @@ def check_same_run(resume: Resume, identity: Mapping[str, Any], config: Mapping[
         old, new = saved["run"].get(key, _default_of(key, None)), identity.get(key)
         if old != new and key in _MAY_CHANGE and old and new and may_change:
             notes.append(f"{_MAY_CHANGE[key]} from {old} to {new}; the curve changes with it")
+        elif old != new and key == "samples" and allow:
+            notes.append(f"{_difference(key, old, new)}; the curve changes with it")
         elif old != new:
             raise UserError(
                 f"--resume {resume.checkpoint.path}: {key.replace('_', ' ')}: {_difference(key, old, new)}; "

@@ -24,7 +24,7 @@ class SkippedImages:
         log: file that rank 0 writes each of them to once, a JSON object per line; None for none.
         active: whether images may be skipped; otherwise the ranks exchange nothing.
         epoch_images: images in an epoch of training.
-        most: the share of them that may be replaced.
+        most: the share of them that may be replaced, and at least one if it is above 0.
     """
 
     log: Path | None
@@ -79,13 +79,13 @@ class SkippedImages:
         epoch, number = max(self._towards_limit.items(), key=lambda item: item[1], default=(0, 0))
         newest = max(self._towards_limit, default=0)
         self._towards_limit = Counter({newest: self._towards_limit[newest]})  # earlier epochs are over
-        if number <= self.most * self.epoch_images:
+        if number <= max(self.most * self.epoch_images, self.most > 0):  # one of a few images is a large share
             return ""
         first = next((f" ({file}: {reason})" for file, reason in sorted(self._reasons.items())), "")
         self._towards_limit.clear()  # a run that resumes counts anew: the files may have been repaired
         return (
             f"{number:,} of the {self.epoch_images:,} images of epoch {epoch} ({number / self.epoch_images:.2g}) "
-            f"could not be decoded{first}, and --max-bad-images allows {self.most:g}; "
+            f"are damaged{first}, and --max-bad-images allows {self.most:g}; "
             f"{self.log} names those found so far, and ds-vit doctor --images DATA_DIR all damaged files; repair or "
             "replace them, or raise --max-bad-images"
         )

@@ -258,6 +258,52 @@ def test_tars_of_the_same_class_folders_are_one_data_set(tmp_path):
     assert [source.class_names[source.target(n)] for n in range(4)] == ["ant", "bee", "ant", "bee"]
 
 
+@pytest.mark.parametrize("nested", [False, True], ids=["folder of tars", "tar of tars"])
+def test_tars_with_one_folder_in_each_are_refused(tmp_path, nested):
+    """Would catch ant.tar and bee.tar, each with a folder `images`, as one class at 100 %."""
+    for name in ("ant", "bee"):
+        write_images(tmp_path / name, f"images/{name}.png")
+        _tar(tmp_path / "data" / "train" / f"{name}.tar", tmp_path / name)
+    if nested:
+        _tar(tmp_path / "data" / "train.tar", tmp_path / "data" / "train")
+        shutil.rmtree(tmp_path / "data" / "train")
+    with pytest.raises(UserError, match="ant/images and bee/images would be one class 'images'"):
+        open_source("", str(tmp_path / "data"), "train")
+    assert len(open_source("", str(tmp_path / "data"), "train", labelled=False)) == 2
+
+
+@pytest.mark.parametrize("form", ["folder", "tar", "shards", "labels.csv"])
+def test_a_class_is_one_in_either_spelling(tmp_path, form):
+    """Would catch a folder that macOS named, with é as two characters, as another class than the one of é in one."""
+    composed, decomposed = "\u00e9t\u00e9", "e\u0301te\u0301"
+    names = {"train": ("fox", "zebra", composed), "val": ("fox", "zebra", decomposed)}
+    for split, classes in names.items():
+        if form == "shards":
+            files = {f"{n}{suffix}": data for n, name in enumerate(classes)
+                     for suffix, data in ((".png", encoded(n)), (".cls", name.encode()))}  # fmt: skip
+            write_shard(tmp_path / f"{split}-0.tar", files)
+        elif form == "labels.csv":
+            rows = "".join(f"{n}.png,{name}\n" for n, name in enumerate(classes))
+            _multi_label(tmp_path / split, f"file,labels\n{rows}", "0.png", "1.png", "2.png")
+        else:
+            write_images(tmp_path / split, *(f"{name}/1.png" for name in classes))
+            if form == "tar":
+                _tar(tmp_path / f"{split}.tar", tmp_path / split)
+                shutil.rmtree(tmp_path / split)
+    train = open_source("wds/" * (form == "shards"), str(tmp_path), "train")
+    val = open_source("wds/" * (form == "shards"), str(tmp_path), "val", classes=train.class_names)
+    assert train.class_names == val.class_names == names["train"]
+    if form != "labels.csv":
+        found = {n: Path(val.path(n)).parent.name for n in range(3)}
+        of_class = {val.target(n): found[n] for n in range(3)} if form != "shards" else {2: decomposed}
+        assert of_class[2] == decomposed
+        assert {val.target(n) for n in range(3)} == {0, 1, 2}
+    if form == "folder":
+        write_images(tmp_path / "train", f"{decomposed}/2.png")
+        with pytest.raises(UserError, match=f"{decomposed} and {composed} would be one class {composed!r}"):
+            open_source("", str(tmp_path), "train")
+
+
 UNLABELLED = {
     "flat": ("1.png", "2.png"),
     "nested": ("2023/01/1.png", "2024/01/2.png"),
@@ -273,7 +319,8 @@ def test_images_without_classes(tmp_path, form, split):
     source = open_source("", str(tmp_path), "train", labelled=False)
     assert (source.class_names, len(source)) == ((), len(UNLABELLED[form]))
     assert {source.target(n) for n in range(len(source))} == {0}
-    with pytest.raises(UserError, match=r"has no validation/"):
+    itself = " --val-split test_images" if form != "nested" and not split else ""
+    with pytest.raises(UserError, match=rf"has no validation/.*{itself}"):
         open_source("", str(tmp_path), "validation", labelled=False)
 
 
@@ -438,7 +485,8 @@ REFUSED = [
     ("", "flat/train", "train", r"flat.train has no train/ .*; give the folder above it, \S+/flat$"),
     ("", "pets", "train", r"no splits: --data-dir \S+ --train-split pets --val-fraction 0.1 "),
     ("", "flat", "val", r"no val.tar .*validation.* it holds train; .* each class: val/<class>/<image>$"),
-    ("", "flat", "train", "holds 2 images but no class folders"),
+    ("", "flat", "train", "holds 2 images but no class folders.*; ds-vit predict, --task dino and --task mae need no"),
+    ("", "pets/ant", "val", r"no val.tar .*; its images are in no folders; ds-vit predict, --task dino"),
     ("", "packed", "train", "holds 2 images but no class folders"),
     ("", "both", "train", "holds class folders and 1 tar files"),
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
 from types import SimpleNamespace
 from unittest import mock
 
@@ -212,9 +213,10 @@ def test_files(ranks, tmp_path):
     """An encoder that timm cannot load, a decoder that is lost, a file that no run can start from."""
     words = [*MAE, *RUN, "-b", 16, "--max-steps", 2, "--output", tmp_path / "run", "--model-ema"]
     rows = train_in(ranks, 2, command(tmp_path, [*words, "--checkpoint-interval", 2], stage=3))
+    shutil.copytree(tmp_path / "run", tmp_path / "alone", ignore=shutil.ignore_patterns("*decoder*", "checkpoints"))
     with pytest.raises(UserError, match=r"has no whole model \(decoder_.* more\).*--checkpoint latest"):
-        evaluate_weights(tmp_path / "run")
-    assert ranks.run(1, evaluate_main, [str(tmp_path / "run"), "--checkpoint", "latest"]) == [0]
+        evaluate_weights(tmp_path / "alone")
+    assert ranks.run(1, evaluate_main, [str(tmp_path / "run")]) == [0]
     [evaluated] = [row["loss"] for row in rows if row["kind"] == "eval"]
     assert json.loads((tmp_path / "run" / "eval.json").read_text())["loss"] == pytest.approx(evaluated, rel=1e-6)
     settings = flags.load_recipe(str(tmp_path / "run" / "config.yaml"))
@@ -241,7 +243,7 @@ def test_files(ranks, tmp_path):
     whole_file = resolved(command(tmp_path, [*MODEL, *RUN, "--initial-checkpoint", checkpoint, "-b", 8]))
     assert any(f"has a decoder of {len(decoder)} tensors, which is left out" in note for note in whole_file.notes)
 
-    start = ["--initial-checkpoint", tmp_path / "run" / "model.safetensors"]
+    start = ["--initial-checkpoint", tmp_path / "alone" / "model.safetensors"]
     fine_tune = command(tmp_path, [*MODEL, *RUN, *start, "-b", 8, "--max-steps", 2])
     assert any("newly initialised: head.bias, head.weight" in note for note in resolved(fine_tune).notes)
     rows = train_in(ranks, 1, fine_tune)

@@ -275,6 +275,8 @@ def test_facts_travel():
     assert Facts.unpack(here.pack()) == here
     assert here.host == socket.gethostname()
     assert here.versions["torch"] != "missing"
+    odd = gather(Ask(data_dir="d\udce9"))  # a name that is not UTF-8
+    assert Facts.unpack(odd.pack()).data_problem == "--data-dir d\udce9 is not there"
     assert "127.0.0.1" in here.resolves["localhost"]
     assert any("127.0.0.1" in i.addresses for i in here.interfaces)
 
@@ -350,11 +352,13 @@ def test_why_a_host_does_not_answer(code, errors, says):
 def test_this_machine_is_asked(tmp_path):
     # Catches: a probe that does not start or answer; a file that stays in the output folder.
     way = Way(environ={}, cwd=ROOT, local=True)
-    (answer,) = ask_all((Host("here", 1),), Ask(output=str(tmp_path / "new" / "run")), way, 120)
-    assert answer.problem == ""
+    data = os.path.join(tmp_path, "d\udce9")  # a name that is not UTF-8
+    os.makedirs(f"{data}/train/\udce9")
+    (answer,) = ask_all((Host("here", 1),), Ask(data_dir=data, output=str(tmp_path / "new" / "run")), way, 120)
+    assert (answer.problem, answer.facts.data_problem) == ("", "")
     assert answer.facts.output_problem == ""
     assert answer.facts.output_free_bytes > 0
-    assert list(tmp_path.iterdir()) == []
+    assert [os.fspath(path) for path in tmp_path.iterdir()] == [data]
 
 
 def test_a_thousand_hosts_are_asked_in_little_memory(monkeypatch):

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from ds_vit import cli
 from ds_vit.tasks.classification import Accuracy
+from ds_vit.tools.evaluate import _other_data_in
 from ds_vit.weights.files import find_weights
 
 CONFIGS = ROOT / "ds_configs"
@@ -205,6 +206,9 @@ def test_a_test_set_without_training_images_or_without_a_class(ranks, run_folder
     (data / split / ".thumbnails").mkdir()
     result = evaluate(ranks, 1, tmp_path, run_folder, "--data-dir", data)
     assert (right(result), result["val_split"]) == (by_timm(run_folder / "model.safetensors")[:2], split)
+    _, err = failed(ranks, [run_folder, "--data-dir", data, "--knn"])
+    assert "has no train/" in err
+    assert "compare features with those of the training images: name their --train-split" in err
     shutil.rmtree(data / split / "airplane")
     fewer = evaluate(ranks, 1, tmp_path, run_folder, "--data-dir", data)
     shutil.copytree(run_folder.parent / "data" / "train", data / "train")
@@ -226,6 +230,16 @@ def test_an_empty_split_is_said_to_be_the_runs(ranks, run_folder, tmp_path):
     (run / "config.yaml").write_text(yaml.safe_dump({**recipe, "val_split": ""}))
     _, err = failed(ranks, [run, "--knn"])
     assert f"{run / 'config.yaml'} has val_split: '', its run was not evaluated; name a split, --val-split NAME" in err
+
+
+def test_figures_of_other_data_are_not_replaced_in_silence(tmp_path):
+    """A test set's figures that take the place of the validation split's, and nobody knows."""
+    file, result = tmp_path / "eval.json", {"data": "pets", "val_split": "val"}
+    assert _other_data_in(file, result) == ""
+    file.write_text(json.dumps({**result, "top1": 80.0}))
+    assert _other_data_in(file, result) == ""
+    for other in ({"data": "wild"}, {"val_split": "test"}):
+        assert _other_data_in(file, {**result, **other}) == ", in place of those of pets val: --output keeps both"
 
 
 def train_main_on_rank(argv):
@@ -286,6 +300,7 @@ def _quietly(argv, main=eval_on_rank):
         ("--output nowhere/at/all.json", "not a folder that can be written to"),
         ("--pp 2", "1 ranks cannot be cut"),
         ("--val-split=", "nothing to evaluate"),
+        ("--train-split x --val-split val", "has no x/ and no x.tar"),
     ],
 )
 def test_bad_input_is_one_line(ranks, run_folder, words, message):

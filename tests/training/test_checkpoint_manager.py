@@ -240,3 +240,14 @@ def test_a_disk_that_refuses_the_log_of_skipped_images(monkeypatch, tmp_path, ca
     assert images.gather() == 3
     assert "2 of the 10 images of epoch 1 (0.2)" in images.too_many()
     assert capsys.readouterr().err.count("could not be written") == 1
+
+
+@pytest.mark.parametrize(
+    ("images", "most", "allowed"), [(6, 0.01, 1), (60, 0.01, 1), (300, 0.01, 3), (6, 0.0, 0), (6, 1.0, 6)]
+)
+def test_one_damaged_image_is_a_share_of_nothing(images, most, allowed):
+    # Catches: a run of few images that one missing caption ends by the default limit; a limit of 0 that allows one.
+    for number, ends in ((allowed, False), (allowed + 1, True)):
+        skipped = SkippedImages(None, active=True, epoch_images=images, most=most)
+        skipped.load_state_dict({"skipped_towards_limit": {"0": number}})
+        assert ("--max-bad-images" in skipped.too_many()) == ends

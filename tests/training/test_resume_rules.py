@@ -172,6 +172,15 @@ def test_another_identity_is_refused(what):
         check_same_run(resume_of(run=old), new, {})
 
 
+def test_a_table_that_was_repaired_is_resumed_on_request():
+    # Catches: captions that were corrected and end the run, with no flag that says so; names of classes that follow.
+    allowed = {"allow_schedule_change": True}
+    [note] = check_same_run(resume_of(run=NAMES), NAMES | {"samples": "5678"}, allowed)
+    assert note.endswith("a caption of at least one is another; the curve changes with it")
+    with pytest.raises(UserError, match="class 1 is dog there"):
+        check_same_run(resume_of(run=NAMES), NAMES | {"class_names": ["cat", "hound"]}, allowed)
+
+
 def test_a_run_from_before_a_flag_has_its_default():
     # Catches: a checkpoint that no run can resume since the identity has one more flag.
     assert check_same_run(resume_of(), {"decode": "exact"}, {"exif_rotation": "off"}) == []

@@ -68,7 +68,7 @@ def test_skipped_images(ranks, tmp_path, folder):
     assert summary["skipped_images"] == 3
     assert summary["skipped_by_file"] == {bad: 3}
     assert summary["skipped_by_epoch"] == {"0": 1, "1": 1, "2": 1}
-    assert "3 could not be decoded and were replaced (1 file: skipped_images.jsonl)" in out
+    assert "3 are damaged and were replaced (1 file: skipped_images.jsonl)" in out
 
 
 def test_counts_beyond_what_is_there(folder, capsys):

@@ -6,15 +6,25 @@ import re
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
-from PIL import Image
 
 from ds_vit import randomness
 from ds_vit.data.sources.source import Source, shortened
 from ds_vit.fault_tolerance.errors import UserError
 
 _PART = re.compile(r"(?P<split>.*)\[:(?P<percent>\d+(\.\d+)?)%\]")
+
+
+def _of_sample(method: str) -> Any:
+    """A method of `_View`: that of the source of a sample."""
+
+    def read(view: _View, index: int) -> Any:
+        source, number = view._locate(index)
+        return getattr(source, method)(number)
+
+    return read
 
 
 class _View(Source):
@@ -24,25 +34,11 @@ class _View(Source):
     def _locate(self, index: int) -> tuple[Source, int]:
         """The source of a sample, and its number there."""
 
-    def encoded(self, index: int) -> bytes | None:
-        source, number = self._locate(index)
-        return source.encoded(number)
-
-    def image(self, index: int) -> Image.Image:
-        source, number = self._locate(index)
-        return source.image(number)
-
-    def target(self, index: int) -> int | np.ndarray:
-        source, number = self._locate(index)
-        return source.target(number)
-
-    def captions(self, index: int) -> tuple[str, ...]:
-        source, number = self._locate(index)
-        return source.captions(number)
-
-    def describe(self, index: int) -> str:
-        source, number = self._locate(index)
-        return source.describe(number)
+    encoded = _of_sample("encoded")
+    image = _of_sample("image")
+    target = _of_sample("target")
+    captions = _of_sample("captions")
+    describe = _of_sample("describe")
 
 
 # ---- parts of a split ------------------------------------------------------------------------------------------------

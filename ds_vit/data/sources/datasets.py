@@ -14,7 +14,7 @@ from timm.data import create_dataset
 
 from ds_vit.data.decode import in_8_bits, to_rgb, undecodable
 from ds_vit.data.sources.captions import CaptionKeys
-from ds_vit.data.sources.combined import first_part, mixed, part_of
+from ds_vit.data.sources.combined import first_part, part_of
 from ds_vit.data.sources.folders import open_folder
 from ds_vit.data.sources.glyphs import GlyphSource
 from ds_vit.data.sources.hugging_face import open_hugging_face
@@ -232,10 +232,10 @@ def open_source(
         raise UserError(f"unknown data set {dataset!r}{near}; known are {', '.join(known)}, or --data-dir without it")
     if labelled and isinstance(source, ArraySource) and source.no_classes_because:
         raise UserError(source.no_classes_because)
-    if classes is not None and partly and set(source.class_names) <= set(classes):
-        source = mixed([source], (), classes)
-    elif classes is not None:
-        _refuse_differing_classes(tuple(classes), source.class_names)
+    if classes is not None and tuple(classes) != source.class_names:
+        _refuse_differing_classes({*classes}, {*source.class_names}, partly=partly)
+        assert isinstance(source, ArraySource), f"{type(source).__name__} has other classes"
+        source.number_over(classes)
     return source if percent == 100 else first_part(source, percent)
 
 
@@ -250,18 +250,12 @@ def _open_path(kind: str, path: str, split: str, classes: Sequence[str] | None, 
     return open_table(path, split, captions)
 
 
-def _refuse_differing_classes(train: tuple[str, ...], val: tuple[str, ...]) -> None:
-    if train == val:
-        return
-    parts = [
-        f"{len(missing)} missing in the {where} split ({shortened(missing)})"
-        for missing, where in (
-            (sorted(set(train) - set(val)), "validation"),
-            (sorted(set(val) - set(train)), "training"),
+def _refuse_differing_classes(train: set[str], val: set[str], *, partly: bool) -> None:
+    """Raise UserError if one split lacks classes of the other; `partly`: the validation split may."""
+    lacking = ((sorted(train - val), "validation"), (sorted(val - train), "training"))
+    parts = [f"{len(names)} missing in the {where} split ({shortened(names)})" for names, where in lacking if names]
+    if val - train or (parts and not partly):
+        raise UserError(
+            f"the training split has {len(train)} classes and the validation split {len(val)}, and they differ: "
+            f"{', '.join(parts)}; both splits must have the same class folders"
         )
-        if missing
-    ]
-    raise UserError(
-        f"the training split has {len(train)} classes and the validation split {len(val)}, and they differ: "
-        f"{', '.join(parts) or 'the same names in another order'}; both splits must have the same class folders"
-    )

@@ -21,8 +21,10 @@ from ds_vit.data.sources.source import (
     SUPPORTED,
     TRAIN_NAMES,
     VAL_NAMES,
+    WITHOUT_CLASSES,
     ArraySource,
     Source,
+    class_name,
     described_counts,
     hidden,
     in_natural_order,
@@ -84,13 +86,15 @@ def find_split(data_dir: str, split: str, *, or_whole: bool = False) -> str:
     hint = f"a split has a folder for each class: {split}/<class>/<image>"
     if own in (*TRAIN_NAMES, *VAL_NAMES):
         hint = f"give the folder above it, {parent or '.'}"
-    elif _holds_classes(data_dir):
+    elif (of_classes := _holds_classes(data_dir)) or (or_whole and any(map(is_image, inside))):
         if not own.strip("."):
             parent, own = os.path.normpath(os.path.join(data_dir, "..")), Path(data_dir).resolve().name
         words = ["--data-dir", parent or ".", "--train-split" if split in TRAIN_NAMES else "--val-split", own]
-        hint = f"it holds class folders and no splits: {shlex.join(words)}"
+        hint = f"it holds {'class folders' if of_classes else 'images'} and no splits: {shlex.join(words)}"
         if split in TRAIN_NAMES:
             hint += " --val-fraction 0.1 trains on nine tenths of each class"
+    elif any(map(is_image, inside)):
+        hint = f"its images are in no folders; {WITHOUT_CLASSES}"
     elif tars := sum(name.endswith(".tar") for name in inside):
         hint = f"for its {tars} tar files as WebDataset shards: --dataset wds/{data_dir}"
     raise no_such_split(data_dir, split, f"{split}/ and no {split}.tar", f"; {hint}")
@@ -298,4 +302,4 @@ def _rows_of_table(path: str) -> Iterator[tuple[str, tuple[str, ...]]]:
             raise UserError(f"{where}: {name} is listed twice")
         seen.add(name)
         each = require_utf8(labels, where).split(";")
-        yield name, tuple(dict.fromkeys(label.strip() for label in each if label.strip()))
+        yield name, tuple(dict.fromkeys(class_name(label.strip()) for label in each if label.strip()))

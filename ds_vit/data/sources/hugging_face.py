@@ -25,6 +25,7 @@ from ds_vit.data.sources.source import (
     ArraySource,
     below_common_folder,
     check_labels,
+    class_name,
     in_natural_order,
     no_such_split,
     one_at_a_time,
@@ -120,7 +121,7 @@ class HuggingFaceSource(ArraySource):
             return self.drop_classes(int(self._bounds[-1]), str(error))
         self._targets = np.concatenate([_numbers(table[label], label, where) for table in tables])
         known = features.get(label, {}).get("names") or classes
-        self.class_names = tuple(known or map(str, range(int(self._targets.max()) + 1)))
+        self.class_names = tuple(map(class_name, known or map(str, range(int(self._targets.max()) + 1))))
         valid = (self._targets >= 0) & (self._targets < self.num_classes)
         check_labels(self, self._targets, valid, self.class_names)
 

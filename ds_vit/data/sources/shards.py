@@ -17,6 +17,7 @@ from ds_vit.data.sources.captions import CaptionKeys, Captions
 from ds_vit.data.sources.shard_index import open_indexes, state_of
 from ds_vit.data.sources.source import (
     check_labels,
+    class_name,
     hidden,
     in_natural_order,
     no_such_split,
@@ -195,9 +196,9 @@ class ShardSource(PackedSource):
         """Class names, and each sample's number among them."""
         if labels.dtype.kind == "S":
             found, place = np.unique(labels, return_inverse=True)
-            found_names = [*map(os.fsdecode, found)]
+            found_names = [class_name(os.fsdecode(name)) for name in found]
             known = known if known is not None else number_classes(found_names)[0]
-            number_of = {name: number for number, name in enumerate(known)}
+            number_of = {class_name(name): number for number, name in enumerate(known)}
             numbers = np.array([number_of.get(name, -1) for name in found_names], dtype=np.int64)[place]
         else:
             numbers = labels

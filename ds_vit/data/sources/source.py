@@ -13,6 +13,7 @@ import io
 import os
 import posixpath
 import re
+import unicodedata
 import uuid
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -33,6 +34,7 @@ _SUFFIXES = ("png", "jpg", "jpeg", "jpe", "webp", "bmp", "ppm", "pgm", "tif", "t
 IMAGE_EXTENSIONS = frozenset(f".{suffix}" for suffix in _SUFFIXES)
 SUPPORTED = f"supported are {' '.join(sorted(IMAGE_EXTENSIONS))}"
 LABELS_FILE = "labels.csv"
+WITHOUT_CLASSES = "ds-vit predict, --task dino and --task mae need no classes"
 
 # timm.data.dataset_factory's own synonyms.
 TRAIN_NAMES = ("train", "training")
@@ -161,6 +163,12 @@ class ArraySource(Source):
         self._captions, self.has_captions = captions, True
         self.class_names, self._targets = (), np.zeros(len(captions), dtype=np.int64)
 
+    def number_over(self, classes: Sequence[str]) -> None:
+        """Number the classes, one per image, over these names, among which they are."""
+        number_of = {name: number for number, name in enumerate(classes)}
+        self._targets = np.array([number_of[name] for name in self.class_names])[self._targets]
+        self.class_names = tuple(classes)
+
     def drop_classes(self, num_images: int, reason: str) -> None:
         """Leave the images without classes."""
         self.class_names, self._targets, self.no_classes_because = (), np.zeros(num_images, dtype=np.int64), reason
@@ -214,6 +222,11 @@ def is_image(path: str) -> bool:
     return posixpath.splitext(path)[1].lower() in IMAGE_EXTENSIONS and not hidden(path)
 
 
+def class_name(name: str) -> str:
+    """A class by the name of its folder, which may spell é as one character or, from macOS, as two."""
+    return unicodedata.normalize("NFC", name)
+
+
 def natural_key(name: str) -> list[str | int]:
     """timm's key of natural order, which fails for digits that are no decimals, such as `5²` and `①`."""
     return [int(part) if number % 2 else part for number, part in enumerate(re.split(r"(\d+)", name.lower()))]
@@ -264,10 +277,7 @@ def list_images(
     if not (in_classes if labelled else kept):
         if kept:
             way_out = f"put each into a folder named as its class, or add {LABELS_FILE} for multi-label data"
-            raise UserError(
-                f"{where} holds {len(kept)} images but no class folders; {way_out}; --task dino and --task mae need "
-                "no classes"
-            )
+            raise UserError(f"{where} holds {len(kept)} images but no class folders; {way_out}; {WITHOUT_CLASSES}")
         files = described_counts(suffix_counts(class_folders))
         raise UserError(f"{where} holds no images in class folders (files found: {files}; {SUPPORTED})")
     problem = _ambiguity({posixpath.dirname(path): class_folders[path] for path in in_classes})
@@ -296,26 +306,25 @@ def _ambiguity(class_folders: Mapping[str, str]) -> str:
                     f"them up into {outer}, or away"
                 )
     first: dict[str, str] = {}
-    for folder in sorted(set(class_folders.values())):
-        name = posixpath.basename(folder)
-        if (other := first.setdefault(name, folder)) != folder:
+    has_one = len({*class_folders.values()}) == 1  # in each of several tars: then the folders in it are no classes
+    for folder, own in class_folders.items():
+        place, name = folder if has_one else own, class_name(posixpath.basename(own))
+        if (other := first.setdefault(name, place)) != place:
             return (
-                f"{other} and {folder} would be one class {name!r}, because a class has the name of the innermost "
+                f"{other} and {place} would be one class {name!r}, because a class has the name of the innermost "
                 "folder; move their images up into the folders that name the classes, or rename one of the two"
             )
     return ""
 
 
 def number_classes(labels: Sequence[str]) -> tuple[tuple[str, ...], np.ndarray]:
-    """Class names in natural order, and the number of each label among them, int64 [len(labels)].
+    """Class names in the natural order of the labels, and the number of each label's, int64 [len(labels)].
 
     Without classes all labels are "": there are no names, and the numbers are 0.
     """
-    names = in_natural_order(set(labels))
-    if names == [""]:
-        return (), np.zeros(len(labels), dtype=np.int64)
-    numbers = {name: number for number, name in enumerate(names)}
-    return tuple(names), np.array([numbers[label] for label in labels], dtype=np.int64)
+    names: dict[str, int] = {}
+    numbers = {label: names.setdefault(class_name(label), len(names)) for label in in_natural_order(set(labels))}
+    return tuple(filter(None, names)), np.array([numbers[label] for label in labels], dtype=np.int64)
 
 
 def check_labels(source: Source, labels: np.ndarray, valid: np.ndarray, classes: Sequence[str]) -> None:

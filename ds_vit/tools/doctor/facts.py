@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import re
 import resource
@@ -16,7 +17,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib import util
 from pathlib import Path
 
@@ -104,13 +105,13 @@ class Facts:
     port_problem: str = ""
 
     def pack(self) -> str:
-        """One line of JSON."""
-        return _FACTS.dump_json(self).decode()
+        """One line of JSON, in which paths need not be UTF-8: pydantic's JSON must be."""
+        return json.dumps(asdict(self))
 
     @classmethod
     def unpack(cls, text: str) -> Facts:
         """The counterpart of `pack`; fields of a newer version are ignored."""
-        return _FACTS.validate_json(text)
+        return _FACTS.validate_python(json.loads(text))
 
 
 _FACTS = TypeAdapter(Facts)  # slow to build
@@ -183,7 +184,7 @@ def _data(data_dir: str) -> tuple[str, str]:
             return "", f"--data-dir {data_dir} is empty"
         for entry in entries:
             inside = sorted(entry.iterdir()) if entry.is_dir() else []
-            digest.update("\0".join([entry.name, *(path.name for path in inside), ""]).encode())
+            digest.update(os.fsencode("\0".join([entry.name, *(path.name for path in inside), ""])))
             deeper = sorted(inside[0].iterdir()) if inside and inside[0].is_dir() else inside
             samples += [path for path in (deeper[:2] or [entry]) if path.is_file()]
         for path in samples[:_SAMPLES]:
@@ -245,7 +246,7 @@ def _ports(root: Path = Path("/sys/class/infiniband")) -> Iterator[Port]:
 
 def main() -> int:
     """Answer on stdout."""
-    print(WORD + gather(TypeAdapter(Ask).validate_json(sys.stdin.read())).pack(), flush=True)
+    print(WORD + gather(TypeAdapter(Ask).validate_python(json.load(sys.stdin))).pack(), flush=True)
     return 0
 
 

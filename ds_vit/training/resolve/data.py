@@ -12,8 +12,9 @@ from ds_vit.config.schema import KEY_OF_FLAG, OF_THE_PROGRAM
 from ds_vit.data import CaptionKeys, NoSuchSplit, SampleOrder, Source, hold_out, mixed, open_source, unreadable_classes
 from ds_vit.data.decode import describe_depth, require_fast
 from ds_vit.data.decode_on_device import require_fast_on_device
+from ds_vit.data.sources.combined import part_of
 from ds_vit.data.sources.shard_index import FIRST_DOT
-from ds_vit.data.sources.source import headers_of_some, is_image, shortened
+from ds_vit.data.sources.source import TRAIN_NAMES, described_counts, headers_of_some, is_image, shortened
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.parallel.layout import Layout
 from ds_vit.tasks import TASKS, ZeroShotData, open_zero_shot
@@ -91,9 +92,7 @@ def resolve_data(
     notes += held_out
     for split, source in ((config.train_split, train), (config.val_split, val)):
         if source is not None and source.left_out and not (source is val and held_out):
-            files = ", ".join(
-                f"{count} {suffix or 'without suffix'}" for suffix, count in sorted(source.left_out.items())
-            )
+            files = described_counts(Counter(source.left_out))
             dotted = any(suffix.count(".") > 1 and is_image(suffix[1:]) for suffix in source.left_out)
             rule = f" ({FIRST_DOT})" if dotted else ""
             notes.append(f"{split}: files of kinds that are not read are left out: {files}{rule}")
@@ -201,9 +200,14 @@ def _open_sources(config: RunConfig) -> tuple[Source, Source | None, list[str]]:
         raise UserError("--train-split '' has no meaning but in evaluation; name the training split")
     try:
         parts = _open_each(config, config.train_split)
-    except NoSuchSplit:
-        if not config.eval_only or config.eval_knn or config.eval_linear_probe or config.val_fraction is not None:
+    except NoSuchSplit as error:
+        if not config.eval_only or config.val_fraction is not None:
             raise
+        if config.eval_knn or config.eval_linear_probe:
+            why = "k-NN and the linear probe compare features with those of the training images"
+            raise UserError(f"{error}; {why}: name their --train-split") from None
+        if part_of(config.train_split)[0] not in TRAIN_NAMES:  # by default it need not be there
+            raise UserError(f"{error}; --train-split '' evaluates without it") from None
         return _open_for_evaluation(config)
     # Without labels, data whose folders differ have none in common.
     differ = any(part.class_names != parts[0].class_names for part in parts)
