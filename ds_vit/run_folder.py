@@ -167,9 +167,14 @@ def _without_nan(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def written_whole(path: Path) -> Iterator[Path]:
-    """Another name to write to, in the same folder; at the end of the block it takes the file's place, in one piece."""
-    partial = path.with_name(f".{path.name}.partial")
+def written_whole(path: Path, unique: str = "") -> Iterator[Path]:
+    """Another name to write to, in the same folder; at the end of the block it takes the file's place, in one piece.
+
+    Args:
+        path: of the file.
+        unique: part of that name, where other processes may write the same file.
+    """
+    partial = path.with_name(f".{path.name}{unique}.partial")
     try:
         yield partial
         partial.replace(path)

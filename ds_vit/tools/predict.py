@@ -17,7 +17,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -157,8 +157,9 @@ def predict_each(
     files = find_images(images)
     texts, file = _texts_of(labels)
     exported = load_source(found, settings, file, with_text=True)
+    forward = _Forward(batch_size, workers, device)
     if isinstance(exported.model, ContrastiveModel):
-        return _predict_texts(exported, texts, files, top_k, batch_size, workers, device)
+        return _predict_texts(exported, texts, files, top_k, forward)
     if texts and file is None:
         raise UserError(f"--labels takes one file of class names for weights with a classifier, not {len(texts)} words")
     num_classes = exported.model.num_classes
@@ -167,7 +168,7 @@ def predict_each(
             f"{source} has no classifier: its run's task has no classes; `ds-vit embed` writes its features"
         )
     top_k = _top_k(top_k, num_classes)
-    return exported, _predictions(exported, top_k, _outputs(exported, files, batch_size, workers, device))
+    return exported, _predictions(exported, top_k, forward.of_images(exported, files))
 
 
 def _top_k(top_k: int | None, num_classes: int) -> int:
@@ -208,8 +209,9 @@ def embed(
     has_text = isinstance(model, ContrastiveModel)
     if words and not has_text:
         raise UserError(f"--texts: {source} has no text tower; drop it")
-    of_texts = _encode_texts(exported, words, batch_size, _find_device(device))[0].numpy() if words else None
-    found = list(_outputs(exported, files, batch_size, workers, device, pre_logits=not has_text)) if files else []
+    forward = _Forward(batch_size, workers, device)
+    of_texts = forward.of_texts(exported, words)[0].numpy() if words else None
+    found = list(forward.of_images(exported, files, pre_logits=not has_text)) if files else []
     unreadable = tuple(one for one in found if isinstance(one, Unreadable))
     read = [one for one in found if not isinstance(one, Unreadable)]
     if files and not read:
@@ -218,9 +220,6 @@ def embed(
     rows = torch.stack([row for _, row in read]) if read else torch.empty(0, width)
     rows = F.normalize(rows, dim=1) if has_text else rows
     return Features(tuple(name for name, _ in read), rows.numpy(), unreadable, words, of_texts)
-
-
-# ---- texts through the model -----------------------------------------------------------------------------------------
 
 
 def _texts_of(labels: str | Path | Sequence[str] | None) -> tuple[tuple[str, ...], str | Path | None]:
@@ -234,43 +233,15 @@ def _texts_of(labels: str | Path | Sequence[str] | None) -> tuple[tuple[str, ...
     return tuple(map(str, words)), word
 
 
-@torch.inference_mode()
-def _encode_texts(
-    exported: Exported, texts: Sequence[str], batch_size: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Features of texts float32 [M, E], of length 1; logit scale (its logarithm) and bias, [1 or 2]; on the CPU."""
-    if batch_size < 1:
-        raise UserError(f"--batch-size must be at least 1, not {batch_size}")
-    model = exported.model
-    assert isinstance(model, ContrastiveModel)
-    tokenizer = build_tokenizer(exported.tokenizer, model.text.settings.context_length)
-    if (recorded := tokenizer_name(exported.weights.path)) not in ("", tokenizer.name):
-        raise UserError(
-            f"{exported.weights.path} was trained with --tokenizer {recorded}, and {exported.tokenizer}, which the "
-            f"run's config.yaml names, is {tokenizer.name}: restore that file, or name the right one there"
-        )
-    tower = SequentialViT(take_apart(model.text)).eval().to(device)
-    ids = torch.from_numpy(np.stack([tokenizer.encode(text) for text in texts]))
-    parts = [tower(part, torch.zeros_like(part[:, 0])) for part in ids.to(device).split(batch_size)]
-    features, logits = torch.cat(parts).cpu().tensor_split((model.common_dim,), 1)
-    return F.normalize(features, dim=1), logits[0]
-
-
 def _predict_texts(
-    exported: Exported,
-    texts: Sequence[str],
-    files: Sequence[str],
-    top_k: int | None,
-    batch_size: int,
-    workers: int | None,
-    device: str,
+    exported: Exported, texts: Sequence[str], files: Sequence[str], top_k: int | None, forward: _Forward
 ) -> tuple[Exported, Iterator[Prediction | Unreadable]]:
     """Which of some texts each image resembles, by the model's own logit scale and bias."""
     if not texts:
         raise UserError(f'{exported.weights.path} has no classes: give texts, --labels "a cat" "a dog", or a file')
-    features, (scale, *bias) = _encode_texts(exported, texts, batch_size, _find_device(device))
+    features, (scale, *bias) = forward.of_texts(exported, texts)
     exported = replace(exported, labels=tuple(texts), bce=bool(bias))
-    outputs = _outputs(exported, files, batch_size, workers, device)
+    outputs = forward.of_images(exported, files)
 
     def logits() -> Outputs:
         for one in outputs:
@@ -283,61 +254,70 @@ def _predict_texts(
     return exported, _predictions(exported, _top_k(top_k, len(texts)), logits())
 
 
-# ---- images through the model --------------------------------------------------------------------------------------
+# ---- images and texts through the model ------------------------------------------------------------------------------
 
 Outputs = Iterator[tuple[str, torch.Tensor] | Unreadable]
 
 
-def _outputs(
-    exported: Exported,
-    files: Sequence[str],
-    batch_size: int,
-    workers: int | None,
-    device: str,
-    *,
-    pre_logits: bool = False,
-) -> Outputs:
-    """The logits of each file, or the classifier's input (`pre_logits`), fp32 on the CPU, in their order.
+class _Forward:
+    """How images and texts go through a model; the arguments are those of `predict_each`.
 
     Raises:
-        UserError: at once: an invalid argument.
+        UserError: one of them is invalid.
     """
-    if batch_size < 1:
-        raise UserError(f"--batch-size must be at least 1, not {batch_size}")
-    if workers is not None and workers < 0:
-        raise UserError(f"--workers must be at least 0, not {workers}")
-    if workers is None:
-        workers = 0 if len(files) <= 2 * batch_size else min(_MOST_WORKERS, len(os.sched_getaffinity(0)))
-    return _forward(exported, ImageFiles(list(files)), batch_size, workers, _find_device(device), pre_logits=pre_logits)
 
+    def __init__(self, batch_size: int, workers: int | None, device: str) -> None:
+        if batch_size < 1:
+            raise UserError(f"--batch-size must be at least 1, not {batch_size}")
+        if workers is not None and workers < 0:
+            raise UserError(f"--workers must be at least 0, not {workers}")
+        self._batch_size, self._workers, self._device = batch_size, workers, _find_device(device)
 
-@torch.inference_mode()
-def _forward(
-    exported: Exported, source: ImageFiles, batch_size: int, workers: int, device: torch.device, *, pre_logits: bool
-) -> Outputs:
-    """As `_outputs`, of an opened source."""
-    loader = eval_loader(
-        source,
-        image=exported.image,
-        batch=min(batch_size, len(source)),
-        load_targets=False,
-        on_bad_image="skip",
-        num_workers=workers,
-        pin_memory=device.type != "cpu",
-    )
-    console = Console(stderr=True)
-    hidden = not console.is_terminal or len(loader) == 1
-    indices = iter(range(len(source)))  # there is none for the rows that pad the last batch
-    smaller = f"--batch-size {batch_size // 2}, " if batch_size > 1 else ""
-    with memory_errors(lambda of_loader: f"try {smaller}--workers 0 or another --device"):
-        model = exported.model.to(device)
-        for batch in track(loader, "images", len(loader), console=console, transient=True, disable=hidden):
-            features = model.forward_features(finish_images(batch, exported.image, device=device))
-            outputs = model.forward_head(features, pre_logits=pre_logits).float().cpu()
-            reasons = dict(batch.skipped)
-            for output, valid, index in zip(outputs, batch.valid.tolist(), indices, strict=False):
-                image = source.describe(index)
-                yield (image, output) if valid else Unreadable(image, reasons[index])
+    @torch.inference_mode()
+    def of_texts(self, exported: Exported, texts: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Features of texts float32 [M, E], of length 1; logit scale (its logarithm) and bias, [1 or 2]; on the CPU."""
+        model = exported.model
+        assert isinstance(model, ContrastiveModel)
+        tokenizer = build_tokenizer(exported.tokenizer, model.text.settings.context_length)
+        if (recorded := tokenizer_name(exported.weights.path)) not in ("", tokenizer.name):
+            raise UserError(
+                f"{exported.weights.path} was trained with --tokenizer {recorded}, and {exported.tokenizer}, which the "
+                f"run's config.yaml names, is {tokenizer.name}: restore that file, or name the right one there"
+            )
+        tower = SequentialViT(take_apart(model.text)).eval().to(self._device)
+        ids = torch.from_numpy(np.stack([tokenizer.encode(text) for text in texts]))
+        parts = [tower(part, torch.zeros_like(part[:, 0])) for part in ids.to(self._device).split(self._batch_size)]
+        features, logits = torch.cat(parts).cpu().tensor_split((model.common_dim,), 1)
+        return F.normalize(features, dim=1), logits[0]
+
+    @torch.inference_mode()
+    def of_images(self, exported: Exported, files: Sequence[str], *, pre_logits: bool = False) -> Outputs:
+        """The logits of each file, or the classifier's input (`pre_logits`), fp32 on the CPU, in their order."""
+        source, batch_size, workers = ImageFiles(list(files)), self._batch_size, self._workers
+        if workers is None:
+            workers = 0 if len(files) <= 2 * batch_size else min(_MOST_WORKERS, len(os.sched_getaffinity(0)))
+        loader = eval_loader(
+            source,
+            image=exported.image,
+            batch=min(batch_size, len(source)),
+            load_targets=False,
+            on_bad_image="skip",
+            num_workers=workers,
+            pin_memory=self._device.type != "cpu",
+        )
+        console = Console(stderr=True)
+        hidden = not console.is_terminal or len(loader) == 1
+        indices = iter(range(len(source)))  # there is none for the rows that pad the last batch
+        smaller = f"--batch-size {batch_size // 2}, " if batch_size > 1 else ""
+        with memory_errors(lambda of_loader: f"try {smaller}--workers 0 or another --device"):
+            model = exported.model.to(self._device)
+            for batch in track(loader, "images", len(loader), console=console, transient=True, disable=hidden):
+                features = model.forward_features(finish_images(batch, exported.image, device=self._device))
+                outputs = model.forward_head(features, pre_logits=pre_logits).float().cpu()
+                reasons = dict(batch.skipped)
+                for output, valid, index in zip(outputs, batch.valid.tolist(), indices, strict=False):
+                    image = source.describe(index)
+                    yield (image, output) if valid else Unreadable(image, reasons[index])
 
 
 def _find_device(name: str) -> torch.device:
@@ -396,7 +376,6 @@ ds-vit embed runs/clip photos --texts captions.txt --output features.npz
 ds-vit embed model.safetensors photos --model vit_tiny_patch16_224 --output features.npz
 """,
 }
-_Written = tuple[int, Sequence[Unreadable]]  # how many images, and those that are left out
 
 
 def main(argv: Sequence[str]) -> int:
@@ -451,8 +430,9 @@ def _predict(source: str, images: Sequence[str], output: str | None = None, **wo
     # Names of files need not be UTF-8.
     with _opened(output, mode="w", newline="", encoding="utf-8", errors="surrogateescape") as file:
         print(weights_line(source, **words), file=sys.stderr, flush=True)
-        num_images, unreadable = _WRITE[form](exported, rows, file)
-    return _report(num_images, unreadable, output)
+        tally = _Tally()
+        _WRITE[form](exported, tally.count(rows), file)
+    return tally.report(output)
 
 
 def _embed(source: str, output: str, images: Sequence[str] = (), **words: Any) -> int:
@@ -467,7 +447,7 @@ def _embed(source: str, output: str, images: Sequence[str] = (), **words: Any) -
             arrays |= {"text_features": found.text_features, "texts": np.array(found.texts)}
         np.savez(file, **arrays)
     print(weights_line(source, **words), file=sys.stderr)
-    return _report(len(found.images), found.unreadable, output, len(found.texts))
+    return _Tally(len(found.images), [*found.unreadable]).report(output, len(found.texts))
 
 
 def _form(images: Sequence[str], as_json: bool, output: str | None) -> str:
@@ -497,31 +477,22 @@ def _opened(output: str | None, **how: Any) -> Iterator[Any]:
             yield file
 
 
-def _write_csv(exported: Exported, rows: Iterable[Prediction | Unreadable], file: TextIO) -> _Written:
+def _write_csv(exported: Exported, rows: Iterable[Prediction | Unreadable], file: TextIO) -> None:
     """A line per image, as it comes: image,class1,probability1,class2,…"""
-    unreadable: list[Unreadable] = []
-    num_images = 0
     writer = csv.writer(file, lineterminator="\n")
-    for row in rows:
-        if isinstance(row, Unreadable):
-            unreadable.append(row)
-            continue
-        if not num_images:
+    for number, row in enumerate(row for row in rows if isinstance(row, Prediction)):
+        if not number:
             header = ["image", *(f"{w}{n}" for n in range(1, len(row.classes) + 1) for w in ("class", "probability"))]
             writer.writerow(header)
         writer.writerow([row.image, *(v for one in row.classes for v in (one.name, f"{one.probability:.6f}"))])
-        num_images += 1
-    return num_images, unreadable
 
 
-def _write_json(exported: Exported, rows: Iterable[Prediction | Unreadable], file: TextIO) -> _Written:
+def _write_json(exported: Exported, rows: Iterable[Prediction | Unreadable], file: TextIO) -> None:
     """The fields of `Predictions`."""
-    found = collect(exported, rows)
-    file.write(to_json(asdict(found), indent=2) + "\n")
-    return len(found.images), found.unreadable
+    file.write(to_json(asdict(collect(exported, rows)), indent=2) + "\n")
 
 
-def _write_table(exported: Exported, rows: Iterable[Prediction | Unreadable], file: TextIO) -> _Written:
+def _write_table(exported: Exported, rows: Iterable[Prediction | Unreadable], file: TextIO) -> None:
     found = collect(exported, rows)
     separately = ", each class by itself" if found.by == "sigmoid" else ""
     title = f"{found.model}, probabilities by {found.by}{separately}"
@@ -535,20 +506,35 @@ def _write_table(exported: Exported, rows: Iterable[Prediction | Unreadable], fi
             table.add_row(name, one.name, f"{100 * one.probability:.2f} %", end_section=last)
     if found.images:
         make_console().print(table, markup=False)
-    return len(found.images), found.unreadable
 
 
 _WRITE = {"csv": _write_csv, "json": _write_json, "table": _write_table}
 
 
-def _report(num_images: int, unreadable: Sequence[Unreadable], output: str | None, num_texts: int = 0) -> int:
-    """Say on stderr where the result is and what could not be read, and give the exit code."""
-    for one in unreadable:
-        print(f"{one.image}: cannot be read ({one.reason})", file=sys.stderr)
-    if unreadable:
-        total = num_images + len(unreadable)
-        print(f"{len(unreadable):,} of {total:,} images could not be read and are left out", file=sys.stderr)
-    if output:
-        texts = f", {num_texts:,} texts" if num_texts else ""
-        print(f"{output}: {num_images:,} images{texts}", file=sys.stderr)
-    return exit_codes.UNREADABLE if unreadable else exit_codes.OK
+@dataclass
+class _Tally:
+    """How many images there are, and those that could not be read."""
+
+    num_images: int = 0
+    unreadable: list[Unreadable] = field(default_factory=list)
+
+    def count(self, rows: Iterable[Prediction | Unreadable]) -> Iterator[Prediction | Unreadable]:
+        """The rows, counted as they pass."""
+        for row in rows:
+            if isinstance(row, Unreadable):
+                self.unreadable.append(row)
+            else:
+                self.num_images += 1
+            yield row
+
+    def report(self, output: str | None, num_texts: int = 0) -> int:
+        """Say on stderr where the result is and what could not be read, and give the exit code."""
+        for one in self.unreadable:
+            print(f"{one.image}: cannot be read ({one.reason})", file=sys.stderr)
+        if num_bad := len(self.unreadable):
+            total = self.num_images + num_bad
+            print(f"{num_bad:,} of {total:,} images could not be read and are left out", file=sys.stderr)
+        if output:
+            texts = f", {num_texts:,} texts" if num_texts else ""
+            print(f"{output}: {self.num_images:,} images{texts}", file=sys.stderr)
+        return exit_codes.UNREADABLE if self.unreadable else exit_codes.OK

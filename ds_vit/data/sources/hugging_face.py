@@ -30,7 +30,7 @@ from ds_vit.data.sources.source import (
     no_such_split,
     one_at_a_time,
     synonyms_of,
-    written_whole,
+    written_by_many,
 )
 from ds_vit.fault_tolerance.errors import UserError, first_line
 
@@ -267,9 +267,9 @@ def _convert(path: str, arrow: str, state: bytes) -> None:
     import pyarrow.parquet as pq
 
     try:
-        with written_whole(arrow) as partial, pq.ParquetFile(path) as file:
+        with written_by_many(arrow) as partial, pq.ParquetFile(path) as file:
             schema = file.schema_arrow.with_metadata({**(file.schema_arrow.metadata or {}), _MADE_OF: state})
-            with pa.OSFile(partial, "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
+            with pa.OSFile(str(partial), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
                 for batch in file.iter_batches(_ROWS_AT_ONCE):
                     writer.write_batch(batch.replace_schema_metadata(schema.metadata))
     except (pa.ArrowException, OSError) as error:

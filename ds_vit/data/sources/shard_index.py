@@ -26,7 +26,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from ds_vit.data.sources.captions import CaptionKeys, Captions, caption_lines, check_matches, clean_captions
-from ds_vit.data.sources.source import IMAGE_EXTENSIONS, SUPPORTED, hidden, one_at_a_time, written_whole
+from ds_vit.data.sources.source import IMAGE_EXTENSIONS, SUPPORTED, hidden, one_at_a_time, written_by_many
 from ds_vit.fault_tolerance.errors import UserError
 
 SUFFIX, SUFFIX_OF_CAPTIONS = ".index.npz", ".captions.npz"
@@ -126,7 +126,7 @@ def save_index(shard: str, index: ShardIndex, captions: CaptionKeys | None = Non
     if captions is not None and index.captions is not None:
         names = ("text", "starts", "firsts")
         texts = {"caption_key": np.array(captions.caption), **dict(zip(names, index.captions.identity(), strict=True))}
-    with written_whole(_name_of_index(shard, captions)) as temporary, open(temporary, "wb") as file:
+    with written_by_many(_name_of_index(shard, captions)) as temporary, temporary.open("wb") as file:
         np.savez(
             file,
             state=np.array([_FORMATS[captions is not None], *index.state], dtype=np.int64),

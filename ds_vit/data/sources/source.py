@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 from PIL import Image
@@ -28,6 +29,7 @@ from ds_vit import randomness
 from ds_vit.data.decode import ImageDecodeError, Jpeg, decode, open_image, orientation, upright
 from ds_vit.data.sources.captions import Captions
 from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.run_folder import written_whole
 
 # timm lists .png, .jpg and .jpeg only, so that a folder of WebP files looks empty to it; Pillow reads all of these.
 _SUFFIXES = ("png", "jpg", "jpeg", "jpe", "webp", "bmp", "ppm", "pgm", "tif", "tiff", "gif")
@@ -428,13 +430,6 @@ def one_at_a_time(path: str) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def written_whole(path: str) -> Iterator[str]:
-    """A name to write to that no other process has, on any host; at the end of the block the file is renamed."""
-    partial = f"{path}.{uuid.uuid4().hex[:16]}.partial"
-    try:
-        yield partial
-        os.replace(partial, path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(partial)
+def written_by_many(path: str) -> contextlib.AbstractContextManager[Path]:
+    """`written_whole` of a file that processes of any host may write at once."""
+    return written_whole(Path(path), f".{uuid.uuid4().hex[:16]}")
