@@ -131,7 +131,7 @@ class RunSettings:
     )
     eval_only: bool = flag(False, "evaluate the initial weights and stop", EVALUATION)
     eval_knn: int = flag(
-        0, "evaluate the features by N nearest neighbours too", NOTED | EVALUATION, span=Range(0, 10**6), const=20
+        0, "rate features by N nearest neighbours", NOTED | EVALUATION, short=("--knn",), span=Range(0, 10**6), const=20
     )
     eval_linear_probe: bool = flag(False, "also evaluate the features by a linear classifier", NOTED | EVALUATION)
     zeroshot: str = _of_pairs(

@@ -44,7 +44,7 @@ _FROM_RUN = names_with(Scope.RECORDED)
 _FLAGS = (
     *_FROM_RUN,
     *("pp", "tp", "pp_partition", "sequence_parallel", "class_parallel"),
-    *("dataset_download", "validation_batch_size", "verbose", "zeroshot", "zeroshot_templates"),
+    *("dataset_download", "validation_batch_size", "verbose", "zeroshot", "zeroshot_templates", "eval_knn"),
 )
 _EXAMPLES = """
 ds-vit eval runs/first
@@ -76,15 +76,6 @@ def build_parser(program: str) -> argparse.ArgumentParser:
     )
     add_weights_arguments(parser)
     parser.add_argument("--output", metavar="FILE", help="where to write the figures [eval.json next to the weights]")
-    parser.add_argument(
-        *("--knn", "--eval-knn"),
-        dest="eval_knn",
-        type=int,
-        nargs="?",
-        const=flags.FIELDS["eval_knn"].metadata["const"],
-        metavar="K",
-        help="the features too: top-1 by so many nearest neighbours in the training split [%(const)s]",
-    )
     parser.add_argument(
         *("--linear-probe", "--eval-linear-probe"),
         dest="eval_linear_probe",

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import shutil
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -83,18 +80,6 @@ def _load_timm(folder: Path) -> Predict:
     return timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """torch's exporter warns of steps that succeed."""
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(logging.NOTSET)
-
-
 def _write_onnx(exported: Exported, folder: Path) -> None:
     """Write model.onnx (input `images` float32 [batch, 3, H, W], output `logits`) and timm's config.json.
 
@@ -103,7 +88,7 @@ def _write_onnx(exported: Exported, folder: Path) -> None:
     """
     images = torch.zeros(2, 3, *exported.image.img_size)
     large = sum(tensor.numel() * tensor.element_size() for tensor in exported.model.state_dict().values()) > 1.5e9
-    with _quiet():
+    with hf.quiet():
         program = torch.onnx.export(
             exported.model,
             (images,),

@@ -6,8 +6,11 @@ Any other model would compute something else under the same names, and is reject
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
 import re
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,18 @@ from ds_vit.models import TimmViT
 from ds_vit.weights.files import names_as_metadata
 from ds_vit.weights.foreign_names import ACTIVATIONS, HF_VIT, Rule, general, to_theirs
 from ds_vit.weights.source import Exported, Predict
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Other libraries log and warn of steps that succeed."""
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def unknown_modules(block: nn.Module) -> list[str]:

@@ -9,7 +9,6 @@ Shapes: B images, N captions, L tokens of a caption, E common width.
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -346,11 +345,8 @@ def load_open_clip(folder: Path) -> Predict:
     """The folder as open_clip loads it, as `pairs`."""
     import open_clip
 
-    logging.disable(logging.WARNING)
-    try:
+    with hf.quiet():
         model = open_clip.create_model(f"local-dir:{folder}").eval()
-    finally:
-        logging.disable(logging.NOTSET)
     config = json.loads((folder / "open_clip_config.json").read_text())["model_cfg"]["text_cfg"]
     ids = example_captions(TextSettings(config["vocab_size"], config["context_length"], config["eos_id"]))
     bias = 0.0 if model.logit_bias is None else model.logit_bias

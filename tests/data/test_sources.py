@@ -480,7 +480,7 @@ REFUSED = [
     ("", "absent", "train", "absent does not exist"),
     ("", "text/train.tar", "train", r"train.tar is a file; pass the folder"),
     ("", "text", "train", r"train.tar cannot be read as an uncompressed tar"),
-    ("", "empty", "train", r"holds no images in class folders \(files found: none"),
+    ("", "empty", "train", r"holds no images \(files found: none"),
     ("", "heic", "train", r"files found: 1 .heic; supported are .bmp .gif"),
     ("", "flat/train", "train", r"flat.train has no train/ .*; give the folder above it, \S+/flat$"),
     ("", "pets", "train", r"no splits: --data-dir \S+ --train-split pets --val-fraction 0.1 "),

@@ -210,7 +210,7 @@ def test_from_python(run, data, by_timm):
     ("words", "message"),
     [
         ("predict {run} {data}/nowhere.jpg", "nowhere.jpg does not exist; give image files, or a folder of them"),
-        ("predict {run} {run}/tensorboard", "holds no images (1 other files"),
+        ("predict {run} {run}/tensorboard", "holds no images (files found: 1 "),
         ("predict {data}/nowhere {data}/nowhere.jpg", "nowhere does not exist; give a run's folder"),
         ("predict {data}/nowhere {image}", "does not exist; give a run's folder, a checkpoint or a file of weights"),
         ("predict {run} {image} --top-k 4", "--top-k 4 must lie between 1 and the model's 3 classes"),

@@ -18,7 +18,6 @@ import numpy as np
 from ds_vit.data.decode import undecodable
 from ds_vit.data.sources.source import (
     LABELS_FILE,
-    SUPPORTED,
     TRAIN_NAMES,
     VAL_NAMES,
     WITHOUT_CLASSES,
@@ -27,6 +26,7 @@ from ds_vit.data.sources.source import (
     class_name,
     described_counts,
     hidden,
+    images_among,
     in_natural_order,
     is_image,
     list_images,
@@ -192,11 +192,7 @@ def find_images(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
         if not os.path.isdir(path):
             found.append(path)
             continue
-        files = walk(path)
-        images = in_natural_order(filter(is_image, files))
-        if not images:
-            raise UserError(f"{path} holds no images ({len(files)} other files; {SUPPORTED})")
-        found += [os.path.join(path, name) for name in images]
+        found += [os.path.join(path, name) for name in images_among(walk(path), path)]
     return found
 
 

@@ -12,13 +12,10 @@ import numpy as np
 from ds_vit.data.sources.captions import CaptionKeys, Captions, caption_lines, check_matches, clean_captions
 from ds_vit.data.sources.folders import FileSource, find_split, walk
 from ds_vit.data.sources.source import (
-    SUPPORTED,
     TRAIN_NAMES,
     NoSuchSplit,
-    described_counts,
     hidden,
-    in_natural_order,
-    is_image,
+    images_among,
     no_such_split,
     shortened,
     suffix_counts,
@@ -55,11 +52,9 @@ class TextFileSource(FileSource):
 
     def __init__(self, root: str) -> None:
         files = walk(root)
-        images = in_natural_order(filter(is_image, files))
-        if not images:
-            counts = suffix_counts(files)
-            shards = f"; for shards give --dataset wds/{os.path.dirname(root)}" if counts[".tar"] else ""
-            raise UserError(f"{root} holds no images (files found: {described_counts(counts)}; {SUPPORTED}){shards}")
+        has_tars = any(path.lower().endswith(".tar") for path in files)
+        shards = f"; for shards give --dataset wds/{os.path.dirname(root)}" if has_tars else ""
+        images = images_among(files, root, shards)
         texts = {
             posixpath.splitext(path)[0]: path for path in files if path.lower().endswith(".txt") and not hidden(path)
         }

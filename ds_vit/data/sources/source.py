@@ -17,7 +17,7 @@ import unicodedata
 import uuid
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
@@ -254,6 +254,24 @@ def described_counts(counts: Counter[str]) -> str:
     return ", ".join(f"{count} {suffix or 'without suffix'}" for suffix, count in counts.most_common(5)) or "none"
 
 
+def images_among(paths: Collection[str], where: str, more: str = "") -> list[str]:
+    """The images among the files of a data set, in timm's order.
+
+    Args:
+        paths: of all files, below its root.
+        where: the root, for messages.
+        more: the end of the message.
+
+    Raises:
+        UserError: there are none.
+    """
+    images = in_natural_order(filter(is_image, paths))
+    if not images:
+        found = described_counts(suffix_counts(paths))
+        raise UserError(f"{where} holds no images (files found: {found}; {SUPPORTED}){more}")
+    return images
+
+
 def list_images(
     class_folders: Mapping[str, str], where: str, *, labelled: bool = True
 ) -> tuple[list[str], list[str], dict[str, int]]:
@@ -274,14 +292,11 @@ def list_images(
     Raises:
         UserError: there are no images, or folders that say two things about classes.
     """
-    kept = in_natural_order(path for path in class_folders if is_image(path))
+    kept = images_among(class_folders, where)
     in_classes = [path for path in kept if class_folders[path]]
-    if not (in_classes if labelled else kept):
-        if kept:
-            way_out = f"put each into a folder named as its class, or add {LABELS_FILE} for multi-label data"
-            raise UserError(f"{where} holds {len(kept)} images but no class folders; {way_out}; {WITHOUT_CLASSES}")
-        files = described_counts(suffix_counts(class_folders))
-        raise UserError(f"{where} holds no images in class folders (files found: {files}; {SUPPORTED})")
+    if labelled and not in_classes:
+        way_out = f"put each into a folder named as its class, or add {LABELS_FILE} for multi-label data"
+        raise UserError(f"{where} holds {len(kept)} images but no class folders; {way_out}; {WITHOUT_CLASSES}")
     problem = _ambiguity({posixpath.dirname(path): class_folders[path] for path in in_classes})
     if labelled:
         if problem:
