@@ -173,7 +173,7 @@ def test_a_folder_that_cannot_be_written_to(folder, monkeypatch):
 
 @pytest.mark.slow
 def test_a_million_samples_open_at_once(tmp_path):
-    """Would catch an index that is read sample by sample: 2 s are the limit, and the machine may be busy."""
+    """Would catch an index that is read sample by sample: 2 s of processor time are the limit."""
     for number in range(100):
         shard = tmp_path / f"train-{number:03}.tar"
         shard.touch()
@@ -185,9 +185,9 @@ def test_a_million_samples_open_at_once(tmp_path):
         shard_index.save_index(str(shard), index)
     seconds = []
     for _ in range(3):
-        before = time.perf_counter()
+        before = time.process_time()
         source = open_source("wds/", str(tmp_path), "train")
-        seconds.append(time.perf_counter() - before)
+        seconds.append(time.process_time() - before)
     assert len(source) == 1_000_000
     assert source.target(999_999) == 99
     assert min(seconds) < 2, seconds
