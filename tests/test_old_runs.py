@@ -43,11 +43,9 @@ def test_tools_read_it(ranks, unpacked, tmp_path):
         assert code == 0, err
         return out
 
-    # Only a checkpoint of MAE has its decoder.
-    run, words = ("run", ["--weights", "last"]) if task != "mae" else (f"run/checkpoints/step-{STOPPED:08}", [])
-    tool("eval", run, *words, "--workers", "0")
+    tool("eval", "run", "--weights", "last", "--workers", "0")
     [last] = [row for row in read_rows(folder / "run") if row["kind"] == "eval" and row["step"] == STOPPED]
-    found = json.loads((folder / run / "eval.json").read_text())
+    found = json.loads((folder / "run" / "eval.json").read_text())
     metrics = {name for name in found.keys() & last.keys() if isinstance(last[name], float)}
     assert metrics
     assert {name: found[name] for name in metrics} == pytest.approx({name: last[name] for name in metrics}, rel=1e-5)
