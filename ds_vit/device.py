@@ -110,6 +110,11 @@ def count_pool(device: torch.device, more: int) -> None:
     _pool.bytes, _pool.peak_before = _pool.bytes + more, before
 
 
+def has_graphs() -> bool:
+    """Whether this machine's accelerator captures CUDA graphs; that of Intel has another interface."""
+    return hasattr(torch.get_device_module(), "CUDAGraph")
+
+
 def graph_pool(device: torch.device) -> Any:
     """The name of a new memory pool for graphs, which lives as long as one of them."""
     return torch.get_device_module(device).graph_pool_handle()

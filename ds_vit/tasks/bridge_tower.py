@@ -37,6 +37,7 @@ class BridgeTowerTask(Contrastive):
 
     name = "bridgetower"
     takes_pairs = True
+    not_replayed = "transformers' model has not been captured"
     flags = names_of_task("bridgetower")
     refused_flags: ClassVar[Mapping[str, str]] = {
         **Contrastive.refused_flags,

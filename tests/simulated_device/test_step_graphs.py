@@ -124,6 +124,16 @@ def marked(case):
     return pytest.param(case, marks=MARKS[kind], id="-".join(map(str, case.values())))
 
 
+@pytest.mark.parametrize("task", ["siglip", "distillation"])
+def test_tasks_that_share_the_steps_of_others_are_replayed(ranks, device_library, tmp_path, task):
+    """A loss whose bias, or whose teacher's outputs, are burnt in."""
+    words = [*file_of(1), *(("--task", "siglip", *TASKS["clip"][2:]) if task == "siglip" else MIXED)]
+    if task == "distillation":
+        ranks.run(1, run_quietly, [*RUN, *words, "--max-steps", 1, "--output", tmp_path / "teacher"])
+        words += ["--kd-checkpoint", tmp_path / "teacher"]
+    assert ranks.run(1, both_ways, device_library, tmp_path, words, 6, timeout=300) == [5]
+
+
 @pytest.mark.parametrize("case", [marked(case) for case in [*CHOSEN, *(case for case in LEGAL if case not in CHOSEN)]])
 def test_a_replayed_run_is_the_eager_one_bit_for_bit(ranks, device_library, tmp_path, case):
     """Losses, norms, loss scales, weights and their average, with drop-path, mixup, layer decay and overflows."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ds_vit.config import RunConfig
 from ds_vit.config.deepspeed_keys import takes_gradients, value_of
+from ds_vit.device import has_graphs
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import Process
 from ds_vit.parallel.layout import Layout
@@ -85,6 +86,7 @@ def replays_steps(config: RunConfig, deepspeed: DeepSpeedSettings, layout: Layou
     """
     obstacles = (
         (on_cpu, "a CPU has no CUDA graphs"),
+        (not on_cpu and not has_graphs(), "this accelerator has no CUDA graphs"),
         (deepspeed.zero_stage == 3, "ZeRO stage 3 gathers weights by hooks, which a replay does not run"),
         (layout.pp > 1, f"--pp {layout.pp} exchanges activations between replays"),
         (not takes_gradients(deepspeed.json), "the JSON offloads the optimizer to the host"),
