@@ -20,7 +20,7 @@ from ds_vit.launching.process import discover
 from ds_vit.run_folder import RunFolder, weights_in
 
 if TYPE_CHECKING:
-    from ds_vit.data import Source
+    from ds_vit.data.sources.source import Source
     from ds_vit.tools.predict import Predictions
     from ds_vit.weights.export import Difference
 

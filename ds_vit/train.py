@@ -25,7 +25,7 @@ from ds_vit.monitoring.progress import doing
 from ds_vit.training.program import guarded, process_group, without_collection
 
 if TYPE_CHECKING:
-    from ds_vit.data import Source
+    from ds_vit.data.sources.source import Source
     from ds_vit.fault_tolerance.watchdog import Watchdog
     from ds_vit.run_folder import RunFolder
     from ds_vit.training.resolve import Resolved

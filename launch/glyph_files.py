@@ -11,7 +11,8 @@ from pathlib import Path
 # This clone's package, installed or not, and not another clone's.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from ds_vit.data import Source, open_source
+from ds_vit.data.sources.datasets import open_source
+from ds_vit.data.sources.source import Source
 
 SHOWN = ("latin capital letter e with acute", "latin small letter u with diaeresis", "latin small letter a with breve")
 _SPECIAL = ("<pad>", "<start>", "<end>", "<unknown>")

@@ -11,7 +11,7 @@ from pathlib import Path
 # This clone's package, installed or not, and not another clone's.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from ds_vit.data import open_source
+from ds_vit.data.sources.datasets import open_source
 
 
 def main(folder: str, how_many: str = "3") -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vits import small_spec, what_it_computes
 
-from ds_vit.models import create_model
+from ds_vit.models.zoo import create_model
 
 
 def key(name: str, **kwargs) -> object:

@@ -68,7 +68,7 @@ def measure(model: str, folder: str, rounds: int) -> dict[str, float]:
     from ds_vit.engine.start import device_of, quiet_deepspeed
     from ds_vit.fault_tolerance.signals import Signals
     from ds_vit.launching.process import discover
-    from ds_vit.models import names_and_shapes
+    from ds_vit.models.zoo import names_and_shapes
     from ds_vit.monitoring.throughput import Throughput
     from ds_vit.optim.ema import Ema
     from ds_vit.parallel.groups import build_groups

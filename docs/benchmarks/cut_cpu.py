@@ -51,7 +51,7 @@ def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     from ranks import RankPool
 
-    from ds_vit.models import ModelSpec, create_model
+    from ds_vit.models.zoo import ModelSpec, create_model
     from ds_vit.planner.counting import layer_costs
 
     model = create_model(ModelSpec("vit_tiny_patch16_224", num_classes=10, img_size=96, model_kwargs=KWARGS))

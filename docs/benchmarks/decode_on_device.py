@@ -25,9 +25,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from loader import Side  # beside this file
 from torchvision.transforms.functional import pil_to_tensor
 
-from ds_vit import data
+from ds_vit.config.augmentation import AugmentConfig, MixConfig
 from ds_vit.data.decode import Jpeg, open_image
 from ds_vit.data.decode_on_device import File, decode_on, require_fast_on_device
+from ds_vit.data.device import finish_images
+from ds_vit.data.loader import Loader, train_loader
+from ds_vit.data.sampler import SampleOrder, Share
+from ds_vit.data.settings import ImageConfig
+from ds_vit.data.sources.datasets import open_source
+from ds_vit.data.sources.source import Source
 
 WAYS = {
     "all in the workers": {},
@@ -36,25 +42,25 @@ WAYS = {
 }
 
 
-def loaded(source: data.Source, flags: dict, words: argparse.Namespace, workers: int) -> tuple[data.Loader, Callable]:
+def loaded(source: Source, flags: dict, words: argparse.Namespace, workers: int) -> tuple[Loader, Callable]:
     """Micro-batches, and what finishes one on the device."""
     device = torch.device(words.device)
-    image, augment = data.ImageConfig((words.img_size, words.img_size)), data.AugmentConfig(aa=words.aa, **flags)
-    loader = data.train_loader(
+    image, augment = ImageConfig((words.img_size, words.img_size)), AugmentConfig(aa=words.aa, **flags)
+    loader = train_loader(
         source,
-        order=data.SampleOrder(len(source), words.batch, seed=0),
-        share=data.Share(0, 1, words.batch),
+        order=SampleOrder(len(source), words.batch, seed=0),
+        share=Share(0, 1, words.batch),
         image=image,
         augment=augment,
-        mix=data.MixConfig(),
+        mix=MixConfig(),
         stop_step=10**6,
         num_workers=workers,
         pin_memory=device.type == "cuda",
     )
-    return loader, lambda batch: data.finish_images(batch, image, augment, device=device)
+    return loader, lambda batch: finish_images(batch, image, augment, device=device)
 
 
-def batches(source: data.Source, flags: dict, words: argparse.Namespace) -> Iterator[int]:
+def batches(source: Source, flags: dict, words: argparse.Namespace) -> Iterator[int]:
     """Batch after batch, finished on the device; how many images each had."""
     loader, finish = loaded(source, flags, words, words.workers)
     for batch in loader:
@@ -106,7 +112,7 @@ def limits(rates: dict[str, float], both: float, words: argparse.Namespace) -> N
         print(f"| {name} | {step:,.0f} | the {loading} limits it | the {min(parts, key=parts.__getitem__)} limits it |")
 
 
-def decoding(source: data.Source, words: argparse.Namespace) -> float:
+def decoding(source: Source, words: argparse.Namespace) -> float:
     """Print what the device's part gives, and how far its pixels are from Pillow's; gives decoding with augmentation.
 
     It is in images per second.
@@ -151,7 +157,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=models, help="timm's, whose steps are compared [%(default)s]")
     words = parser.parse_args()
     require_fast_on_device()
-    source = data.open_source("", words.data_dir, "train")
+    source = open_source("", words.data_dir, "train")
     sides = {name: Side(batches, source, flags, words) for name, flags in WAYS.items()}
     ahead = 2 * words.workers + 2
     turns = [[side.turn(words.images, ahead) for side in sides.values()] for _ in range(words.turns)]

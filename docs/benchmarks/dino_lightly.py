@@ -31,7 +31,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import Compose, Normalize, ToTensor
 
-from ds_vit.data import Source, open_source
+from ds_vit.data.sources.datasets import open_source
+from ds_vit.data.sources.source import Source
 
 RECIPE = Path(__file__).parents[2] / "launch" / "recipes" / "dino_cifar.yaml"
 

@@ -81,14 +81,19 @@ def timms(folder: Path, size: int, flags: dict, batch: int, workers: int) -> Ite
 
 def ours(folder: Path, size: int, flags: dict, batch: int, workers: int) -> Iterator[int]:
     """Batch after batch of our loader, finished on the CPU; how many images each had."""
-    from ds_vit import data
+    from ds_vit.config.augmentation import AugmentConfig, MixConfig
+    from ds_vit.data.device import finish_images
+    from ds_vit.data.loader import train_loader
+    from ds_vit.data.sampler import SampleOrder, Share
+    from ds_vit.data.settings import ImageConfig
+    from ds_vit.data.sources.datasets import open_source
 
-    source = data.open_source("", str(folder), "train")
-    image, augment, mix = data.ImageConfig((size, size)), data.AugmentConfig(**flags), data.MixConfig()
-    loader = data.train_loader(
+    source = open_source("", str(folder), "train")
+    image, augment, mix = ImageConfig((size, size)), AugmentConfig(**flags), MixConfig()
+    loader = train_loader(
         source,
-        order=data.SampleOrder(len(source), batch, seed=0),
-        share=data.Share(0, 1, batch),
+        order=SampleOrder(len(source), batch, seed=0),
+        share=Share(0, 1, batch),
         image=image,
         augment=augment,
         mix=mix,
@@ -96,7 +101,7 @@ def ours(folder: Path, size: int, flags: dict, batch: int, workers: int) -> Iter
         num_workers=workers,
     )
     for micro_batch in loader:
-        yield len(data.finish_images(micro_batch, image, augment, device="cpu"))
+        yield len(finish_images(micro_batch, image, augment, device="cpu"))
 
 
 class Side:

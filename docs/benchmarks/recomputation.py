@@ -24,19 +24,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from ds_vit.models import (
-    BlockLayer,
-    ModelSpec,
-    cast_block_buffers,
-    create_model,
-    image_size,
-    norms_in_fp32,
-    recompute_all,
-    recompute_selectively,
-    run_layers,
-    take_apart,
-)
-from ds_vit.models.checkpointing import is_dear
+from ds_vit.models.checkpointing import is_dear, recompute_all, recompute_selectively
+from ds_vit.models.dtypes import cast_block_buffers, norms_in_fp32
+from ds_vit.models.layers import BlockLayer, take_apart
+from ds_vit.models.sequential import run_layers
+from ds_vit.models.zoo import ModelSpec, create_model, image_size
 from ds_vit.planner.counting import kept_by_layers, saved_bytes
 
 

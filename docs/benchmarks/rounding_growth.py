@@ -24,7 +24,8 @@ from curves import train_in, train_rows  # noqa: E402
 from ranks import RankPool  # noqa: E402
 from torchvision.transforms.functional import normalize, to_tensor  # noqa: E402
 
-from ds_vit.data import SampleOrder, open_source  # noqa: E402
+from ds_vit.data.sampler import SampleOrder  # noqa: E402
+from ds_vit.data.sources.datasets import open_source  # noqa: E402
 from ds_vit.optim.schedules import Schedule  # noqa: E402
 
 RECIPE = ROOT / "launch" / "recipes" / "digits.yaml"

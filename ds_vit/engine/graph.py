@@ -21,7 +21,7 @@ from torch import nn
 from ds_vit.device import capture, count_pool, graph_pool, new_graph, reserved_bytes
 from ds_vit.engine.flat_gradient import FlatGradient
 from ds_vit.fault_tolerance.errors import first_line
-from ds_vit.tasks import StepContext
+from ds_vit.tasks.task import StepContext
 
 Given = Mapping[str, torch.Tensor] | None
 Pass = Callable[..., Any]

@@ -20,10 +20,11 @@ from torch import nn
 from ds_vit.engine.base import Engine, RankContext, Run
 from ds_vit.engine.patches.zero import keep_training_mode, shared_grid
 from ds_vit.engine.step_guard import StepResult
-from ds_vit.models import BlockLayer, giving_features, run_layers
-from ds_vit.models.layers import HeadLayer
+from ds_vit.models.layers import MAIN_TOWER, BlockLayer, HeadLayer
+from ds_vit.models.sequential import giving_features, run_layers
 from ds_vit.parallel.groups import Groups
-from ds_vit.tasks import MAIN_TOWER, Batch, Task
+from ds_vit.tasks.metrics import Batch
+from ds_vit.tasks.task import Task
 
 
 @dataclass(kw_only=True, eq=False)

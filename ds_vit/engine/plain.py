@@ -13,9 +13,10 @@ import torch
 from ds_vit.engine.base import Engine, RankContext, Run
 from ds_vit.engine.graph import Given, Pass, StepGraphs
 from ds_vit.engine.step_guard import StepResult
-from ds_vit.models import Towers, giving_features
+from ds_vit.models.sequential import Towers, giving_features
 from ds_vit.optim.ema import TeacherAverage
-from ds_vit.tasks import Batch, Task
+from ds_vit.tasks.metrics import Batch
+from ds_vit.tasks.task import Task
 
 
 @dataclass(kw_only=True, eq=False)

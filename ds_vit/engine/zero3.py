@@ -39,7 +39,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOp
 from ds_vit.device import is_accelerator
 from ds_vit.engine.patches.process import replaced
 from ds_vit.engine.step_guard import SquareNorms
-from ds_vit.models import Layer
+from ds_vit.models.layers import Layer
 from ds_vit.parallel.zero_map import ZeroMap
 
 GRADIENT_VIEWS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"

@@ -25,10 +25,10 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torchvision.utils import make_grid
 
-from ds_vit.data import ImageConfig
-from ds_vit.models import SequentialViT
+from ds_vit.data.settings import ImageConfig
+from ds_vit.models.sequential import SequentialViT
 from ds_vit.monitoring.report.charts import viridis
-from ds_vit.tasks import Batch
+from ds_vit.tasks.metrics import Batch
 
 SIDE = 112  # pixels of an image in the picture
 MOST = 8

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ds_vit.parallel.segment import Segment
-from ds_vit.parallel.tensor import assemble_flat
+from ds_vit.parallel.tensor.slices import assemble_flat
 from ds_vit.parallel.zero_map import ZeroMap
 
 

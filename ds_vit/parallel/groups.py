@@ -25,7 +25,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ds_vit.parallel.layout import AXES, Layout
-from ds_vit.parallel.tensor import TensorParallel
+from ds_vit.parallel.tensor.collectives import TensorParallel
 
 _FILES_TIMEOUT = datetime.timedelta(hours=2)  # a full disk or a slow file system holds up the writers, not training
 

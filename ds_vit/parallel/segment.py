@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ds_vit.parallel.tensor import TensorSlice
+from ds_vit.parallel.tensor.slices import TensorSlice
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from torch import nn
 from ds_vit.parallel.groups import Groups
 from ds_vit.parallel.rows import gather_objects
 from ds_vit.parallel.segment import Segment
-from ds_vit.parallel.tensor import TensorSlice
+from ds_vit.parallel.tensor.slices import TensorSlice
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,11 +24,15 @@ import torch
 from ds_vit.config.batch import BatchSizes
 from ds_vit.config.deepspeed_keys import takes_gradients
 from ds_vit.config.deepspeed_rules import Checkpointing, Precision, elements_of_bucket, sums_in_fp32
-from ds_vit.models import BlockLayer, Layer, TimmViT, cast_block_buffers, freeze, norms_in_fp32, num_parameters
+from ds_vit.models.dtypes import cast_block_buffers, norms_in_fp32
+from ds_vit.models.layers import BlockLayer, Layer
+from ds_vit.models.param_groups import freeze
+from ds_vit.models.zoo import TimmViT, num_parameters
 from ds_vit.optim.build import STATES_OF_FALLBACK
 from ds_vit.optim.muon import Muon
 from ds_vit.parallel.layout import Layout
-from ds_vit.parallel.tensor import TensorParallel, cut_layer
+from ds_vit.parallel.tensor.collectives import TensorParallel
+from ds_vit.parallel.tensor.cut import cut_layer
 from ds_vit.planner.counting import Kept, Temporary, kept_by_layers, temporary_memory
 
 # Bytes of activations over those of fp32, at an MLP ratio of 4: under autocast the residual stream stays in fp32.

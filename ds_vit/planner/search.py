@@ -18,10 +18,12 @@ import torch
 from ds_vit.config.batch import BatchSizes, nearest_dp, ways_to_share
 from ds_vit.config.deepspeed_rules import Checkpointing, Precision, with_fp32_sums
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.models import ModelSpec, TimmViT, create_model, num_parameters, take_apart
+from ds_vit.models.layers import take_apart
+from ds_vit.models.zoo import ModelSpec, TimmViT, create_model, num_parameters
 from ds_vit.optim.build import optimizer_class, rules_of, states_per_element
 from ds_vit.parallel.layout import Layout
-from ds_vit.parallel.tensor import legal_degrees, pays
+from ds_vit.parallel.tensor.class_parallel import pays
+from ds_vit.parallel.tensor.cut import legal_degrees
 from ds_vit.planner.cost import Machine, StepTime, step_time
 from ds_vit.planner.counting import LayerWork, count_flops, work_of_layers
 from ds_vit.planner.memory import (

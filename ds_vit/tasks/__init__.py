@@ -8,43 +8,16 @@ from typing import Any
 from ds_vit.config import RunConfig, default_of, spelling
 from ds_vit.config.schema import FIELDS, is_asked_for
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.models import MAIN_TOWER
 from ds_vit.tasks.bridge_tower import BridgeTowerTask
 from ds_vit.tasks.classification import Classification
 from ds_vit.tasks.contrastive import Clip, SigLip
 from ds_vit.tasks.distillation import Distillation
-from ds_vit.tasks.evaluators import KNN, LINEAR, Evaluator, FeatureBank
+from ds_vit.tasks.evaluators import KNN, LINEAR
 from ds_vit.tasks.masked_autoencoder import MaskedAutoencoding
-from ds_vit.tasks.metrics import Batch, Figure, Metrics, Pairs
-from ds_vit.tasks.schedules import Horizon
+from ds_vit.tasks.metrics import Figure
 from ds_vit.tasks.self_distillation import SelfDistillation
-from ds_vit.tasks.task import ChainTask, Coupled, Field, Loss, StepContext, Task
-from ds_vit.tasks.zero_shot import ZERO_SHOT, ZeroShotAccuracy, ZeroShotData, open_zero_shot
-
-__all__ = [
-    "MAIN_TOWER",
-    "TASKS",
-    "Batch",
-    "ChainTask",
-    "Coupled",
-    "Evaluator",
-    "FeatureBank",
-    "Field",
-    "Figure",
-    "Horizon",
-    "Loss",
-    "Metrics",
-    "Pairs",
-    "StepContext",
-    "Task",
-    "ZeroShotAccuracy",
-    "ZeroShotData",
-    "find_task",
-    "idle_flags",
-    "known_figures",
-    "open_zero_shot",
-    "task_of",
-]
+from ds_vit.tasks.task import Task
+from ds_vit.tasks.zero_shot import ZERO_SHOT
 
 _ALL = (Classification, MaskedAutoencoding, Clip, SigLip, BridgeTowerTask, SelfDistillation)
 TASKS: dict[str, type[Task]] = {task.name: task for task in _ALL}

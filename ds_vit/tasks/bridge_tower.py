@@ -13,10 +13,12 @@ import torch
 
 from ds_vit.config import RunConfig
 from ds_vit.config.schema import names_of_task
-from ds_vit.data import Source, Tokenizer, build_tokenizer
-from ds_vit.data.text import default_context_length
+from ds_vit.data.sources.source import Source
+from ds_vit.data.text import Tokenizer, build_tokenizer, default_context_length
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.models import MAIN_TOWER, BridgeTower, ModelSpec, create_bridge_tower, model_folder
+from ds_vit.models.bridge_tower import BridgeTower, create_bridge_tower, model_folder
+from ds_vit.models.layers import MAIN_TOWER
+from ds_vit.models.zoo import ModelSpec
 from ds_vit.tasks.contrastive import Contrastive
 from ds_vit.tasks.contrastive_loss import bridge_tower_loss
 from ds_vit.tasks.metrics import Batch

@@ -20,18 +20,13 @@ from torch import nn
 
 from ds_vit.config import RunConfig
 from ds_vit.config.schema import names_of_task
-from ds_vit.data import ImageConfig, Source, Tokenizer, build_tokenizer
-from ds_vit.data.text import default_context_length
+from ds_vit.data.settings import ImageConfig
+from ds_vit.data.sources.source import Source
+from ds_vit.data.text import Tokenizer, build_tokenizer, default_context_length
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.models import (
-    MAIN_TOWER,
-    ContrastiveModel,
-    Layer,
-    ModelSpec,
-    create_contrastive_model,
-    text_settings,
-)
-from ds_vit.models.layers import chain_towers
+from ds_vit.models.layers import MAIN_TOWER, Layer, chain_towers
+from ds_vit.models.text_tower import ContrastiveModel, create_contrastive_model, text_settings
+from ds_vit.models.zoo import ModelSpec
 from ds_vit.tasks.contrastive_loss import clip_loss, siglip_loss
 from ds_vit.tasks.metrics import Batch, Figure, Metrics
 from ds_vit.tasks.retrieval import DIRECTIONS, RANKS, Retrieval

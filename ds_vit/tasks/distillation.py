@@ -20,8 +20,11 @@ from torch import nn
 
 from ds_vit.config import RunConfig
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.models import MAIN_TOWER, Layer, ModelSpec, Projection, create_model, image_size
-from ds_vit.parallel.tensor import SoftmaxCrossEntropy, SoftmaxDivergence, TensorParallel, gather_logits, own_classes
+from ds_vit.models.layers import MAIN_TOWER, Layer
+from ds_vit.models.projection import Projection
+from ds_vit.models.zoo import ModelSpec, create_model, image_size
+from ds_vit.parallel.tensor.class_parallel import SoftmaxCrossEntropy, SoftmaxDivergence, gather_logits, own_classes
+from ds_vit.parallel.tensor.collectives import TensorParallel
 from ds_vit.tasks.classification import Classification
 from ds_vit.tasks.metrics import Batch
 from ds_vit.tasks.task import StepContext

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from timm.loss import BinaryCrossEntropy, SoftTargetCrossEntropy
 
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.models import masked_patches
-from ds_vit.models.masked_autoencoder import patchify, unpatchify
-from ds_vit.parallel.tensor import SoftmaxCrossEntropy, TensorParallel, own_classes, reduce_from_region
+from ds_vit.models.masked_autoencoder import masked_patches, patchify, unpatchify
+from ds_vit.parallel.tensor.class_parallel import SoftmaxCrossEntropy, own_classes
+from ds_vit.parallel.tensor.collectives import TensorParallel, reduce_from_region
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ds_vit.data import evaluation_keys
+from ds_vit.data.sampler import evaluation_keys
 from ds_vit.tasks.metrics import Batch, Metrics, Pairs
 
 RANKS = (1, 5, 10)

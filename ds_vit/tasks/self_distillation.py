@@ -27,13 +27,23 @@ from torch import nn
 from ds_vit import randomness
 from ds_vit.config import RunConfig
 from ds_vit.config.schema import names_of_task
-from ds_vit.data import CropConfig, ImageConfig, Source
 from ds_vit.data.augment.block_masks import block_masks
-from ds_vit.data.settings import NUM_GLOBAL
-from ds_vit.models import MAIN_TOWER, HeadSettings, Layer, ModelSpec, SelfDistillationViT, create_self_distillation
+from ds_vit.data.settings import NUM_GLOBAL, CropConfig, ImageConfig
+from ds_vit.data.sources.source import Source
+from ds_vit.models.layers import MAIN_TOWER, Layer
 from ds_vit.models.resolution import check_sizes
-from ds_vit.models.self_distillation import HEAD, TEACHER, TEACHER_HEAD, ProjectionHeadLayer, count_crops
-from ds_vit.parallel.tensor import TensorParallel, stack_over_group
+from ds_vit.models.self_distillation import (
+    HEAD,
+    TEACHER,
+    TEACHER_HEAD,
+    HeadSettings,
+    ProjectionHeadLayer,
+    SelfDistillationViT,
+    count_crops,
+    create_self_distillation,
+)
+from ds_vit.models.zoo import ModelSpec
+from ds_vit.parallel.tensor.collectives import TensorParallel, stack_over_group
 from ds_vit.tasks.metrics import Batch, Figure, Metrics
 from ds_vit.tasks.schedules import Horizon, cosine, linear_warmup
 from ds_vit.tasks.self_distillation_loss import (

@@ -26,7 +26,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from ds_vit.parallel.tensor import TensorParallel, copy_to_region, log_softmax, stack_over_group, sum_over_group
+from ds_vit.parallel.tensor.class_parallel import log_softmax
+from ds_vit.parallel.tensor.collectives import TensorParallel, copy_to_region, stack_over_group, sum_over_group
 
 ROWS_AT_ONCE = 256
 CENTER_MOMENTUM = 0.9

@@ -20,22 +20,16 @@ from torch import nn
 
 from ds_vit.config import RunConfig
 from ds_vit.config.schema import HELD
-from ds_vit.data import (
-    CropConfig,
-    ImageConfig,
-    MicroBatch,
-    Source,
-    Tokenizer,
-    finish_images,
-    finish_local_images,
-    finish_targets,
-    finish_texts,
-)
+from ds_vit.data.batches import MicroBatch
+from ds_vit.data.device import finish_images, finish_local_images, finish_targets, finish_texts
+from ds_vit.data.settings import CropConfig, ImageConfig
+from ds_vit.data.sources.source import Source
+from ds_vit.data.text import Tokenizer
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.models import MAIN_TOWER, Layer, ModelSpec, create_model, take_apart_towers
-from ds_vit.models.zoo import require_supported_name
+from ds_vit.models.layers import MAIN_TOWER, Layer, take_apart_towers
+from ds_vit.models.zoo import ModelSpec, create_model, require_supported_name
 from ds_vit.parallel.groups import Groups
-from ds_vit.parallel.tensor import TensorParallel
+from ds_vit.parallel.tensor.collectives import TensorParallel
 from ds_vit.tasks.evaluators import chosen_evaluators
 from ds_vit.tasks.metrics import Batch, Figure, Metrics
 from ds_vit.tasks.schedules import Horizon

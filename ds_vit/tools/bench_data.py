@@ -19,13 +19,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ds_vit import config as flags
-from ds_vit.data import Loader, MicroBatch, Share, finish_images, finish_local_images, train_loader
 from ds_vit.data.augment.crops import MultiCrop
 from ds_vit.data.augment.on_device import Crops, CuttingTransform, augmented
 from ds_vit.data.augment.steps import RandomResizedCrop
 from ds_vit.data.augment.transforms import TrainTransform
+from ds_vit.data.batches import MicroBatch
 from ds_vit.data.decode import Box, Jpeg, open_image
-from ds_vit.data.loader import training_transform
+from ds_vit.data.device import finish_images, finish_local_images
+from ds_vit.data.loader import Loader, train_loader, training_transform
+from ds_vit.data.sampler import Share
 from ds_vit.engine.start import device_of
 from ds_vit.launching.process import Process, discover
 from ds_vit.tools.bench import seconds_of

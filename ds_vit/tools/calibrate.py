@@ -28,7 +28,8 @@ from torch.nn import functional as F
 from ds_vit.device import hardware_name, is_accelerator, total_bytes
 from ds_vit.fault_tolerance.errors import written
 from ds_vit.launching.process import Process
-from ds_vit.models import ModelSpec, create_model, take_apart
+from ds_vit.models.layers import take_apart
+from ds_vit.models.zoo import ModelSpec, create_model
 from ds_vit.planner.counting import Pass, work_of_layers
 from ds_vit.planner.hardware import Accelerator, Link, accelerator, accelerator_of_device
 from ds_vit.tools.bench import device_name, mean_over_ranks, seconds_of

@@ -24,15 +24,14 @@ from ds_vit import config as flags
 from ds_vit.config.deepspeed_keys import MONITORS
 from ds_vit.config.flag import Scope
 from ds_vit.config.schema import names_with
-from ds_vit.data import Source
-from ds_vit.data.sources.source import TRAIN_NAMES, VAL_NAMES
+from ds_vit.data.sources.source import TRAIN_NAMES, VAL_NAMES, Source
 from ds_vit.engine.start import quiet_deepspeed
 from ds_vit.fault_tolerance import exit_codes
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import Process, discover
 from ds_vit.monitoring.progress import Line, doing
 from ds_vit.run_folder import RunFolder, write_json
-from ds_vit.tasks import Task
+from ds_vit.tasks.task import Task
 from ds_vit.training.program import guarded, process_group
 from ds_vit.weights.files import StoredWeights, add_weights_arguments, find_weights
 
@@ -232,7 +231,7 @@ def _run(
 
 def _about(engine: EngineConfig, found: StoredWeights, config: flags.RunConfig) -> dict[str, Any]:
     """What the figures are of."""
-    from ds_vit.models import num_parameters
+    from ds_vit.models.zoo import num_parameters
 
     return {
         "weights": found.kind,
@@ -249,7 +248,7 @@ def _about(engine: EngineConfig, found: StoredWeights, config: flags.RunConfig) 
 
 def _missing(whole: Any, task: Task, names: Sequence[str]) -> list[str]:
     """Those of the names that evaluation would need."""
-    from ds_vit.models import MAIN_TOWER, tower_of
+    from ds_vit.models.layers import MAIN_TOWER, tower_of
 
     if task.feature_tower == MAIN_TOWER:
         return [*names]

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from ds_vit.config.units import in_words
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import Process, discover
-from ds_vit.models import num_parameters
+from ds_vit.models.zoo import num_parameters
 from ds_vit.tools.bench import Bench, measure_sides, resolve_all
 from ds_vit.training.cost import Cost
 

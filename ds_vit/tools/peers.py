@@ -15,8 +15,10 @@ from torch import nn
 
 from ds_vit.engine.patches.process import replaced
 from ds_vit.fault_tolerance.errors import UserError, first_line
-from ds_vit.models import ContrastiveModel, compiled
-from ds_vit.tasks import Batch, Task
+from ds_vit.models import compiled
+from ds_vit.models.text_tower import ContrastiveModel
+from ds_vit.tasks.metrics import Batch
+from ds_vit.tasks.task import Task
 from ds_vit.training.build_engine import EngineConfig
 from ds_vit.training.resolve.optimizer import OptimizerConfig
 from ds_vit.weights.two_towers import open_clip_text

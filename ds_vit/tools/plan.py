@@ -22,7 +22,7 @@ from ds_vit.config.parser import at_least, or_shipped, parse_kwargs
 from ds_vit.config.units import in_words
 from ds_vit.fault_tolerance.errors import UserError, written
 from ds_vit.launching.launchers import RANK_PY
-from ds_vit.models import ModelSpec
+from ds_vit.models.zoo import ModelSpec
 from ds_vit.monitoring.metrics import make_console, print_columns, say
 from ds_vit.planner.cost import Machine
 from ds_vit.planner.goodput import Goodput, Reliability, simulate

@@ -29,12 +29,16 @@ from rich.progress import track
 from rich.table import Table
 
 from ds_vit import config as flags
-from ds_vit.data import build_tokenizer, eval_loader, finish_images
+from ds_vit.data.device import finish_images
+from ds_vit.data.loader import eval_loader
 from ds_vit.data.settings import PIXEL_FLAGS
 from ds_vit.data.sources.folders import ImageFiles, find_images
+from ds_vit.data.text import build_tokenizer
 from ds_vit.fault_tolerance import exit_codes
 from ds_vit.fault_tolerance.errors import UserError, memory_errors, read_text, stripped_lines
-from ds_vit.models import ContrastiveModel, SequentialViT, take_apart
+from ds_vit.models.layers import take_apart
+from ds_vit.models.sequential import SequentialViT
+from ds_vit.models.text_tower import ContrastiveModel
 from ds_vit.monitoring.metrics import make_console
 from ds_vit.run_folder import to_json, written_whole
 from ds_vit.weights.files import add_weights_arguments, find_weights, tokenizer_name, weights_line

@@ -37,11 +37,13 @@ from ds_vit.device import free_bytes
 from ds_vit.engine.start import device_of
 from ds_vit.fault_tolerance.errors import UserError, first_line, is_out_of_memory
 from ds_vit.launching.process import Process
-from ds_vit.models import BlockLayer, Layer, initialise, run_layers
-from ds_vit.parallel.tensor import TensorParallel
+from ds_vit.models.keyed_init import initialise
+from ds_vit.models.layers import BlockLayer, Layer
+from ds_vit.models.sequential import run_layers
+from ds_vit.parallel.tensor.collectives import TensorParallel
 from ds_vit.planner.counting import cost_key, kept_by_layers
 from ds_vit.planner.memory import on_device
-from ds_vit.tasks import ChainTask
+from ds_vit.tasks.task import ChainTask
 from ds_vit.training.build_engine import EngineConfig
 from ds_vit.training.cost import Cost
 

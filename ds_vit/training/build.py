@@ -15,13 +15,13 @@ import torch
 
 from ds_vit.config import RunConfig
 from ds_vit.config.units import Interval, parse_steps
-from ds_vit.data import Source
 from ds_vit.data.decode_on_device import TALLY
+from ds_vit.data.sources.source import Source
 from ds_vit.engine.start import device_of
 from ds_vit.fault_tolerance.signals import Deadline, Signals
 from ds_vit.fault_tolerance.watchdog import Watchdog
 from ds_vit.launching.process import Process
-from ds_vit.models import create_model
+from ds_vit.models.zoo import create_model
 from ds_vit.monitoring.gradient_health import GradientHealth
 from ds_vit.monitoring.metrics import Listeners, Reporter, make_console
 from ds_vit.monitoring.profile import StepProfiler
@@ -33,7 +33,7 @@ from ds_vit.optim.ema import Ema
 from ds_vit.parallel.groups import Groups
 from ds_vit.planner.counting import Flops, count_flops
 from ds_vit.run_folder import RunFolder
-from ds_vit.tasks import Batch
+from ds_vit.tasks.metrics import Batch
 from ds_vit.training.auto_batch import memory_of_rank
 from ds_vit.training.build_engine import EngineConfig, build_engine
 from ds_vit.training.callbacks import (

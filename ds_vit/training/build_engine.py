@@ -21,32 +21,25 @@ from ds_vit.engine.base import Engine
 from ds_vit.engine.patches.process import plain_linear_at_zero3, tf32_products, torch_linear_restored
 from ds_vit.engine.pipeline import PipeEngine, StagedViT
 from ds_vit.engine.plain import PlainEngine
-from ds_vit.models import (
+from ds_vit.models.checkpointing import (
     CheckpointFunction,
-    Layer,
-    SequentialViT,
-    Towers,
-    cast_block_buffers,
-    compute_class_token,
-    compute_kept,
-    freeze,
-    initialise,
-    no_weight_decay_names,
-    norms_in_fp32,
     recompute_all,
+    recompute_from_host_memory,
     recompute_selectively,
-    timm_names,
-    tower_of,
 )
-from ds_vit.models.checkpointing import recompute_from_host_memory
 from ds_vit.models.compiled import compile_block, compile_function, compiler_settings
-from ds_vit.models.kept_rows import wants_kept
-from ds_vit.models.layers import skip_idle_modules
+from ds_vit.models.dtypes import cast_block_buffers, norms_in_fp32
+from ds_vit.models.kept_rows import compute_kept, wants_kept
+from ds_vit.models.keyed_init import initialise
+from ds_vit.models.last_block import compute_class_token
+from ds_vit.models.layers import MAIN_TOWER, Layer, skip_idle_modules, tower_of
+from ds_vit.models.param_groups import freeze, no_weight_decay_names
+from ds_vit.models.sequential import SequentialViT, Towers, timm_names
 from ds_vit.optim.build import attach, build_optimizer, parameter_groups
 from ds_vit.parallel.groups import Groups
 from ds_vit.parallel.layout import Layout
-from ds_vit.parallel.tensor import cut_layer, gather_logits
-from ds_vit.tasks import MAIN_TOWER
+from ds_vit.parallel.tensor.class_parallel import gather_logits
+from ds_vit.parallel.tensor.cut import cut_layer
 from ds_vit.training.resolve.model import ModelConfig
 from ds_vit.training.resolve.optimizer import OptimizerConfig
 

@@ -20,13 +20,13 @@ from ds_vit.engine.step_guard import Rejection, StepResult
 from ds_vit.fault_tolerance.errors import ReplicasDiffer
 from ds_vit.fault_tolerance.exit_codes import Diverged
 from ds_vit.fault_tolerance.watchdog import Watchdog
-from ds_vit.models import timm_names
+from ds_vit.models.sequential import timm_names
 from ds_vit.monitoring.gradient_health import GradientHealth
 from ds_vit.monitoring.metrics import Reporter
 from ds_vit.monitoring.profile import StepProfiler
 from ds_vit.monitoring.throughput import Throughput
 from ds_vit.optim.ema import Ema
-from ds_vit.tasks import Batch
+from ds_vit.tasks.metrics import Batch
 
 
 @dataclass(frozen=True)

@@ -43,14 +43,14 @@ from ds_vit.checkpoint.load import (
 from ds_vit.checkpoint.rank_share import RankShare
 from ds_vit.checkpoint.snapshot import Save, Saver
 from ds_vit.config.units import Interval, in_words
-from ds_vit.data import SampleOrder
+from ds_vit.data.sampler import SampleOrder
 from ds_vit.engine.base import Engine
 from ds_vit.fault_tolerance.errors import NotSaved, UserError
 from ds_vit.fault_tolerance.signals import Ballot, Deadline, Interrupted, Signals
 from ds_vit.monitoring.metrics import Reporter
 from ds_vit.monitoring.throughput import Throughput
 from ds_vit.optim.ema import Ema, TeacherAverage
-from ds_vit.tasks import Task
+from ds_vit.tasks.task import Task
 from ds_vit.training.resume import Resume, first_step, skipped_batches
 from ds_vit.weights.files import names_as_metadata
 

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from ds_vit.data import Source, across_classes
+from ds_vit.data.sources.combined import across_classes
+from ds_vit.data.sources.source import Source
 from ds_vit.engine.base import EVAL_CHUNK, Engine, Run
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.fault_tolerance.watchdog import Watchdog
@@ -26,7 +27,9 @@ from ds_vit.monitoring.metrics import Reporter
 from ds_vit.monitoring.throughput import Throughput
 from ds_vit.optim.ema import Ema
 from ds_vit.parallel.groups import Groups
-from ds_vit.tasks import Batch, FeatureBank, Metrics, ZeroShotAccuracy, ZeroShotData
+from ds_vit.tasks.evaluators import FeatureBank
+from ds_vit.tasks.metrics import Batch, Metrics
+from ds_vit.tasks.zero_shot import ZeroShotAccuracy, ZeroShotData
 from ds_vit.training.build_engine import EngineConfig, build_engine
 from ds_vit.training.inputs import EvaluationInputs, InputConfig, InputPipeline
 

@@ -24,23 +24,14 @@ import torch
 import torch.distributed as dist
 
 from ds_vit.config.image_sizes import ImageSizes
-from ds_vit.data import (
-    ImageDecodeError,
-    Loader,
-    MicroBatch,
-    SampleOrder,
-    Share,
-    Source,
-    eval_loader,
-    evaluation_keys,
-    evaluation_rows,
-    finish_keys,
-    finish_valid,
-    num_evaluation_batches,
-    train_loader,
-)
 from ds_vit.data.augment.on_device import Crops
+from ds_vit.data.batches import MicroBatch
+from ds_vit.data.decode import ImageDecodeError
 from ds_vit.data.decode_on_device import TALLY
+from ds_vit.data.device import finish_keys, finish_valid
+from ds_vit.data.loader import Loader, eval_loader, train_loader
+from ds_vit.data.sampler import SampleOrder, Share, evaluation_keys, evaluation_rows, num_evaluation_batches
+from ds_vit.data.sources.source import Source
 from ds_vit.device import pci_address, pins_memory
 from ds_vit.engine.base import Engine
 from ds_vit.launching.numa import addresses_of_ranks, cores_to_share
@@ -48,7 +39,9 @@ from ds_vit.launching.process import Process
 from ds_vit.monitoring.throughput import Throughput
 from ds_vit.parallel.layout import Layout
 from ds_vit.run_folder import LineLog
-from ds_vit.tasks import Batch, Field, Task, ZeroShotData
+from ds_vit.tasks.metrics import Batch
+from ds_vit.tasks.task import Field, Task
+from ds_vit.tasks.zero_shot import ZeroShotData
 from ds_vit.training.skipped_images import SkippedImages
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ds_vit.config.batch import ways_to_share
 from ds_vit.config.units import in_words
 from ds_vit.fault_tolerance.errors import memory_errors
-from ds_vit.tasks import ChainTask
+from ds_vit.tasks.task import ChainTask
 from ds_vit.training.auto_batch import Memory, legal
 from ds_vit.training.build_engine import EngineConfig
 from ds_vit.training.cost import Cost

@@ -13,7 +13,7 @@ from ds_vit.config import FIELDS, RunConfig, default_of, spelling
 from ds_vit.config.batch import BatchSizes, nearest_batch, nearest_dp, ways_to_share
 from ds_vit.config.flag import Scope
 from ds_vit.config.schema import HELD, names_with
-from ds_vit.data import SampleOrder
+from ds_vit.data.sampler import SampleOrder
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.optim.build import identity_remedies
 from ds_vit.optim.schedules import Schedule

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ds_vit.data import Source
+from ds_vit.data.sources.source import Source
 from ds_vit.run_folder import LineLog
 
 

@@ -24,8 +24,9 @@ from ds_vit.engine.layer_norms import layers_of
 from ds_vit.engine.patches.process import version_warnings
 from ds_vit.fault_tolerance.errors import written
 from ds_vit.launching.process import Process, launch_words
-from ds_vit.models import no_weight_decay_names, num_parameters
 from ds_vit.models.kept_rows import count_kept
+from ds_vit.models.param_groups import no_weight_decay_names
+from ds_vit.models.zoo import num_parameters
 from ds_vit.monitoring.metrics import make_console, print_columns, print_table, say
 from ds_vit.optim.build import rules_of, states_per_element
 from ds_vit.optim.rate_factors import layer_scales
@@ -33,7 +34,7 @@ from ds_vit.parallel.placement import Placement
 from ds_vit.planner.counting import Flops
 from ds_vit.planner.memory import PARTS, num_states
 from ds_vit.run_folder import RunFolder, write_json
-from ds_vit.tasks import Task
+from ds_vit.tasks.task import Task
 from ds_vit.training.build_engine import EngineConfig
 from ds_vit.training.cost import Cost
 from ds_vit.training.resolve import OptimizerConfig, Resolved, resolved_flags

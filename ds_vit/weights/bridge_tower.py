@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from ds_vit.checkpoint.tensors import save_weights
-from ds_vit.data import ImageConfig
-from ds_vit.data.settings import resolve_pixels
-from ds_vit.models import BridgeTower, create_bridge_tower, image_size
+from ds_vit.data.settings import ImageConfig, resolve_pixels
+from ds_vit.models.bridge_tower import BridgeTower, create_bridge_tower
+from ds_vit.models.zoo import image_size
 from ds_vit.weights import hf
 from ds_vit.weights.files import StoredWeights
 from ds_vit.weights.initial_checkpoint import InitialCheckpoint

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.models import ContrastiveModel, TimmViT
+from ds_vit.models.text_tower import ContrastiveModel
+from ds_vit.models.zoo import TimmViT
 
 # Hugging Face's `hidden_act` → the class of timm's activation.
 ACTIVATIONS = {"gelu": "GELU", "gelu_pytorch_tanh": "GELUTanh", "quick_gelu": "QuickGELU"}

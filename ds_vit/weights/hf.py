@@ -23,9 +23,9 @@ from timm.models.vision_transformer import Block, VisionTransformer
 from torch import nn
 
 from ds_vit.checkpoint.tensors import save_weights
-from ds_vit.data import ImageConfig
+from ds_vit.data.settings import ImageConfig
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.models import TimmViT
+from ds_vit.models.zoo import TimmViT
 from ds_vit.weights.files import names_as_metadata
 from ds_vit.weights.foreign_names import ACTIVATIONS, HF_VIT, Rule, general, to_theirs
 from ds_vit.weights.source import Exported, Predict

@@ -8,9 +8,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ds_vit.data import Tokenizer, build_tokenizer
-from ds_vit.data.text import ClipTokenizer, FileTokenizer
-from ds_vit.models import TextSettings
+from ds_vit.data.text import ClipTokenizer, FileTokenizer, Tokenizer, build_tokenizer
+from ds_vit.models.text_tower import TextSettings
 
 _SAMPLES = ("", "a photo of a cat", "Wow! 3 dogs  (naïve Ünï) ...", "latin small letter a with acute, " * 40)
 _FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")

@@ -13,7 +13,7 @@ from timm.models import clean_state_dict
 
 from ds_vit.checkpoint.tensors import save_weights
 from ds_vit.fault_tolerance.errors import UserError, first_line
-from ds_vit.models import create_model
+from ds_vit.models.zoo import create_model
 from ds_vit.weights.files import (
     class_names,
     deepspeed_checkpoint,

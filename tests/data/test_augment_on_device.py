@@ -17,12 +17,16 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.functional import pil_modes_mapping
 
 from ds_vit import randomness
-from ds_vit.data import AugmentConfig, ImageConfig, MixConfig, Share, finish_images, finish_targets, open_source
+from ds_vit.config.augmentation import AugmentConfig, MixConfig
 from ds_vit.data.augment import on_device
 from ds_vit.data.augment.colours import as_pixels
 from ds_vit.data.augment.on_device import OPERATIONS, Crop, Cut, CuttingTransform
 from ds_vit.data.augment.steps import Operation, apply, draw, recording
 from ds_vit.data.augment.transforms import train_transform
+from ds_vit.data.device import finish_images, finish_targets
+from ds_vit.data.sampler import Share
+from ds_vit.data.settings import ImageConfig
+from ds_vit.data.sources.datasets import open_source
 from ds_vit.planner.counting import most_allocated
 
 SIZE = (40, 52)

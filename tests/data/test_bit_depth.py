@@ -20,20 +20,14 @@ from tables import write_tables
 from timm.data import ImageDataset
 
 from ds_vit.cli import main
-from ds_vit.data import (
-    AugmentConfig,
-    CaptionKeys,
-    ImageConfig,
-    ImageDecodeError,
-    MixConfig,
-    Share,
-    Source,
-    eval_loader,
-    open_source,
-)
-from ds_vit.data.decode import decode, in_8_bits
-from ds_vit.data.sources.datasets import as_source
-from ds_vit.data.sources.source import headers_of_some
+from ds_vit.config.augmentation import AugmentConfig, MixConfig
+from ds_vit.data.decode import ImageDecodeError, decode, in_8_bits
+from ds_vit.data.loader import eval_loader
+from ds_vit.data.sampler import Share
+from ds_vit.data.settings import ImageConfig
+from ds_vit.data.sources.captions import CaptionKeys
+from ds_vit.data.sources.datasets import as_source, open_source
+from ds_vit.data.sources.source import Source, headers_of_some
 from ds_vit.fault_tolerance.errors import UserError
 
 DEEP = np.random.default_rng(0).integers(0, 65536, (9, 7), dtype=np.uint16)

@@ -21,23 +21,18 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.functional import pil_modes_mapping
 
 from ds_vit import randomness
-from ds_vit.data import (
-    AugmentConfig,
-    CropConfig,
-    ImageConfig,
-    MicroBatch,
-    MixConfig,
-    Share,
-    Source,
-    finish_images,
-    finish_local_images,
-    open_source,
-)
+from ds_vit.config.augmentation import AugmentConfig, MixConfig
 from ds_vit.data.augment import crops as module
 from ds_vit.data.augment.colours import as_pixels
 from ds_vit.data.augment.crops import MultiCrop, view_keys
 from ds_vit.data.augment.steps import apply
-from ds_vit.tasks import Field, Task
+from ds_vit.data.batches import MicroBatch
+from ds_vit.data.device import finish_images, finish_local_images
+from ds_vit.data.sampler import Share
+from ds_vit.data.settings import CropConfig, ImageConfig
+from ds_vit.data.sources.datasets import open_source
+from ds_vit.data.sources.source import Source
+from ds_vit.tasks.task import Field, Task
 
 IMAGE, CROPS = ImageConfig((24, 24)), CropConfig(local_size=16, num_local=3)
 NUM_IMAGES, STEPS = 41, 9  # of 12 samples: 108, of three epochs

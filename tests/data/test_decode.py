@@ -14,11 +14,12 @@ from PIL import Image
 from torchvision.transforms import functional as F
 
 from ds_vit import randomness
-from ds_vit.data import AugmentConfig, ImageConfig, ImageDecodeError
+from ds_vit.config.augmentation import AugmentConfig
 from ds_vit.data import decode as decoding
 from ds_vit.data.augment import colours
 from ds_vit.data.augment.transforms import train_transform
-from ds_vit.data.decode import Jpeg, decode, open_image
+from ds_vit.data.decode import ImageDecodeError, Jpeg, decode, open_image
+from ds_vit.data.settings import ImageConfig
 
 simplejpeg = pytest.importorskip("simplejpeg")
 

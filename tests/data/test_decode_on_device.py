@@ -14,19 +14,15 @@ from micro_batches import load
 from picture_folders import made, smooth_photo
 from PIL import Image
 
-from ds_vit.data import (
-    AugmentConfig,
-    ImageConfig,
-    ImageDecodeError,
-    MicroBatch,
-    MixConfig,
-    Share,
-    decode_on_device,
-    finish_images,
-    open_source,
-)
-from ds_vit.data.decode import decode
+from ds_vit.config.augmentation import AugmentConfig, MixConfig
+from ds_vit.data import decode_on_device
+from ds_vit.data.batches import MicroBatch
+from ds_vit.data.decode import ImageDecodeError, decode
 from ds_vit.data.decode_on_device import TALLY, File, _require_decoder, decode_on
+from ds_vit.data.device import finish_images
+from ds_vit.data.sampler import Share
+from ds_vit.data.settings import ImageConfig
+from ds_vit.data.sources.datasets import open_source
 from ds_vit.fault_tolerance.errors import UserError
 
 pytest.importorskip("simplejpeg")

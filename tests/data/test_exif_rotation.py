@@ -18,19 +18,14 @@ from tables import write_tables
 
 from ds_vit.api import export, predict
 from ds_vit.cli import main
-from ds_vit.data import (
-    AugmentConfig,
-    CropConfig,
-    ImageConfig,
-    MixConfig,
-    Share,
-    Source,
-    eval_loader,
-    finish_images,
-    open_source,
-)
+from ds_vit.config.augmentation import AugmentConfig, MixConfig
 from ds_vit.data.decode import Jpeg, open_image
-from ds_vit.data.sources.datasets import as_source
+from ds_vit.data.device import finish_images
+from ds_vit.data.loader import eval_loader
+from ds_vit.data.sampler import Share
+from ds_vit.data.settings import CropConfig, ImageConfig
+from ds_vit.data.sources.datasets import as_source, open_source
+from ds_vit.data.sources.source import Source
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.tools.predict import embed
 

@@ -12,7 +12,9 @@ import pytest
 from picture_folders import encoded, write_images
 from tables import write_tables
 
-from ds_vit.data import ImageDecodeError, Source, open_source
+from ds_vit.data.decode import ImageDecodeError
+from ds_vit.data.sources.datasets import open_source
+from ds_vit.data.sources.source import Source
 from ds_vit.fault_tolerance.errors import UserError
 
 

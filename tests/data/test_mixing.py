@@ -10,7 +10,7 @@ from timm.data.mixup import Mixup
 from timm.data.random_erasing import RandomErasing
 
 from ds_vit import randomness
-from ds_vit.data import AugmentConfig, MixConfig
+from ds_vit.config.augmentation import AugmentConfig, MixConfig
 from ds_vit.data.augment.draws import seeded
 from ds_vit.data.augment.mixing import ErasingBoxes, PairDraws, PairMix, erase, mix_images, mix_targets
 

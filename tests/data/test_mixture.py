@@ -13,7 +13,9 @@ from PIL import Image
 from shards import write_shard
 
 from ds_vit.config.parser import from_values
-from ds_vit.data import SampleOrder, mixed, open_source
+from ds_vit.data.sampler import SampleOrder
+from ds_vit.data.sources.combined import mixed
+from ds_vit.data.sources.datasets import open_source
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.training.resolve.data import _open_sources
 

@@ -18,24 +18,21 @@ from picture_folders import encoded, made
 from shards import write_shard
 
 from ds_vit import config as flags
+from ds_vit.config.augmentation import AugmentConfig, MixConfig
 from ds_vit.config.schema import names_of_task
-from ds_vit.data import (
-    AugmentConfig,
-    CaptionKeys,
-    ImageConfig,
-    ImageDecodeError,
-    MixConfig,
-    NoSuchSplit,
-    Share,
-    Source,
-    build_tokenizer,
-    eval_loader,
-    open_source,
-)
+from ds_vit.data.decode import ImageDecodeError
+from ds_vit.data.loader import eval_loader
+from ds_vit.data.sampler import Share
+from ds_vit.data.settings import ImageConfig
 from ds_vit.data.sources import shard_index
+from ds_vit.data.sources.captions import CaptionKeys
+from ds_vit.data.sources.datasets import open_source
+from ds_vit.data.sources.source import NoSuchSplit, Source
+from ds_vit.data.text import build_tokenizer
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.tasks import TASKS, Task
+from ds_vit.tasks import TASKS
 from ds_vit.tasks.classification import Classification
+from ds_vit.tasks.task import Task
 from ds_vit.training.resolve.data import _open_sources
 
 NUM_PAIRS = 14

@@ -11,7 +11,12 @@ from picture_folders import made
 from PIL import Image
 from tables import write_tables
 
-from ds_vit.data import AugmentConfig, ImageConfig, MixConfig, SampleOrder, Share, Source, open_source, train_loader
+from ds_vit.config.augmentation import AugmentConfig, MixConfig
+from ds_vit.data.loader import train_loader
+from ds_vit.data.sampler import SampleOrder, Share
+from ds_vit.data.settings import ImageConfig
+from ds_vit.data.sources.datasets import open_source
+from ds_vit.data.sources.source import Source
 from ds_vit.monitoring.progress import Line
 from ds_vit.tools.shards import Packing, make_shards
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_vit import randomness
-from ds_vit.data import SampleOrder, Share, evaluation_rows, num_evaluation_batches
+from ds_vit.data.sampler import SampleOrder, Share, evaluation_rows, num_evaluation_batches
 
 ORDERS = st.builds(
     lambda batch, extra, seed: SampleOrder(batch + extra, batch, seed),

@@ -6,7 +6,8 @@ import pytest
 from timm.data.auto_augment import augment_and_mix_transform, auto_augment_transform, rand_augment_transform
 
 from ds_vit.config import augmentation
-from ds_vit.data import AugmentConfig, ImageConfig, MixConfig
+from ds_vit.config.augmentation import AugmentConfig, MixConfig
+from ds_vit.data.settings import ImageConfig
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,9 @@ import pytest
 from picture_folders import encoded, noise
 from shards import write_shard
 
-from ds_vit.data import CaptionKeys, open_source
 from ds_vit.data.sources import shard_index, tars
+from ds_vit.data.sources.captions import CaptionKeys
+from ds_vit.data.sources.datasets import open_source
 from ds_vit.data.sources.shards import expand_braces
 from ds_vit.data.sources.source import one_at_a_time
 from ds_vit.fault_tolerance.errors import UserError

@@ -20,7 +20,9 @@ from timm.data.readers.reader_image_folder import ReaderImageFolder
 from timm.data.readers.reader_image_in_tar import ReaderImageInTar
 from timm.utils.misc import natural_key as timm_key
 
-from ds_vit.data import CaptionKeys, ImageDecodeError, open_source
+from ds_vit.data.decode import ImageDecodeError
+from ds_vit.data.sources.captions import CaptionKeys
+from ds_vit.data.sources.datasets import open_source
 from ds_vit.data.sources.folders import find_images
 from ds_vit.data.sources.source import natural_key
 from ds_vit.fault_tolerance.errors import UserError

@@ -15,23 +15,18 @@ from micro_batches import in_global_order, load
 from PIL import Image
 from token_files import write_tokenizer
 
-from ds_vit.data import (
-    AugmentConfig,
-    ImageConfig,
-    MixConfig,
-    Share,
-    Source,
-    build_tokenizer,
-    default_context_length,
-    describe_cut_captions,
-    eval_loader,
-    finish_texts,
-    mixed,
-    open_source,
-)
+from ds_vit.config.augmentation import AugmentConfig, MixConfig
 from ds_vit.data.decode import undecodable
+from ds_vit.data.device import finish_texts
+from ds_vit.data.loader import eval_loader
+from ds_vit.data.sampler import Share
+from ds_vit.data.settings import ImageConfig
 from ds_vit.data.sources.captions import Captions
+from ds_vit.data.sources.combined import mixed
+from ds_vit.data.sources.datasets import open_source
 from ds_vit.data.sources.glyphs import drawn, read_names
+from ds_vit.data.sources.source import Source
+from ds_vit.data.text import build_tokenizer, default_context_length, describe_cut_captions
 from ds_vit.fault_tolerance.errors import UserError
 
 BYTES = build_tokenizer("bytes", 24)

@@ -402,7 +402,7 @@ def test_zero3s_linear_map_adds_the_bias_to_a_rounded_product():
     from deepspeed.runtime.zero import linear
 
     from ds_vit.engine.patches.process import plain_linear_at_zero3
-    from ds_vit.models import recompute_selectively
+    from ds_vit.models.checkpointing import recompute_selectively
 
     # As shipped, whatever a run of this process has done to it; at the end the class that DeepSpeed's own code uses.
     spec = importlib.util.spec_from_file_location("linear_as_shipped", linear.__file__)

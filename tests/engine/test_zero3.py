@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_vit.engine import zero3
 from ds_vit.engine.zero3 import ZeroUnits
-from ds_vit.models import Layer
+from ds_vit.models.layers import Layer
 
 STEPS, ROWS, WIDTH = 3, 6, 5
 JSON = {"memory_efficient_linear": False, "contiguous_gradients": False}  # as build_engine.py and base.py set

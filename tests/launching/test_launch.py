@@ -21,7 +21,7 @@ from curves import assert_same_curve, read_rows, train_in
 from project import ON_CPU, ROOT, project_files, wait_until
 
 from ds_vit import config
-from ds_vit.data import build_tokenizer
+from ds_vit.data.text import build_tokenizer
 from ds_vit.launching.ports import free_port
 
 pytestmark = pytest.mark.slow

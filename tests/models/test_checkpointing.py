@@ -10,9 +10,10 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from torch.utils.flop_counter import FlopCounterMode
 from vits import KINDS, images, our_model, shake, small_image_size, small_spec
 
-from ds_vit.models import BlockLayer, create_model, recompute_all, recompute_selectively, run_layers, take_apart
-from ds_vit.models.checkpointing import _policy, recompute_from_host_memory
-from ds_vit.models.sequential import BlockRun
+from ds_vit.models.checkpointing import _policy, recompute_all, recompute_from_host_memory, recompute_selectively
+from ds_vit.models.layers import BlockLayer, take_apart
+from ds_vit.models.sequential import BlockRun, run_layers
+from ds_vit.models.zoo import create_model
 from ds_vit.planner.counting import kept_by_layers, layer_costs, saved_bytes
 
 MODES = {

@@ -8,7 +8,9 @@ import torch
 from timm.models import Eva, VisionTransformer, VisionTransformerDistilled
 from vits import KINDS, different_names, images, our_model, small_image_size, small_spec, timm_model
 
-from ds_vit.models import ModelSpec, create_model, supported_names, take_apart, timm_names
+from ds_vit.models.layers import take_apart
+from ds_vit.models.sequential import timm_names
+from ds_vit.models.zoo import ModelSpec, create_model, supported_names
 
 # Why a name of timm that sounds like a ViT is refused. The classes have a forward of their own.
 NOT_COVERED = {

@@ -8,9 +8,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from vits import KINDS, images, our_model, shake, small_image_size, small_spec
 
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.models import compute_kept, create_model, kept_rows
-from ds_vit.models.kept_rows import KeptDropPath, check_kept, count_kept, find_rows, pays
+from ds_vit.models import kept_rows
+from ds_vit.models.kept_rows import KeptDropPath, check_kept, compute_kept, count_kept, find_rows, pays
 from ds_vit.models.keyed_drop import Together, hash_together
+from ds_vit.models.zoo import create_model
 from ds_vit.planner.counting import saved_bytes
 from ds_vit.tools.counting import count_step
 

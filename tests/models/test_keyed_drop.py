@@ -12,7 +12,6 @@ from torch import nn
 from vits import KINDS, images, our_model, small_spec, timm_model
 
 from ds_vit import randomness
-from ds_vit.models import create_model, take_apart
 from ds_vit.models.keyed_drop import (
     KeyedDrop,
     KeyedDropout,
@@ -23,6 +22,8 @@ from ds_vit.models.keyed_drop import (
     replace_drops,
     sample_keys,
 )
+from ds_vit.models.layers import take_apart
+from ds_vit.models.zoo import create_model
 
 MANY = 20_000
 KEYS = torch.arange(MANY) * 7919 + 11

@@ -12,8 +12,11 @@ import torch
 from torch import nn
 from vits import KINDS, different_names, small_spec, timm_state_dict
 
-from ds_vit.models import SequentialViT, create_model, initialise, take_apart
 from ds_vit.models import keyed_init as module_under_test
+from ds_vit.models.keyed_init import initialise
+from ds_vit.models.layers import take_apart
+from ds_vit.models.sequential import SequentialViT
+from ds_vit.models.zoo import create_model
 
 # timm's own init_weights does not reach the stems of these: resnet's constructor draws once and for all. They hold
 # BatchNorm, so they are only ever evaluated, with weights from a file.

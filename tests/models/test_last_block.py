@@ -7,8 +7,8 @@ from timm.layers import set_fused_attn
 from torch.utils.flop_counter import FlopCounterMode
 from vits import images, our_model, shake, small_spec
 
-from ds_vit.models import compute_class_token, compute_kept
-from ds_vit.models.last_block import ClassTokenBlock
+from ds_vit.models.kept_rows import compute_kept
+from ds_vit.models.last_block import ClassTokenBlock, compute_class_token
 
 BATCH = 4
 READS_ALL = {"average pooling": "vit_base_patch16_rpn_224", "attention pooling": "vit_base_patch16_siglip_224"}

@@ -17,26 +17,22 @@ from vits import timm_state_dict
 
 from ds_vit import randomness
 from ds_vit.engine.layer_norms import layers_of as health_layers
-from ds_vit.models import (
-    AutoencoderSettings,
-    BlockLayer,
-    ModelSpec,
-    SequentialViT,
-    create_autoencoder,
-    create_model,
-    decoder_names,
-    frozen_names,
-    initialise,
-    masked_patches,
-    no_weight_decay_names,
-    take_apart,
-    timm_names,
-)
 from ds_vit.models.keyed_drop import sample_keys
-from ds_vit.models.layers import DecoderBlockLayer, EmbedLayer
-from ds_vit.models.masked_autoencoder import BridgeLayer, PaintLayer
+from ds_vit.models.keyed_init import initialise
+from ds_vit.models.layers import BlockLayer, DecoderBlockLayer, EmbedLayer, take_apart
+from ds_vit.models.masked_autoencoder import (
+    AutoencoderSettings,
+    BridgeLayer,
+    PaintLayer,
+    create_autoencoder,
+    decoder_names,
+    masked_patches,
+)
+from ds_vit.models.param_groups import frozen_names, no_weight_decay_names
+from ds_vit.models.sequential import SequentialViT, timm_names
+from ds_vit.models.zoo import ModelSpec, create_model
 from ds_vit.optim.rate_factors import layer_scales
-from ds_vit.parallel.tensor import check_cut, legal_degrees
+from ds_vit.parallel.tensor.cut import check_cut, legal_degrees
 from ds_vit.planner.counting import count_flops, layer_costs
 from ds_vit.planner.pipeline import balance
 

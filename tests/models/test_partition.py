@@ -8,7 +8,10 @@ import pytest
 import torch
 from vits import KINDS, small_spec, timm_state_dict
 
-from ds_vit.models import ModelSpec, SequentialViT, create_model, initialise, num_parameters, take_apart
+from ds_vit.models.keyed_init import initialise
+from ds_vit.models.layers import take_apart
+from ds_vit.models.sequential import SequentialViT
+from ds_vit.models.zoo import ModelSpec, create_model, num_parameters
 
 
 def fresh(spec: ModelSpec, dtype: torch.dtype, on_layer=None) -> SequentialViT:

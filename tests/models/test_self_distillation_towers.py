@@ -5,19 +5,20 @@ import timm
 import torch
 from runs import KINDS
 
-from ds_vit.models import (
-    MAIN_TOWER,
-    HeadSettings,
-    ModelSpec,
-    SequentialViT,
-    compute_class_token,
-    create_self_distillation,
-    initialise,
-    take_apart_towers,
-    tower_of,
-)
 from ds_vit.models.keyed_drop import KeyedDrop
-from ds_vit.models.self_distillation import HEAD, TEACHER, TEACHER_HEAD, count_crops
+from ds_vit.models.keyed_init import initialise
+from ds_vit.models.last_block import compute_class_token
+from ds_vit.models.layers import MAIN_TOWER, take_apart_towers, tower_of
+from ds_vit.models.self_distillation import (
+    HEAD,
+    TEACHER,
+    TEACHER_HEAD,
+    HeadSettings,
+    count_crops,
+    create_self_distillation,
+)
+from ds_vit.models.sequential import SequentialViT
+from ds_vit.models.zoo import ModelSpec
 from ds_vit.planner.counting import count_flops, kept_by_layers
 
 SETTINGS = HeadSettings(prototypes=12, hidden_dim=16, bottleneck_dim=8)

@@ -8,17 +8,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from vits import KINDS, images, our_model, small_spec, timm_model, timm_state_dict
 
-from ds_vit.models import (
-    BlockLayer,
-    SequentialViT,
-    create_model,
-    freeze,
-    frozen_names,
-    initialise,
-    take_apart,
-    timm_names,
-)
-from ds_vit.models.layers import EmbedLayer, HeadLayer
+from ds_vit.models.keyed_init import initialise
+from ds_vit.models.layers import BlockLayer, EmbedLayer, HeadLayer, take_apart
+from ds_vit.models.param_groups import freeze, frozen_names
+from ds_vit.models.sequential import SequentialViT, timm_names
+from ds_vit.models.zoo import create_model
 
 TINY = small_spec("vit_tiny_patch16_224")
 

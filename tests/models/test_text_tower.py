@@ -6,22 +6,13 @@ import pytest
 import torch
 
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.models import (
-    TEXT_MODELS,
-    ModelSpec,
-    SequentialViT,
-    TextSettings,
-    create_contrastive_model,
-    initialise,
-    no_weight_decay_names,
-    num_parameters,
-    take_apart_towers,
-    text_settings,
-    timm_names,
-    tower_of,
-)
-from ds_vit.models.layers import chain_towers
-from ds_vit.parallel.tensor import check_cut, legal_degrees
+from ds_vit.models.keyed_init import initialise
+from ds_vit.models.layers import chain_towers, take_apart_towers, tower_of
+from ds_vit.models.param_groups import no_weight_decay_names
+from ds_vit.models.sequential import SequentialViT, timm_names
+from ds_vit.models.text_tower import TEXT_MODELS, TextSettings, create_contrastive_model, text_settings
+from ds_vit.models.zoo import ModelSpec, num_parameters
+from ds_vit.parallel.tensor.cut import check_cut, legal_degrees
 from ds_vit.planner.counting import count_flops, layer_costs
 
 SPEC = ModelSpec("vit_tiny_patch16_224", img_size=16, model_kwargs={"patch_size": 8, "embed_dim": 24, "depth": 2})

@@ -8,17 +8,9 @@ import torch
 from timm.optim import param_groups_weight_decay
 from vits import KINDS, our_model, small_spec, timm_model
 
-from ds_vit.models import (
-    ModelSpec,
-    create_model,
-    freeze,
-    frozen_names,
-    image_size,
-    names_and_shapes,
-    no_weight_decay_names,
-    take_apart,
-)
-from ds_vit.models.param_groups import classifier_names
+from ds_vit.models.layers import take_apart
+from ds_vit.models.param_groups import classifier_names, freeze, frozen_names, no_weight_decay_names
+from ds_vit.models.zoo import ModelSpec, create_model, image_size, names_and_shapes
 from ds_vit.planner.counting import count_flops
 
 

@@ -22,7 +22,7 @@ from run_folders import EVIL, Tags, page_of
 from runs import DIGITS, ONE_BLOCK, run_quietly
 
 from ds_vit import cli
-from ds_vit.data import ImageConfig
+from ds_vit.data.settings import ImageConfig
 from ds_vit.monitoring import report
 from ds_vit.monitoring.gradient_health import HIGHEST, LOWEST
 from ds_vit.monitoring.report.panels import class_panels, gradients, table

@@ -12,16 +12,11 @@ from PIL import Image
 from run_folders import Tags, page_of, write_run
 
 from ds_vit.config.augmentation import AugmentConfig, MixConfig
-from ds_vit.data import (
-    CropConfig,
-    ImageConfig,
-    SampleOrder,
-    Share,
-    finish_images,
-    finish_local_images,
-    open_source,
-    train_loader,
-)
+from ds_vit.data.device import finish_images, finish_local_images
+from ds_vit.data.loader import train_loader
+from ds_vit.data.sampler import SampleOrder, Share
+from ds_vit.data.settings import CropConfig, ImageConfig
+from ds_vit.data.sources.datasets import open_source
 from ds_vit.monitoring.sheets import TrainingSheet, save_sheet
 
 

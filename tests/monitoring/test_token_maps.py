@@ -14,8 +14,11 @@ from curves import train_in
 from PIL import Image
 from project import ROOT
 
-from ds_vit.data import Source, across_classes
-from ds_vit.models import SequentialViT, compiled, take_apart
+from ds_vit.data.sources.combined import across_classes
+from ds_vit.data.sources.source import Source
+from ds_vit.models import compiled
+from ds_vit.models.layers import take_apart
+from ds_vit.models.sequential import SequentialViT
 from ds_vit.monitoring import token_maps
 
 RUN = [*("--model", oracle.MODEL, *oracle.kwargs_words(), "--img-size", 16, "--dataset", "digits", "--workers", 0)]

@@ -13,7 +13,7 @@ from runs import DIGITS, refusal
 from safetensors.torch import load_file
 from seam_tasks import WithRates
 
-from ds_vit.models import ModelSpec, create_model
+from ds_vit.models.zoo import ModelSpec, create_model
 from ds_vit.optim.rate_factors import layer_scales, rate_factors
 from ds_vit.tasks.schedules import cosine
 

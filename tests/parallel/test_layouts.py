@@ -21,7 +21,8 @@ from runs import run_quietly
 from safetensors.torch import load_file
 from torchvision.transforms.functional import normalize, to_tensor
 
-from ds_vit.data import SampleOrder, open_source
+from ds_vit.data.sampler import SampleOrder
+from ds_vit.data.sources.datasets import open_source
 
 # A wrong factor shows in the first step or, in the optimizer's state, in the second or third.
 GLOBAL_BATCH, STEPS = 24, 4

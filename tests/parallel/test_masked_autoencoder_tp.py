@@ -9,10 +9,10 @@ import torch
 from autoencoders import SETTINGS, autoencoder, batch_of, layers_of, loss_of
 from tp_models import close, cut_copies, tensor_parallel, whole_gradients
 
-from ds_vit.models import SequentialViT
 from ds_vit.models.layers import DecoderBlockLayer, TokenCount
 from ds_vit.models.masked_autoencoder import BridgeLayer
-from ds_vit.parallel.tensor import check_cut
+from ds_vit.models.sequential import SequentialViT
+from ds_vit.parallel.tensor.cut import check_cut
 
 # 4 kept of 16 patches, and 0, 1 or 5 tokens before them: 2 and 3 ranks share hardly any of these counts evenly.
 KINDS = {

@@ -20,7 +20,7 @@ from tp_models import (
     whole_layers,
 )
 
-from ds_vit.models import recompute_all, recompute_selectively
+from ds_vit.models.checkpointing import recompute_all, recompute_selectively
 
 pytestmark = pytest.mark.slow
 

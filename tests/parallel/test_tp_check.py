@@ -7,8 +7,8 @@ import torch
 from timm.layers import SimpleNorm
 from torch import nn
 
-from ds_vit.models import ModelSpec, create_model
-from ds_vit.parallel.tensor import check_cut, legal_degrees
+from ds_vit.models.zoo import ModelSpec, create_model
+from ds_vit.parallel.tensor.cut import check_cut, legal_degrees
 
 
 def model_of(name: str, **kwargs) -> nn.Module:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from tp_models import from_all_ranks, tensor_parallel
 
-from ds_vit.parallel.tensor import gather_logits, log_softmax, own_classes, pays
+from ds_vit.parallel.tensor.class_parallel import gather_logits, log_softmax, own_classes, pays
 from ds_vit.tasks.distillation import hard_loss, soft_loss
 from ds_vit.tasks.losses import build_loss, class_parallel_loss
 

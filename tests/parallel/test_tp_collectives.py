@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tp_models import tensor_parallel
 
-from ds_vit.parallel.tensor import TensorSlice, assemble
 from ds_vit.parallel.tensor.collectives import (
     copy_to_region,
     gather_to_region,
@@ -17,6 +16,7 @@ from ds_vit.parallel.tensor.collectives import (
     scatter_from_region,
     split_tokens,
 )
+from ds_vit.parallel.tensor.slices import TensorSlice, assemble
 
 TOKENS = 7  # 3 ranks hold 3, 3 and 1
 

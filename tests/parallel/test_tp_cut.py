@@ -22,8 +22,13 @@ from tp_models import (
     whole_layers,
 )
 
-from ds_vit.models import BlockLayer, CheckpointFunction, SequentialViT, recompute_all
-from ds_vit.parallel.tensor import TensorParallel, assemble, cut, cut_layer, region
+from ds_vit.models.checkpointing import CheckpointFunction, recompute_all
+from ds_vit.models.layers import BlockLayer
+from ds_vit.models.sequential import SequentialViT
+from ds_vit.parallel.tensor import cut, region
+from ds_vit.parallel.tensor.collectives import TensorParallel
+from ds_vit.parallel.tensor.cut import cut_layer
+from ds_vit.parallel.tensor.slices import assemble
 
 # Whole on every rank, of all that is two-dimensional in a block or a pooling head.
 WHOLE_MATRICES = ("latent",)

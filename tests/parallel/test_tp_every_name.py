@@ -9,8 +9,10 @@ import torch
 from tp_models import cut_copies, tensor_parallel, whole_layers
 from vits import different_names, what_it_computes
 
-from ds_vit.models import ModelSpec, SequentialViT, create_model
-from ds_vit.parallel.tensor import check_cut, gather_logits, legal_degrees
+from ds_vit.models.sequential import SequentialViT
+from ds_vit.models.zoo import ModelSpec, create_model
+from ds_vit.parallel.tensor.class_parallel import gather_logits
+from ds_vit.parallel.tensor.cut import check_cut, legal_degrees
 
 NUM_CLASSES = 10
 CHUNKS = 4

@@ -18,8 +18,8 @@ from tp_models import (
     whole_layers,
 )
 
-from ds_vit.models import SequentialViT
-from ds_vit.parallel.tensor import gather_logits
+from ds_vit.models.sequential import SequentialViT
+from ds_vit.parallel.tensor.class_parallel import gather_logits
 from ds_vit.tasks.losses import build_loss, class_parallel_loss
 
 SAMPLES = 2

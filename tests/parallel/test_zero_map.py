@@ -54,7 +54,7 @@ def look(argv, weights, exact, break_=None):
             for view in shard.views():
                 view.add_(1.0)
     zero_map.refresh()
-    from ds_vit.models import timm_names
+    from ds_vit.models.sequential import timm_names
 
     names = timm_names(engine.module)
     with engine.units.gathered() if engine.units else contextlib.nullcontext():

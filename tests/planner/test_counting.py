@@ -7,14 +7,10 @@ import itertools
 import pytest
 import torch
 
-from ds_vit.models import (
-    ModelSpec,
-    SequentialViT,
-    cast_block_buffers,
-    create_model,
-    norms_in_fp32,
-    take_apart,
-)
+from ds_vit.models.dtypes import cast_block_buffers, norms_in_fp32
+from ds_vit.models.layers import take_apart
+from ds_vit.models.sequential import SequentialViT
+from ds_vit.models.zoo import ModelSpec, create_model
 from ds_vit.planner import counting
 from ds_vit.planner.counting import count_flops, kept_by_layers, layer_costs, saved_bytes
 

@@ -21,8 +21,8 @@ from timm.layers import DiffAttention
 from timm.models.vision_transformer import DiffParallelScalingBlock
 from torch.utils.flop_counter import flop_registry
 
-from ds_vit.models import ModelSpec, TimmViT, create_model, num_parameters, supported_names
 from ds_vit.models.large_sizes import SIZES
+from ds_vit.models.zoo import ModelSpec, TimmViT, create_model, num_parameters, supported_names
 from ds_vit.planner.counting import count_flops
 
 FILE = Path(__file__).parents[1] / "support" / "published_counts.csv"

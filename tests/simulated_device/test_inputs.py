@@ -20,21 +20,17 @@ from PIL import Image
 
 import simulated_device
 from ds_vit import randomness
-from ds_vit.data import (
-    AugmentConfig,
-    ImageConfig,
-    MicroBatch,
-    MixConfig,
-    Share,
-    finish_images,
-    finish_targets,
-    open_source,
-)
+from ds_vit.config.augmentation import AugmentConfig, MixConfig
 from ds_vit.data import decode_on_device as decoding
 from ds_vit.data.augment import on_device as augmentation
 from ds_vit.data.augment.mixing import PairMix
 from ds_vit.data.augment.steps import Operation
 from ds_vit.data.augment.transforms import TrainTransform, train_transform
+from ds_vit.data.batches import MicroBatch
+from ds_vit.data.device import finish_images, finish_targets
+from ds_vit.data.sampler import Share
+from ds_vit.data.settings import ImageConfig
+from ds_vit.data.sources.datasets import open_source
 from ds_vit.training.inputs import InputPipeline
 from simulated_device import NAME, on_device
 

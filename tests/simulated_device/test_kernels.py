@@ -19,7 +19,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from vits import KINDS, small_image_size, small_spec
 
-from ds_vit.models import BlockLayer, Layer, create_model, take_apart
+from ds_vit.models.layers import BlockLayer, Layer, take_apart
+from ds_vit.models.zoo import create_model
 from ds_vit.planner.counting import kept_by_layers
 
 # The others differ outside their blocks.

@@ -7,16 +7,10 @@ from typing import Any
 import torch
 from vits import KINDS, shake, small_kwargs
 
-from ds_vit.models import (
-    AutoencoderSettings,
-    Layer,
-    MaskedAutoencoder,
-    ModelSpec,
-    create_autoencoder,
-    create_model,
-    initialise,
-    take_apart,
-)
+from ds_vit.models.keyed_init import initialise
+from ds_vit.models.layers import Layer, take_apart
+from ds_vit.models.masked_autoencoder import AutoencoderSettings, MaskedAutoencoder, create_autoencoder
+from ds_vit.models.zoo import ModelSpec, create_model
 from ds_vit.tasks.losses import MaskedPatchLoss
 
 SETTINGS = AutoencoderSettings(decoder_dim=48, decoder_depth=2, decoder_heads=6)

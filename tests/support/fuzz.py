@@ -42,8 +42,8 @@ from ranks import RankPool
 from safetensors.torch import save_file
 
 from ds_vit.fault_tolerance import exit_codes
-from ds_vit.models import ModelSpec, create_model
-from ds_vit.parallel.tensor import legal_degrees
+from ds_vit.models.zoo import ModelSpec, create_model
+from ds_vit.parallel.tensor.cut import legal_degrees
 
 MAX_ATTEMPTS = 12
 """Draws of a combination or a layout, refused ones included, before the fuzz itself is taken to be wrong."""

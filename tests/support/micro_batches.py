@@ -7,7 +7,10 @@ from typing import Any
 
 import torch
 
-from ds_vit.data import MicroBatch, SampleOrder, Share, Source, train_loader
+from ds_vit.data.batches import MicroBatch
+from ds_vit.data.loader import train_loader
+from ds_vit.data.sampler import SampleOrder, Share
+from ds_vit.data.sources.source import Source
 
 
 def load(

@@ -16,7 +16,7 @@ def train_and_watch(argv: list[str]) -> tuple[int, dict[str, int]]:
     import torch
     from torch.profiler import ProfilerActivity, profile
 
-    from ds_vit.models import BlockLayer
+    from ds_vit.models.layers import BlockLayer
     from ds_vit.train import main
     from ds_vit.training import build
     from ds_vit.training.trainer import Trainer

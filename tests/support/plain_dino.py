@@ -28,12 +28,17 @@ from safetensors.torch import load_file, save_file
 from ds_vit import randomness
 from ds_vit.checkpoint.load import tensors_of_json
 from ds_vit.config import RunConfig
-from ds_vit.data import CropConfig, ImageConfig, SampleOrder, open_source
 from ds_vit.data.augment.block_masks import block_masks
 from ds_vit.data.augment.crops import MultiCrop
+from ds_vit.data.sampler import SampleOrder
+from ds_vit.data.settings import CropConfig, ImageConfig
+from ds_vit.data.sources.datasets import open_source
 from ds_vit.engine.plain import PlainContext, PlainEngine
-from ds_vit.models import HeadSettings, ModelSpec, create_self_distillation, initialise, take_apart_towers, tower_of
 from ds_vit.models.keyed_drop import KeyedDrop, replace_drops, sample_keys
+from ds_vit.models.keyed_init import initialise
+from ds_vit.models.layers import take_apart_towers, tower_of
+from ds_vit.models.self_distillation import HeadSettings, create_self_distillation
+from ds_vit.models.zoo import ModelSpec
 from ds_vit.optim.ema import TeacherAverage
 from ds_vit.tasks.self_distillation import SelfDistillation
 from ds_vit.training.checkpoint_manager import CheckpointManager

@@ -15,11 +15,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from ds_vit import tasks
-from ds_vit.models import create_model
-from ds_vit.models.layers import chain_towers
-from ds_vit.tasks import MAIN_TOWER, Coupled
+from ds_vit.models.layers import MAIN_TOWER, chain_towers
+from ds_vit.models.zoo import create_model
 from ds_vit.tasks.classification import Classification
 from ds_vit.tasks.schedules import cosine
+from ds_vit.tasks.task import Coupled
 
 
 def contrastive(left, right):

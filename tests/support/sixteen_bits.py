@@ -96,7 +96,7 @@ def batches_of(task: str, seed: int, steps: int) -> list[dict[str, torch.Tensor]
     """Random global batches, with the masks that follow from the keys of their samples."""
     from ds_vit import randomness
     from ds_vit.data.augment.block_masks import block_masks
-    from ds_vit.models import masked_patches
+    from ds_vit.models.masked_autoencoder import masked_patches
 
     generator, size = torch.Generator().manual_seed(1000 + seed), plain_loops.SIZE
     grid, batches = size // plain_loops.VIT["patch_size"], []
@@ -324,7 +324,7 @@ def _rows(batch: Tensors, rows: range, dtype: torch.dtype) -> dict[str, torch.Te
 
 def _whole(parts: Iterable[tuple[Any, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Name → whole tensor, of all ranks' segments."""
-    from ds_vit.parallel.tensor import assemble_flat
+    from ds_vit.parallel.tensor.slices import assemble_flat
 
     descriptions: dict[str, Any] = {}
     slices: dict[str, dict[int, torch.Tensor]] = {}

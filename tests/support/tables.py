@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ds_vit.data import Source
+from ds_vit.data.sources.source import Source
 
 NUM_FILES = 2
 

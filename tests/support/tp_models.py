@@ -9,8 +9,13 @@ import torch
 import torch.distributed as dist
 from vits import shake
 
-from ds_vit.models import CheckpointFunction, Layer, ModelSpec, create_model, initialise, take_apart
-from ds_vit.parallel.tensor import TensorParallel, assemble, cut_layer
+from ds_vit.models.checkpointing import CheckpointFunction
+from ds_vit.models.keyed_init import initialise
+from ds_vit.models.layers import Layer, take_apart
+from ds_vit.models.zoo import ModelSpec, create_model
+from ds_vit.parallel.tensor.collectives import TensorParallel
+from ds_vit.parallel.tensor.cut import cut_layer
+from ds_vit.parallel.tensor.slices import assemble
 
 WIDTH = {"depth": 2, "embed_dim": 48, "num_heads": 6, "mlp_ratio": 3.0}  # heads and hidden size divide by 2 and by 3
 

@@ -10,7 +10,10 @@ import timm
 import torch
 from torch import nn
 
-from ds_vit.models import Layer, ModelSpec, SequentialViT, create_model, initialise, supported_names, take_apart
+from ds_vit.models.keyed_init import initialise
+from ds_vit.models.layers import Layer, take_apart
+from ds_vit.models.sequential import SequentialViT
+from ds_vit.models.zoo import ModelSpec, create_model, supported_names
 
 # One name for each kind of thing that a block, an embedding or a head can be made of.
 KINDS = {

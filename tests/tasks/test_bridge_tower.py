@@ -13,8 +13,8 @@ from project import write_config
 from runs import refusal, resolved
 from safetensors.torch import load_file
 
-from ds_vit.models import no_weight_decay_names
 from ds_vit.models.bridge_tower import create_bridge_tower
+from ds_vit.models.param_groups import no_weight_decay_names
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
@@ -61,7 +61,8 @@ def test_weight_decay_is_that_of_transformers_except_for_vectors(folder):
 @pytest.fixture(scope="module")
 def by_transformers(folder, tmp_path_factory):
     """Rows and weights of transformers' model under torch's SGD, each global batch in one piece."""
-    from ds_vit.data import finish_images, finish_texts, train_loader
+    from ds_vit.data.device import finish_images, finish_texts
+    from ds_vit.data.loader import train_loader
     from ds_vit.training.build import input_config
 
     run = resolved(command(tmp_path_factory.mktemp("alone") / "run", folder, 1, 1, 0))
@@ -190,7 +191,7 @@ def test_transformers_loads_the_export(ranks, tmp_path, dropping):
 
 def test_draws_initial_values_without_pretrained(folder, tmp_path):
     # Catches: a parameter or a table that transformers' initialisation would leave unset.
-    from ds_vit.models import initialise
+    from ds_vit.models.keyed_init import initialise
 
     run = resolved([word for word in command(tmp_path / "run", folder, 1, 1, 0) if word != "--pretrained"])
     [layer] = run.model.task.layers(run.model.whole)

@@ -22,7 +22,9 @@ from safetensors.torch import load_file, save_file
 
 from ds_vit.config.timm_flags import timm_answer
 from ds_vit.engine.patches.process import tf32_products
-from ds_vit.models import ModelSpec, TextSettings, create_contrastive_model, frozen_names
+from ds_vit.models.param_groups import frozen_names
+from ds_vit.models.text_tower import TextSettings, create_contrastive_model
+from ds_vit.models.zoo import ModelSpec
 from ds_vit.tasks import contrastive_loss
 from ds_vit.tasks.contrastive import Clip, SigLip
 from ds_vit.tasks.contrastive_loss import ROWS_AT_ONCE, clip_loss, siglip_loss
@@ -282,8 +284,12 @@ def layers_above(name):
 
 def train_plainly(argv, *, lr, clip, bound):
     """Losses and norms of torch's AdamW, open_clip's loss and the towers, without DeepSpeed."""
-    from ds_vit.data import finish_images, finish_texts, train_loader
-    from ds_vit.models import SequentialViT, initialise, no_weight_decay_names, timm_names, tower_of
+    from ds_vit.data.device import finish_images, finish_texts
+    from ds_vit.data.loader import train_loader
+    from ds_vit.models.keyed_init import initialise
+    from ds_vit.models.layers import tower_of
+    from ds_vit.models.param_groups import no_weight_decay_names
+    from ds_vit.models.sequential import SequentialViT, timm_names
     from ds_vit.training.build import input_config
 
     run = resolved(argv)

@@ -23,7 +23,7 @@ from timm.optim import param_groups_weight_decay
 from timm.task import FeatureDistillationTask, LogitDistillationTask, TokenDistillationTask
 
 from ds_vit.checkpoint.folder import newest, open_checkpoint
-from ds_vit.models import initialise
+from ds_vit.models.keyed_init import initialise
 from ds_vit.tasks.distillation import loss_weights
 from ds_vit.training.build import input_config
 from ds_vit.training.inputs import InputPipeline
@@ -249,7 +249,7 @@ def test_a_run_resumes_in_another_layout_without_the_teacher_in_its_files(ranks,
 
 def teacher_in_training_mode():
     """Its dropout draws."""
-    from ds_vit.models import Layer
+    from ds_vit.models.layers import Layer
 
     return mock.patch.object(Layer, "train", torch.nn.Module.train)
 

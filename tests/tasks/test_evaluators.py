@@ -19,11 +19,14 @@ from sklearn.preprocessing import StandardScaler
 from vits import timm_state_dict
 
 from ds_vit import config as flags
-from ds_vit.data import evaluation_rows, num_evaluation_batches, open_source
+from ds_vit.data.sampler import evaluation_rows, num_evaluation_batches
+from ds_vit.data.sources.datasets import open_source
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.models import SequentialViT, initialise, take_apart
-from ds_vit.tasks import FeatureBank, evaluators
-from ds_vit.tasks.evaluators import LinearProbe, NearestNeighbours, chosen_evaluators
+from ds_vit.models.keyed_init import initialise
+from ds_vit.models.layers import take_apart
+from ds_vit.models.sequential import SequentialViT
+from ds_vit.tasks import evaluators
+from ds_vit.tasks.evaluators import FeatureBank, LinearProbe, NearestNeighbours, chosen_evaluators
 from ds_vit.tools.evaluate import main as evaluate_main
 
 CLASSES, ROWS = 5, 7

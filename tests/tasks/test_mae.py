@@ -21,10 +21,13 @@ from safetensors.torch import load_file
 from vits import timm_state_dict
 
 from ds_vit import config as flags
-from ds_vit.data import finish_images
+from ds_vit.data.device import finish_images
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.models import SequentialViT, initialise, masked_patches, no_weight_decay_names, take_apart, timm_names
-from ds_vit.models.masked_autoencoder import patchify, unpatchify
+from ds_vit.models.keyed_init import initialise
+from ds_vit.models.layers import take_apart
+from ds_vit.models.masked_autoencoder import masked_patches, patchify, unpatchify
+from ds_vit.models.param_groups import no_weight_decay_names
+from ds_vit.models.sequential import SequentialViT, timm_names
 from ds_vit.tasks import find_task
 from ds_vit.tasks.losses import MaskedPatchLoss
 from ds_vit.tools.evaluate import evaluate_weights

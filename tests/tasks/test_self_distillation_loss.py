@@ -197,7 +197,7 @@ def shares_on_rank(dp, tp, cases):
     from ds_vit.parallel.groups import build_groups
     from ds_vit.parallel.layout import Layout
     from ds_vit.parallel.rows import gather_rows
-    from ds_vit.parallel.tensor import own_classes
+    from ds_vit.parallel.tensor.class_parallel import own_classes
 
     losses.ROWS_AT_ONCE = ROWS_AT_ONCE
     groups = build_groups(Layout(pp=1, dp=dp, tp=tp))

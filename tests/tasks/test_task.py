@@ -9,8 +9,8 @@ from curves import read_rows
 from runs import DIGITS
 
 from ds_vit import tasks
-from ds_vit.tasks import Figure, Metrics
 from ds_vit.tasks.classification import Classification
+from ds_vit.tasks.metrics import Figure, Metrics
 
 STAMP = {"kind", "step", "epoch", "wall_seconds"}
 WORDS = [

@@ -66,7 +66,7 @@ def train_and_watch(argv, breaks=None):
     from accidents import spoil_batches
 
     from ds_vit.engine.plain import PlainEngine
-    from ds_vit.models import timm_names
+    from ds_vit.models.sequential import timm_names
     from ds_vit.train import main
 
     seen, step_of_engine = [], PlainEngine.train_step

@@ -22,10 +22,15 @@ from shards import write_shard
 
 from ds_vit import cli
 from ds_vit.checkpoint.folder import mark_best
-from ds_vit.data import CaptionKeys, evaluation_keys, finish_images, open_source
+from ds_vit.data.device import finish_images
 from ds_vit.data.loader import eval_loader
+from ds_vit.data.sampler import evaluation_keys
+from ds_vit.data.sources.captions import CaptionKeys
+from ds_vit.data.sources.datasets import open_source
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.models import SequentialViT, initialise, tower_of
+from ds_vit.models.keyed_init import initialise
+from ds_vit.models.layers import tower_of
+from ds_vit.models.sequential import SequentialViT
 from ds_vit.monitoring.report.panels import curves, pair_panels
 from ds_vit.monitoring.report.record import Record
 from ds_vit.run_folder import RunFolder

@@ -18,7 +18,7 @@ from runs import run_quietly
 from ds_vit.cli import main
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import Process
-from ds_vit.models import num_parameters
+from ds_vit.models.zoo import num_parameters
 from ds_vit.tools import counting
 from ds_vit.tools.bench import Ratio, _random_batch, resolve_all, resolve_engine, table
 from ds_vit.tools.counting import count_step

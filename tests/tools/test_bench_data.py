@@ -9,9 +9,9 @@ from picture_folders import CPU, smooth_photo
 from runs import run_quietly
 
 from ds_vit.cli import main
-from ds_vit.data import CropConfig
 from ds_vit.data.augment.crops import MultiCrop
-from ds_vit.tasks import Task
+from ds_vit.data.settings import CropConfig
+from ds_vit.tasks.task import Task
 from ds_vit.tools import bench_data
 
 WORDS = ["--deepspeed_config", CPU, "--model", "test_vit", "--val-split", "", "-b", "4", "--max-steps", "9"]

@@ -19,7 +19,8 @@ from picture_folders import made
 from PIL import Image
 
 from ds_vit import cli
-from ds_vit.data import CaptionKeys, open_source
+from ds_vit.data.sources.captions import CaptionKeys
+from ds_vit.data.sources.datasets import open_source
 
 
 @pytest.fixture

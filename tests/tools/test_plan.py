@@ -19,8 +19,8 @@ from timm.models import save_for_hf
 from ds_vit.cli import main
 from ds_vit.config import parse
 from ds_vit.launching.process import Process
-from ds_vit.models import ModelSpec, create_model
 from ds_vit.models.large_sizes import SIZES
+from ds_vit.models.zoo import ModelSpec, create_model
 from ds_vit.planner import counting, hardware
 from ds_vit.tools import calibrate
 from ds_vit.training.build import engine_config

@@ -12,10 +12,10 @@ import pytest
 from ds_vit.checkpoint.folder import Checkpoint
 from ds_vit.checkpoint.snapshot import Save
 from ds_vit.config.units import Interval
-from ds_vit.data import SampleOrder
+from ds_vit.data.sampler import SampleOrder
 from ds_vit.fault_tolerance.signals import Deadline, Interrupted, Signals
 from ds_vit.monitoring.throughput import Throughput
-from ds_vit.tasks import Figure
+from ds_vit.tasks.metrics import Figure
 from ds_vit.training import checkpoint_manager, skipped_images
 from ds_vit.training.checkpoint_manager import CheckpointConfig, CheckpointManager
 from ds_vit.training.skipped_images import SkippedImages

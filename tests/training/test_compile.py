@@ -149,7 +149,7 @@ def test_frozen_blocks_at_stage_3(ranks, tmp_path):
 def weights_around_a_block(argv):
     """On a rank: elements of blocks that have memory while a block runs, when the loss is taken and after the step."""
     from ds_vit.engine.plain import PlainEngine
-    from ds_vit.models import BlockLayer
+    from ds_vit.models.layers import BlockLayer
 
     seen, blocks = {"inside": [], "held": [], "after": []}, []
     own_init, own_step = PlainEngine.__init__, PlainEngine.train_step

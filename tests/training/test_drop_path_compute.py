@@ -48,7 +48,7 @@ def host_keys_seen(argv):
 
     import torch
 
-    from ds_vit.models import SequentialViT
+    from ds_vit.models.sequential import SequentialViT
 
     seen = []
     forward = SequentialViT.forward

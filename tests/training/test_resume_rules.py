@@ -20,7 +20,7 @@ from ds_vit.config.batch import BatchSizes
 from ds_vit.config.flag import Scope
 from ds_vit.config.schema import HELD
 from ds_vit.config.units import Interval, parse_seconds
-from ds_vit.data import SampleOrder
+from ds_vit.data.sampler import SampleOrder
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.optim.schedules import Schedule
 from ds_vit.training.resume import (

@@ -8,7 +8,7 @@ import pytest
 from curves import assert_same_curve, read_rows, read_samples, train_rows
 from zero_layouts import words
 
-from ds_vit.data import SampleOrder
+from ds_vit.data.sampler import SampleOrder
 
 pytestmark = pytest.mark.slow
 

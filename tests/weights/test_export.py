@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from vits import KINDS, images, shake, small_image_size, small_spec, timm_model
 
 from ds_vit import cli
-from ds_vit.models import create_model
+from ds_vit.models.zoo import create_model
 from ds_vit.weights import InitialCheckpoint, export, hf, import_weights
 
 SPEC = small_spec("vit_tiny_patch16_224", img_size=64)

@@ -14,7 +14,10 @@ from safetensors.torch import save_file
 from timm.models import eva, vision_transformer
 from vits import KINDS, images, shake, small_spec, timm_model, timm_state_dict
 
-from ds_vit.models import SequentialViT, create_model, initialise, take_apart
+from ds_vit.models.keyed_init import initialise
+from ds_vit.models.layers import take_apart
+from ds_vit.models.sequential import SequentialViT
+from ds_vit.models.zoo import create_model
 from ds_vit.weights import InitialCheckpoint
 from ds_vit.weights.files import find_weights, names_as_metadata
 from ds_vit.weights.source import load_source

@@ -23,10 +23,11 @@ from vits import shake
 
 from ds_vit import cli
 from ds_vit.config import RunConfig
-from ds_vit.data import build_tokenizer
-from ds_vit.data.text import FileTokenizer
-from ds_vit.models import ModelSpec, create_contrastive_model, create_model, initialise, take_apart_towers
-from ds_vit.models.layers import tower_of
+from ds_vit.data.text import FileTokenizer, build_tokenizer
+from ds_vit.models.keyed_init import initialise
+from ds_vit.models.layers import take_apart_towers, tower_of
+from ds_vit.models.text_tower import create_contrastive_model
+from ds_vit.models.zoo import ModelSpec, create_model
 from ds_vit.tasks import TASKS
 from ds_vit.tasks.contrastive_loss import clip_loss, siglip_loss
 from ds_vit.weights import InitialCheckpoint, export, import_weights

@@ -27,11 +27,12 @@ from ds_vit.config.batch import BatchSizes
 from ds_vit.config.flag import Scope
 from ds_vit.config.image_sizes import ImageSizes, all_sizes, size_schedule
 from ds_vit.config.schema import KEY_OF_FLAG, names_with
-from ds_vit.data import Share, Source
+from ds_vit.data.sampler import Share
 from ds_vit.data.settings import PIXEL_FLAGS
+from ds_vit.data.sources.source import Source
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import Process
-from ds_vit.models import BlockLayer
+from ds_vit.models.layers import BlockLayer
 from ds_vit.optim.build import rules_of
 from ds_vit.parallel.layout import Layout
 from ds_vit.tasks import find_task, idle_flags

@@ -9,15 +9,27 @@ from dataclasses import dataclass, field, replace
 from ds_vit.config import RunConfig, default_of, spelling
 from ds_vit.config.batch import KEYS, BatchSizes, batch_sizes
 from ds_vit.config.schema import KEY_OF_FLAG, OF_THE_PROGRAM
-from ds_vit.data import CaptionKeys, NoSuchSplit, SampleOrder, Source, hold_out, mixed, open_source, unreadable_classes
 from ds_vit.data.decode import describe_depth, require_fast
 from ds_vit.data.decode_on_device import require_fast_on_device
-from ds_vit.data.sources.combined import part_of
+from ds_vit.data.sampler import SampleOrder
+from ds_vit.data.sources.captions import CaptionKeys
+from ds_vit.data.sources.combined import hold_out, mixed, part_of
+from ds_vit.data.sources.datasets import open_source
 from ds_vit.data.sources.shard_index import FIRST_DOT
-from ds_vit.data.sources.source import TRAIN_NAMES, described_counts, headers_of_some, is_image, shortened
+from ds_vit.data.sources.source import (
+    TRAIN_NAMES,
+    NoSuchSplit,
+    Source,
+    described_counts,
+    headers_of_some,
+    is_image,
+    shortened,
+    unreadable_classes,
+)
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.parallel.layout import Layout
-from ds_vit.tasks import TASKS, ZeroShotData, open_zero_shot
+from ds_vit.tasks import TASKS
+from ds_vit.tasks.zero_shot import ZeroShotData, open_zero_shot
 from ds_vit.training.resolve.deepspeed import DeepSpeedSettings
 from ds_vit.training.resume import Resume, check_micro_batch, keep_global_batch
 from ds_vit.weights.files import find_weights

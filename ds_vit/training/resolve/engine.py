@@ -13,7 +13,7 @@ from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import Process
 from ds_vit.parallel.layout import Layout
 from ds_vit.parallel.placement import check_tp_inside_hosts
-from ds_vit.tasks import Task
+from ds_vit.tasks.task import Task
 from ds_vit.training.resolve.deepspeed import DeepSpeedSettings
 
 RECORDED_GRAPHS: frozenset[tuple[str, int, str, bool]] = frozenset()

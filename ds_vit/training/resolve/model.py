@@ -12,28 +12,22 @@ from torch import nn
 from ds_vit.config import RunConfig
 from ds_vit.config.batch import BatchSizes
 from ds_vit.config.image_sizes import all_sizes
-from ds_vit.data import ImageConfig, describe_cut_captions
 from ds_vit.data.augment.on_device import worker_transform
-from ds_vit.data.settings import resolve_pixels
+from ds_vit.data.settings import ImageConfig, resolve_pixels
+from ds_vit.data.text import describe_cut_captions
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.models import (
-    MAIN_TOWER,
-    ContrastiveModel,
-    ModelSpec,
-    TimmViT,
-    frozen_names,
-    image_size,
-    names_and_shapes,
-    tower_of,
-)
 from ds_vit.models.kept_rows import check_kept
-from ds_vit.models.layers import tower_names
+from ds_vit.models.layers import MAIN_TOWER, tower_names, tower_of
+from ds_vit.models.param_groups import frozen_names
 from ds_vit.models.resolution import check_sizes
+from ds_vit.models.text_tower import ContrastiveModel
+from ds_vit.models.zoo import ModelSpec, TimmViT, image_size, names_and_shapes
 from ds_vit.parallel.layout import Layout
-from ds_vit.parallel.tensor import check_cut, pays
+from ds_vit.parallel.tensor.class_parallel import pays
+from ds_vit.parallel.tensor.cut import check_cut
 from ds_vit.planner.memory import layers_of_rank
 from ds_vit.planner.pipeline import fastest_stages, stage_bounds
-from ds_vit.tasks import Task
+from ds_vit.tasks.task import Task
 from ds_vit.training.resolve.data import DataConfig
 from ds_vit.training.resolve.deepspeed import DeepSpeedSettings
 from ds_vit.training.resolve.teacher import describe_teacher, open_teacher
