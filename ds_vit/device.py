@@ -7,6 +7,7 @@ small tables for what differs between accelerators.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,12 +126,25 @@ def new_graph(device: torch.device) -> Any:
     return torch.get_device_module(device).CUDAGraph()
 
 
-def capture(device: torch.device, graph: Any, pool: Any) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def capture(device: torch.device, graph: Any, pool: Any) -> Iterator[None]:
     """Within it, operations of this thread are recorded, on a stream of their own, and not run.
 
     Other threads work as always: the loader's pins memory.
     """
-    return torch.get_device_module(device).graph(graph, pool=pool, capture_error_mode="thread_local")
+    stream = torch.accelerator.current_stream(device)
+    try:
+        with torch.get_device_module(device).graph(graph, pool=pool, capture_error_mode="thread_local"):
+            yield
+    except BaseException:
+        # Where CUDA has given up the capture, torch raises before it leaves the stream and closes the pool. Blocks that
+        # several streams use are not freed while a pool is open.
+        torch.accelerator.set_stream(stream)
+        if device.type == "cuda":
+            with contextlib.suppress(RuntimeError):  # torch has closed it
+                torch._C._cuda_endAllocateToPool(device.index, pool)
+                torch._C._cuda_releasePool(device.index, pool)
+        raise
 
 
 def record_event(device: torch.device) -> torch.Event | None:

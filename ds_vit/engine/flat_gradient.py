@@ -2,11 +2,12 @@
 
 A bucket holds neighbouring parameters of a group. As soon as the backward pass has all of its gradients, one operation
 copies them into flat memory, they are freed, and the ranks begin to sum them. The optimizer steps once on the flat
-masters, and one copy and one gather a group bring the weights back.
+masters. Where masters have another type than the weights, one copy per group brings them back, and on several ranks one
+gather.
 
 | | flat gradient of a rank | reduced |
 |---|---|---|
-| ZeRO-0 | whole; none from an update to the next backward pass | in the last micro-batch, by all-reduce |
+| ZeRO-0 | whole; without graphs, freed after an update | in the last micro-batch, by all-reduce |
 | ZeRO-1, and ZeRO-2 on one rank | whole | in the last micro-batch, each part to its owner |
 | ZeRO-2 | its partition | in each micro-batch, each part to its owner |
 

@@ -141,7 +141,7 @@ class StepGraphs:
         context, scaler = self._context, self._engine.optimizer.loss_scaler if self._engine.fp16_enabled() else None
         schedules, context.schedules = context.schedules, self._scalars
         if scaler is not None:
-            scaler.scale_loss = lambda loss: loss * self._scalars[LOSS_SCALE].to(loss.dtype)
+            scaler.scale_loss = lambda loss: (loss.double() * self._scalars[LOSS_SCALE]).to(loss.dtype)
         try:
             yield
         finally:
@@ -151,14 +151,15 @@ class StepGraphs:
 
     def _capture(self, function: Pass, inputs: Sequence[Given]) -> _Captured | None:
         """A graph of the pass; None where it cannot be captured, and then all is as before."""
-        flat, fresh, before = self._flat, self._flat.fresh, reserved_bytes(self._device)
+        flat, fresh = self._flat, self._flat.fresh
         graph = new_graph(self._device)
         _renew_accumulators(self._engine.module)
         try:
             with self._reading_scalars(), capture(self._device, graph, self._pool):
+                before = reserved_bytes(self._device)  # torch has emptied its cache by now
                 outputs = function(*inputs)
         except RuntimeError as error:
-            self.reason = first_line(error)
+            self.reason = first_line(error.__context__ or error)  # the end of the capture fails, too
         else:
             more = reserved_bytes(self._device) - before
             self._pool_bytes += more

@@ -91,7 +91,8 @@ class PlainEngine(Engine):
         return self.context.teachers
 
     def train_step(self, batches: Iterator[Batch], meanwhile: Callable[[], object] = lambda: None) -> StepResult:
-        """As `Engine.train_step`; `meanwhile` is called when the first forward pass has been queued, or its graph."""
+        """As `Engine.train_step`; `meanwhile` is called behind the first forward pass; with graphs, behind the
+        first micro-batch's backward pass."""
         if not self.module.training:  # walking all modules costs the host as much as their forward pass
             self.engine.train()
         self.guard.begin()
@@ -145,7 +146,10 @@ class PlainEngine(Engine):
         """Two passes over the micro-batches: the first collects what the loss couples, the second differentiates."""
         micro_batches = [next(batches) for _ in range(self.accumulation)]
         with torch.no_grad():
-            collected = [self._run("collect", self._collect, batch) for batch in micro_batches]
+            collected: list[Mapping[str, torch.Tensor]] = []
+            for batch in micro_batches:
+                found, once = self._run("collect", self._collect, batch), self._task.collected_once if collected else ()
+                collected.append({name: tensor for name, tensor in found.items() if name not in once})
         meanwhile()
         coupled = self.engine(partial(self._task.couple, self.context, collected))
         del collected

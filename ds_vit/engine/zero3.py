@@ -321,6 +321,7 @@ class ZeroUnits:
                 for (number, start, length), low in zip(runs, unit.shard.split(lengths), strict=False):
                     self._copies[number][0].append(low)
                     self._copies[number][1].append(masters[number].narrow(0, start, length))
+                unit.pieces = []  # their memory goes
             else:
                 if len(unit.pieces) == 1 and unit.pieces[0].dtype == unit.parameters[0].dtype:
                     unit.shard = unit.pieces[0]
@@ -346,8 +347,9 @@ class ZeroUnits:
 
     def _begin_pass(self) -> None:
         """Before each forward pass: whatever has changed the shards is done, and nothing gathered ahead is old."""
+        self._calls.clear()  # of a step that ended behind its forward pass
         if self._open is not None:  # a backward pass was interrupted
-            self._calls, self._open, self._backward_runs = [], None, False
+            self._open, self._backward_runs = None, False
             self._zero_grad()
             for unit in self.units:
                 unit.take_gradients()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -169,7 +169,7 @@ def drawing(drops: Iterable[KeyedDrop]) -> list[KeyedDrop]:
     return [drop for drop in drops if (drop.training or drop.always) and not drop.lifted and drop.rate > 0.0]
 
 
-@lru_cache(maxsize=64)
+@cache  # without a limit: CUDA graphs read them at their addresses
 def _constants(
     settings: tuple[tuple[str, float, float], ...], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -45,7 +45,6 @@ class Contrastive(Task):
     coupled = True
     has_classes = False
     has_text = True
-    not_replayed = ""
     flags = names_of_task("clip")
     refused_flags: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(("mixup", "cutmix", "cutmix_minmax"), _ONE_CAPTION),
@@ -247,6 +246,7 @@ class Clip(Contrastive):
     """`--task clip`: softmax over the captions of the global batch for each image, and the reverse."""
 
     name = "clip"
+    not_replayed = ""
     text_model = "clip_base"
     initial_logits = (math.log(1 / 0.07),)
     loss = staticmethod(clip_loss)
@@ -257,6 +257,7 @@ class SigLip(Contrastive):
     """`--task siglip`: whether a caption belongs to an image, for each pair of the global batch."""
 
     name = "siglip"
+    not_replayed = ""
     text_model = "siglip_base"
     initial_logits = (math.log(10.0), -10.0)
     shown_parameters: ClassVar = {**Contrastive.shown_parameters, "text.logit_bias": ("logit_bias", float)}

@@ -81,6 +81,7 @@ class Distillation(Classification):
     """`--task classification` with a teacher: `--kd-model-name` or `--kd-checkpoint`."""
 
     fixed_towers = (TEACHER,)
+    not_replayed = ""
     refused_flags: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(("img_size_schedule", "train_img_sizes"), _ONE_SIZE),
         "auto_batch": "its trial step leaves out the teacher",

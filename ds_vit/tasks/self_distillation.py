@@ -131,6 +131,7 @@ class SelfDistillation(Task):
 
     model: SelfDistillationViT
     crops: CropConfig
+    collected_once = Prototypes._fields
 
     def __init__(self, config: RunConfig, image: ImageConfig, source: Source, model: nn.Module) -> None:
         super().__init__(config, image, source, model)
@@ -210,7 +211,7 @@ class SelfDistillation(Task):
         if not self.masks_patches:
             none = torch.empty(0, dtype=torch.int64, device=keys.device)
             return _Views(keys, on_host, None, none, torch.empty(0, 1, 1, device=keys.device))
-        if "masks" in batch:
+        if "patches" in batch:
             return _Views(keys, on_host, batch["masks"], batch["patches"], batch["weights"], filled_up=True)
         assert on_host is not None, "masks are drawn on the host"
         return _Views(keys, on_host, *(_to_device(tensor, keys.device) for tensor in self._drawn_masks(on_host)))

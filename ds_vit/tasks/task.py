@@ -169,9 +169,12 @@ class Task(ABC):
     no checkpoint and in no exported file."""
     feature_tower: ClassVar[str] = MAIN_TOWER
     """The tower whose features are evaluated, and whose images token maps show."""
-    not_replayed: str = "it does not say that all its steps are alike"
-    """Why a CUDA graph cannot replay `step` and `collect`; "" where they do the same in every micro-batch: they read
-    tensors of `fixed_batch` and of the device, and scheduled values, and keep nothing but values in tensors."""
+    not_replayed: str = "the task does not state that its steps can be"
+    """Why a CUDA graph cannot replay `step` and `collect`; a derived class states it anew. "" where both do the same in
+    every micro-batch: they read tensors of `fixed_batch` and of the device, and scheduled values, and keep nothing but
+    values in tensors."""
+    collected_once: ClassVar[tuple[str, ...]] = ()
+    """Tensors of `collect` that are the same in each micro-batch: only those of the first are kept."""
     updates_after_step: ClassVar[bool] = False
     """Whether `after_update` needs to know about each applied step before the next one begins."""
     bounds: ClassVar[Mapping[str, tuple[float, float]]] = {}

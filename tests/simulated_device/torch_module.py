@@ -159,9 +159,14 @@ def graph(graph: CUDAGraph, pool: int, capture_error_mode: str = "global") -> It
     torch.accelerator.synchronize()
     if not _capture_streams:
         _capture_streams.append(Stream())
-    with _capture_streams[0]:
-        graph.capture_begin(pool, capture_error_mode)
-        try:
-            yield
-        finally:
-            graph.capture_end()
+    stream = _capture_streams[0]
+    stream.__enter__()
+    graph.capture_begin(pool, capture_error_mode)
+    try:
+        yield
+    except BaseException:
+        graph.capture_end()
+        # As torch's, which is then still on the stream.
+        raise RuntimeError("operation failed due to a previous error during capture") from None
+    graph.capture_end()
+    stream.__exit__(None, None, None)

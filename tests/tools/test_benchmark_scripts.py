@@ -430,9 +430,9 @@ def test_precision_recall_and_f1_are_means_over_classes(monkeypatch, tmp_path):
 
 def exchange(library):
     """On a rank: a tensor of the device, from rank 0 to rank 1, without the device's own transfers."""
+    simulated_device.start(library)
     from simulated_device.collectives import SimulatedBackend
 
-    simulated_device.start(library)
     sys.path.insert(0, str(FOLDER))
     import one_gpu
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -334,6 +334,11 @@ _PLACES: dict[str, Callable[[float, float, float], Sequence[float]]] = {
 }
 
 
+def _places(order: Sequence[int], rows: Iterable[int]) -> list[int]:
+    place = {row: number for number, row in enumerate(order)}
+    return [place[row] for row in rows]
+
+
 def _applied(images: torch.Tensor, order: list[int], operations: Sequence[Sequence[Operation]]) -> torch.Tensor:
     """The images in the order of their rows, after their operations. Rows are sorted on the CPU; nothing is read back.
 
@@ -348,9 +353,9 @@ def _applied(images: torch.Tensor, order: list[int], operations: Sequence[Sequen
         rows = sorted(drawn, key=lambda row: kinds.index(drawn[row].name))
         passes.append([drawn[row] for row in rows])
         rows += [row for row in order if row not in drawn]
-        orders.append([order.index(row) for row in rows])
+        orders.append(_places(order, rows))
         order = rows
-    (indices,) = _sent(images.device, np.array([*orders, [order.index(row) for row in range(len(order))]]))
+    (indices,) = _sent(images.device, np.array([*orders, _places(order, range(len(order)))]))
     for index, of in zip(indices, passes, strict=False):
         images, end = images[index], 0
         for family, run in itertools.groupby(of, lambda one: _FAMILIES[one.name]):

@@ -78,6 +78,11 @@ def check_compilation(config: RunConfig, *, on_cpu: bool) -> tuple[str, ...]:
     return ("--compile: the first step and the first evaluation compile the blocks, which may take minutes",)
 
 
+def why_not_replayed(task: Task) -> str:
+    """`Task.not_replayed` as the task or its class states it; a class derived from another may do more."""
+    return (vars(type(task)) | vars(task)).get("not_replayed", Task.not_replayed)
+
+
 def replays_steps(config: RunConfig, deepspeed: DeepSpeedSettings, layout: Layout, task: Task, *, on_cpu: bool) -> bool:
     """Whether a micro-batch's passes are captured and replayed.
 
@@ -92,8 +97,10 @@ def replays_steps(config: RunConfig, deepspeed: DeepSpeedSettings, layout: Layou
         (not takes_gradients(deepspeed.json), "the JSON offloads the optimizer to the host"),
         (deepspeed.checkpointing.cpu, "the JSON keeps activations in the host's memory"),
         (bool(value_of(deepspeed.json, "flops_profiler.enabled")), "the JSON's flops_profiler counts by hooks"),
+        (bool(value_of(deepspeed.json, "wall_clock_breakdown")), "the JSON's wall_clock_breakdown times by hooks"),
+        (bool(value_of(deepspeed.json, "steps_per_print")), "the JSON's steps_per_print waits for the device"),
         (config.drop_path_compute == "kept", "--drop-path-compute kept changes the number of rows"),
-        (bool(task.not_replayed), f"--task {task.name} is not replayed: {task.not_replayed}"),
+        (bool(reason := why_not_replayed(task)), f"--task {task.name} is not replayed: {reason}"),
     )
     found = next((words for is_so, words in obstacles if is_so), "")
     if config.cuda_graph == "on" and found:
