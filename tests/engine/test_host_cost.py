@@ -26,6 +26,7 @@ TASKS = {
 }
 TWICE = ["--model-kwargs", SMALL[0], "depth=48", *SMALL[2:]]
 BUCKETS = ["--set", "zero_optimization.reduce_bucket_size=50000"]
+SMALLER_THAN_A_WEIGHT = ["--set", "zero_optimization.reduce_bucket_size=10000"]
 # (ranks, task, ZeRO stage, further words) → calls, operations over timm's.
 LIMITS = {
     (1, "classification", 0, ()): (2600, 1.03),
@@ -41,6 +42,8 @@ LIMITS = {
     (2, "classification", 2, tuple(BUCKETS)): (3400, 1.10),
     (2, "classification", 1, ("--tp", "2")): (4050, 1.13),
     (2, "classification", 3, ("--tp", "2")): (4800, 1.15),
+    (2, "classification", 1, tuple(SMALLER_THAN_A_WEIGHT)): (5600, 1.06),
+    (2, "classification", 3, tuple(SMALLER_THAN_A_WEIGHT)): (3700, 1.06),
     (1, "mae", 0, ()): (3350, 1.41),
     (1, "mae", 1, ()): (3250, 1.36),
     (1, "mae", 2, ()): (3250, 1.36),

@@ -162,31 +162,6 @@ def test_a_step_stays_within_its_counts(counted, row, case):
     assert ratio["operations"] == pytest.approx(ours["counts"]["operations"] / plain["counts"]["operations"])
 
 
-# Operations that a block of vit_large's width adds, over those of plain timm's; ZeRO-3 with the bucket of a GPU's file.
-OF_A_LARGE_BLOCK = {"zero0": 0.9, "zero1": 1.8, "zero3": 2.6}
-
-
-@pytest.mark.slow
-def test_a_block_of_a_large_model_stays_within_its_counts(ranks, tmp_path):
-    """An operation for each weight that is larger than a bucket. Of one patch: the counts are those of 196."""
-    for name in OF_A_LARGE_BLOCK:
-        config = json.loads((ROOT / "ds_configs" / f"cpu_{name}_fp32.json").read_text())
-        if name == "zero3":
-            config["zero_optimization"]["reduce_bucket_size"] = 30_000_000
-        (tmp_path / f"{name}.json").write_text(json.dumps(config))
-    words = [*WORDS, "--model", "vit_large_patch16_224", "--img-size", "16"]
-    words += ["--deepspeed_config", *(tmp_path / f"{name}.json" for name in OF_A_LARGE_BLOCK)]
-
-    def operations(depth):
-        result = measured(ranks, *words, "--model-kwargs", f"depth={depth}")
-        return {name: side["counts"]["operations"] for name, side in (result["ours"] | result["peers"]).items()}
-
-    less, more = operations(2), operations(3)
-    of_a_block = {name: more[name] - less[name] for name in more}
-    for name, most in OF_A_LARGE_BLOCK.items():
-        assert 0 < of_a_block[name] <= most * of_a_block["timm"], name
-
-
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_ours_and_its_peers_take_turns_on_two_ranks(ranks, tmp_path, precision):

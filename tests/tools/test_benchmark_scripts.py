@@ -78,7 +78,7 @@ def test_a_script_measures():
     assert "| timm's Lamb |" in done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_planned_rates_are_those_of_the_page():
     # Catches: tables of docs/planning.md that are of an earlier planner.
     done = run(FOLDER / "planned_rates.py")
@@ -99,7 +99,7 @@ def figures_of(row):
     return [float(word) for cell in row.split("|")[2:] for word in re.findall(r"[\d.]+", cell.replace(",", ""))]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_planned_times_are_held_against_measured_ones():
     # Catches: a layout that cannot be planned, or trained next to the others; ranks that cannot start without pytest.
     words = ["--model", "test_vit", "--depth", "2", "--img-size", "32", "--turns", "1"]
@@ -109,7 +109,7 @@ def test_planned_times_are_held_against_measured_ones():
     assert "rank correlation" in done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_table_of_steps_is_made():
     # Catches: the one command for a GPU's table that fails there first; a side that does not fit and ends it all.
     words = ["--models", "vit_tiny_patch16_224", "--batch-sizes", "2", "4", "--peers", "timm", "megatron", "--img-size"]
@@ -203,7 +203,7 @@ def main():
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_ten_epochs_are_measured(tmp_path):
     # Catches: flags that a run rejects; figures of another epoch; a program whose failure is taken for a result.
     for split, number in (("train", 7), ("test", 2)):
