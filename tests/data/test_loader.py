@@ -483,7 +483,9 @@ def test_the_memory_of_a_worker_does_not_grow(real_images):
 
 _GIVEN_UP = """
 import sys
-from ds_vit.data import ImageConfig, eval_loader, open_source
+from ds_vit.data.loader import eval_loader
+from ds_vit.data.settings import ImageConfig
+from ds_vit.data.sources.datasets import open_source
 loader = eval_loader(open_source("", sys.argv[1], "train"), image=ImageConfig((16, 20)), batch=2, num_workers=1)
 sys.held = iter(loader)
 print(next(sys.held).num_rows)
