@@ -126,7 +126,8 @@ class Reader:
         """Read a micro-batch, without erasing and mixing.
 
         Args:
-            indices, keys: int64 [R] each.
+            indices: int64 [R].
+            keys: int64 [R].
             num_rows: B.
             valid: of an evaluation's rows, bool [R]; one whose image is skipped is not valid either. In training None:
                 every row is valid, and another sample takes the place of one that is skipped.

@@ -111,7 +111,8 @@ def clip_loss(
     """The symmetric cross-entropy of Radford et al. 2021 over this rank's rows.
 
     Args:
-        images, texts: normalised features of this rank's pairs [B, E], in float32 or float64.
+        images: normalised features of this rank's images [B, E], in float32 or float64.
+        texts: those of their captions, alike.
         logits: the logarithm of the logit scale [1].
         gather: [B, E] → [G, E] over the ranks, differentiable.
         first: place of this rank's first pair in the global batch.
@@ -139,7 +140,11 @@ def bridge_tower_loss(
     Texts are compared with images, texts with the embeddings of both together, and images with these.
 
     Args:
-        images, texts, logits, gather, first: as for `clip_loss`.
+        images: as for `clip_loss`.
+        texts: as for `clip_loss`.
+        logits: as for `clip_loss`.
+        gather: as for `clip_loss`.
+        first: as for `clip_loss`.
         both: features of image and text together [B, E].
 
     Returns:
@@ -163,7 +168,10 @@ def siglip_loss(
     """The sigmoid loss of Zhai et al. 2023 of this rank's images with all texts.
 
     Args:
-        images, texts, gather, first: as for `clip_loss`.
+        images: as for `clip_loss`.
+        texts: as for `clip_loss`.
+        gather: as for `clip_loss`.
+        first: as for `clip_loss`.
         logits: the logarithm of the logit scale, and the logit bias [2].
 
     Returns:

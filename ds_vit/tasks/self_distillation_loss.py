@@ -172,7 +172,9 @@ def sinkhorn(
 
     Args:
         rows: of all micro-batches [R, E].
-        prototypes, temperature, tp: as for `centered`.
+        prototypes: as for `centered`.
+        temperature: as for `centered`.
+        tp: as for `centered`.
         sum_over_ranks: as `Sum`.
         iterations: at least 1.
         counted: which rows have a mass, bool [R]; None for all.
@@ -239,7 +241,10 @@ def next_center(
 
     Args:
         center: of this step [k]; unchanged, and the result where no rank has a row.
-        rows, prototypes, sum_over_ranks, counted: as for `mean_logits`.
+        rows: as for `mean_logits`.
+        prototypes: as for `mean_logits`.
+        sum_over_ranks: as for `mean_logits`.
+        counted: as for `mean_logits`.
     """
     mean, count = mean_logits(rows, prototypes, sum_over_ranks, counted)
     moved = center * CENTER_MOMENTUM + mean.to(center.dtype) * (1.0 - CENTER_MOMENTUM)

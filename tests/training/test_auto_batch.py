@@ -220,8 +220,8 @@ def test_a_dry_run_says_what_it_would_take(capsys, tmp_path):
         ),
         (
             ("--memory", "1MB"),
-            "not even a micro-batch of 1 fits: it needs 4.5 MB (estimated, with a quarter more for what is not "
-            "counted), 3.1 MB of it for weights, gradients and the optimizer, and there are 1.0 MB per rank (--memory "
+            "not even a micro-batch of 1 fits: it needs 3.7 MB (estimated, with a quarter more for what is not "
+            "counted), 2.5 MB of it for weights, gradients and the optimizer, and there are 1.0 MB per rank (--memory "
             "1MB); use a higher ZeRO stage, --grad-checkpointing",
         ),
     ],

@@ -125,9 +125,9 @@ def test_images_that_the_device_decodes_and_augments(tmp_path):
     ("stage", "expected"),
     [
         (0, (4, 4, 0, 8)),
-        (1, (4, 4, 1, 2)),
-        (2, (4, 1, 1, 2)),
-        (3, (1, 1, 1, 2)),
+        (1, (4, 4, 0, 2)),  # fp32 weights are their own masters
+        (2, (4, 1, 0, 2)),
+        (3, (1, 1, 0, 2)),
     ],
 )
 def test_bytes_a_parameter_by_zero_stage(stage, expected):
@@ -145,7 +145,7 @@ def test_bytes_a_parameter_in_bf16():
     for words, expected in (
         ((), (2, 2, 2, 4)),
         (("--set", "data_types.grad_accum_dtype=fp32"), (2, 4, 2, 4)),
-        (("--set", "bf16.bf16_master_weights_and_grads=true", "bf16.bf16_optimizer_states=true"), (2, 2, 1, 2)),
+        (("--set", "bf16.bf16_master_weights_and_grads=true", "bf16.bf16_optimizer_states=true"), (2, 2, 0, 2)),
     ):
         plan = plan_of(2, 1, "--set", "bf16.enabled=true", *words)
         [rank] = Cost(engine_config(plan)).memory()

@@ -251,7 +251,8 @@ def suffix_counts(paths: Iterable[str]) -> Counter[str]:
 
 def described_counts(counts: Counter[str]) -> str:
     """`suffix_counts`, for messages."""
-    return ", ".join(f"{count} {suffix or 'without suffix'}" for suffix, count in counts.most_common(5)) or "none"
+    most = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    return ", ".join(f"{count} {suffix or 'without suffix'}" for suffix, count in most[:5]) or "none"
 
 
 def images_among(paths: Collection[str], where: str, more: str = "") -> list[str]:
