@@ -23,6 +23,7 @@ from ds_vit.engine.flat_gradient import FlatGradient
 from ds_vit.engine.graph import StepGraphs
 from ds_vit.engine.patches.process import import_muon_uncompiled
 from ds_vit.engine.patches.zero import (
+    autocast_scaler,
     grow_scale_after_step,
     hold_scheduler_on_skipped_steps,
     match_norm_collectives,
@@ -308,9 +309,7 @@ class Engine(ABC):
 
     @property
     def _grad_scaler(self) -> torch.amp.GradScaler | None:
-        """Of fp16 under autocast, DeepSpeed's engine's or its wrapper's."""
-        own = self.engine.torch_autocast_z0_gradscaler
-        return own if own is not None else getattr(self.engine.optimizer, "torch_autocast_gradscaler", None)
+        return autocast_scaler(self.engine)
 
     def loss_scale(self) -> float:
         """The loss scale of the next step; 1 where there is none."""

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from ds_vit.config.deepspeed_keys import value_of
 from ds_vit.config.deepspeed_rules import elements_of_bucket
 from ds_vit.device import is_accelerator
+from ds_vit.engine.patches.zero import autocast_scaler
 from ds_vit.engine.step_guard import SquareNorms
 from ds_vit.parallel.groups import Groups
 from ds_vit.parallel.zero_map import FlatGroup, Shard, flat_groups
@@ -139,9 +140,7 @@ class FlatGradient:
         self._stage, self._pipeline = engine.zero_optimization_stage(), groups.layout.pp > 1
         self._dp, self._ranks, self._rank = groups.dp, groups.layout.dp, groups.dp_rank
         self._base = getattr(self._optimizer, "optimizer", self._optimizer)
-        self._scaler = engine.torch_autocast_z0_gradscaler or getattr(
-            self._optimizer, "torch_autocast_gradscaler", None
-        )
+        self._scaler = autocast_scaler(engine)
         self._scaled = self._scaler is not None or engine.fp16_enabled()
         self._measures = self._scaled or getattr(self._optimizer, "compute_grad_norm", True)
         self.releases = self._stage == 0
@@ -153,8 +152,8 @@ class FlatGradient:
         named = value_of(config, "data_types.grad_accum_dtype")
         self._sum_type, self._wire = DtypeEnum(named).value if named else self._model_type, wire
         self._casts = self._stage > 0 and self._masters[0].dtype != self._model_type
-        if not self._casts:  # the masters become this rank's part of the weights
-            for group, own in zip(self.flats if self._stage else (), self._own_weights, strict=True):
+        if self._stage and not self._casts:  # the masters become this rank's part of the weights
+            for group, own in zip(self.flats, self._own_weights, strict=True):
                 group.master.data = own
                 for p in group.parameters:
                     p._hp_mapping = None  # DeepSpeed's views of the old masters

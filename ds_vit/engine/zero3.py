@@ -38,6 +38,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOp
 
 from ds_vit.device import is_accelerator
 from ds_vit.engine.patches.process import replaced
+from ds_vit.engine.patches.zero import autocast_scaler
 from ds_vit.engine.step_guard import SquareNorms
 from ds_vit.models.layers import Layer
 from ds_vit.parallel.zero_map import ZeroMap
@@ -654,7 +655,7 @@ class ZeroUnits:
             setattr(optimizer, name, function)
         optimizer.persistent_parameters = []
         optimizer.parameter_offload.release_backward_leftovers = lambda: None
-        self._scaler = scaler = optimizer.torch_autocast_gradscaler
+        self._scaler = scaler = autocast_scaler(self.engine)
         if scaler is not None:
             # DeepSpeed clips by the norm of scaled gradients, and never lowers a scale that overflows. Here gradients
             # are unscaled before their norm, by which the scaler decides.

@@ -33,6 +33,12 @@ def keep_training_mode(module: torch.nn.Module) -> Iterator[None]:
         del module.eval
 
 
+def autocast_scaler(engine: Any) -> torch.amp.GradScaler | None:
+    """The GradScaler of float16 autocast, which DeepSpeed keeps in the engine at stage 0, else in the optimizer."""
+    own = engine.torch_autocast_z0_gradscaler
+    return own if own is not None else getattr(engine.optimizer, "torch_autocast_gradscaler", None)
+
+
 def match_norm_collectives(optimizer: Any, device: torch.device) -> None:
     """Let pipeline stages with offload differ in their number of parameter groups (a collective).
 
