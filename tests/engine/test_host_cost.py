@@ -5,8 +5,6 @@ Calls are those of Python 3.11, which later ones need no more of. timm's own ste
 """
 
 import contextlib
-import sys
-import threading
 
 import pytest
 import torch
@@ -14,6 +12,7 @@ from project import ROOT
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_vit.models.keyed_drop import KeyedDropPath, sample_keys
+from ds_vit.tools.counting import count_calls
 
 TIMM = 2852
 SMALL = ("patch_size=8", "depth=24", "embed_dim=64", "num_heads=2")
@@ -71,24 +70,6 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def calls_of(step):
-    """The Python calls of a step, in the thread of the backward pass too."""
-    number = 0
-
-    def hook(frame, event, argument):
-        nonlocal number
-        number += event == "call"
-
-    threading.setprofile(hook)
-    sys.setprofile(hook)
-    try:
-        step()
-    finally:
-        sys.setprofile(None)
-        threading.setprofile(None)
-    return number
-
-
 def cost_on_a_rank(words, stages):
     """On a rank: calls and operations of a step at each ZeRO stage, in bf16."""
     from ds_vit.launching.process import discover
@@ -101,7 +82,7 @@ def cost_on_a_rank(words, stages):
             step = bench.make_ours(bench.resolve_engine(argv, process), device, stack)
             for _ in range(3):
                 step()
-            calls = calls_of(step)
+            calls = count_calls(step)
             with Operations() as operations:
                 step()
             found.append((calls, operations.number))
@@ -149,4 +130,4 @@ def test_masks_of_all_layers_are_drawn_at_once():
     with Operations() as operations:
         draw()
     assert operations.number <= 30
-    assert calls_of(draw) <= 100
+    assert count_calls(draw) <= 100

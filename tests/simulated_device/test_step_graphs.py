@@ -327,10 +327,9 @@ DEEP = ("patch_size=8", "embed_dim=64", "num_heads=2")
 
 def cost_of(library, depths):
     """On a rank: Python calls of a replayed step by depth, and its peak of memory, the graphs' pool included."""
-    from engine.test_host_cost import calls_of
-
     from ds_vit.launching.process import discover
     from ds_vit.tools import bench
+    from ds_vit.tools.counting import count_calls
 
     simulated_device.start(library)
     calls = []
@@ -343,7 +342,7 @@ def cost_of(library, depths):
             step = bench.make_ours(config, device, stack)
             for _ in range(4):
                 step()
-            calls.append(calls_of(step))
+            calls.append(count_calls(step))
             reset_peak_bytes(device)
             step()
             counted = peak_bytes(device) - allocated_bytes(device)

@@ -5,6 +5,7 @@ import functools
 import itertools
 import json
 import re
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -21,7 +22,7 @@ from ds_vit.launching.process import Process
 from ds_vit.models.zoo import num_parameters
 from ds_vit.tools import counting
 from ds_vit.tools.bench import Ratio, _random_batch, resolve_all, resolve_engine, table
-from ds_vit.tools.counting import count_step
+from ds_vit.tools.counting import count_calls, count_step
 from ds_vit.tools.ladder import BRIDGETOWER_RUNGS, RUNGS, SCALING_RUNGS, flags_of_rungs, largest_model
 from ds_vit.tools.peers import _MultiCrop, _open_clip_model, peer_step
 from ds_vit.training.cost import Cost
@@ -67,6 +68,20 @@ def test_ranges_on_the_device_are_no_kernels(monkeypatch):
     assert len(steps) == 2
     monkeypatch.setattr(counting, "profiled_activities", lambda device: ["CPU"])
     assert counting.device_seconds(lambda: steps.append(1), torch.device("cpu")) is None
+
+
+def test_calls_are_counted():
+    """Calls of C, or of the counting itself, among Python's; a profiler that is gone afterwards."""
+
+    def leaf():
+        return abs(-1)
+
+    def step():
+        return [leaf(), leaf(), len("ab")]
+
+    before = sys.getprofile()
+    assert count_calls(step) == 3
+    assert sys.getprofile() is before
 
 
 # On one rank, vit_tiny/16, batch 4, drop-path 0.1: operations over plain timm's, waits, bytes over plain timm's. The
