@@ -3,7 +3,6 @@
 The same bodies run over gloo on the CPU: one of them always, the others with `--exhaustive`.
 """
 
-import dataclasses
 import json
 import subprocess
 import sys
@@ -12,8 +11,6 @@ import pytest
 import torch
 from curves import assert_same_curve, read_rows, train_in
 from project import ROOT
-
-from ds_vit.config.schema import RunConfig
 
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 ON_BOTH = ["cpu", pytest.param("gpu", marks=[pytest.mark.gpu, NO_GPU])]
@@ -112,12 +109,8 @@ def test_a_run_resumes_in_another_layout(ranks, one_rank, tmp_path, first, secon
     assert_same_curve(one_rank(device, "classification")[-STEPS // 2 :], rows, rtol=1e-4)
 
 
-HAS_GRAPHS = "cuda_graph" in {field.name for field in dataclasses.fields(RunConfig)}
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.skipif(not HAS_GRAPHS, reason="there is no --cuda-graph")
 @pytest.mark.parametrize("task", TASKS)
 def test_two_ranks_replay_a_graph(ranks, one_rank, tmp_path, task):
     """A reduction that is left out of the graph, or one that is captured before the ranks have met."""
