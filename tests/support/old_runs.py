@@ -63,17 +63,9 @@ def _train(folder: Path, words: list[str]) -> None:
 
 def _write_pretrained(folder: Path) -> None:
     import torch
-    from transformers import BridgeTowerConfig, BridgeTowerForContrastiveLearning
+    from bridge_towers import tiny_model
 
-    shape = {"hidden_size": 64, "num_attention_heads": 1, "intermediate_size": 8, "num_hidden_layers": 2}
-    config = BridgeTowerConfig(
-        **shape,
-        contrastive_hidden_size=8,
-        logit_scale_init_value=2.6592,
-        text_config={**shape, "vocab_size": 259, "pad_token_id": 256, "max_position_embeddings": 300},
-        vision_config={"hidden_size": 64, "num_hidden_layers": 2, "patch_size": 8, "image_size": 16},
-    )
-    model = BridgeTowerForContrastiveLearning(config)
+    model = tiny_model(0.1, features=8, num_attention_heads=1, intermediate_size=8)
     # The towers have at least 64 features: of two values each and frozen, they take little room in the archive.
     torch.manual_seed(0)
     for parameter in model.bridgetower.parameters():
