@@ -128,7 +128,7 @@ def new_graph(device: torch.device) -> Any:
 
 @contextlib.contextmanager
 def capture(device: torch.device, graph: Any, pool: Any) -> Iterator[None]:
-    """Within it, operations of this thread are recorded, on a stream of their own, and not run.
+    """Within it, operations of this thread are recorded, on a separate stream, and not run.
 
     Other threads work as always: the loader's pins memory.
     """

@@ -5,7 +5,7 @@
 Three ways take turns, each with its workers alive and what they had read ahead thrown away first: all in the workers,
 augmentation on the device, and decoding on the device too (--augment-on device --decode fast). What a way ends in is
 normalised float32 on the device. The fastest turn of each counts; processor time is that of this process and its
-workers, mean of all turns. The second table is the device's part, of files that are in memory: decoding alone, and with
+workers, mean of all turns. The second table has the device's part, for files in memory: decoding only, and with
 augmentation; and a process of simplejpeg's. The third compares the ways with a training step of --models in bf16: the
 slowest part limits the run. It takes ds-vit[jpeg]; --device cpu shows that it runs, and says nothing about a GPU.
 """
@@ -22,7 +22,7 @@ import timm
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from loader import Side  # beside this file
+from loader import Side  # next to this file
 from torchvision.transforms.functional import pil_to_tensor
 
 from ds_vit.config.augmentation import AugmentConfig, MixConfig

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-import gpu_steps  # beside this file
+import gpu_steps  # next to this file
 
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[1]

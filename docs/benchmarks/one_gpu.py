@@ -28,8 +28,8 @@ def nccl_settings(rank: str, version: tuple[int, ...]) -> dict[str, str]:
     """NCCL's environment in which ranks share a device.
 
     Before 2.30 NCCL finds ranks that share one by the names of their hosts and the device's address on the bus. So each
-    rank names a host of its own, and reaches the others through loopback sockets, without what only a host's GPUs or a
-    cluster's network have.
+    rank gives a separate host name, and reaches the others through loopback sockets. InfiniBand, NVLink SHARP and
+    GPUDirect RDMA are off.
 
     Args:
         rank: of this process.
@@ -37,8 +37,13 @@ def nccl_settings(rank: str, version: tuple[int, ...]) -> dict[str, str]:
     """
     if version >= (2, 30):
         return {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
-    alone = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_NET_GDR_LEVEL": "LOC"}
-    return {"NCCL_HOSTID": f"rank{rank}", **alone}
+    loopback = {
+        "NCCL_SOCKET_IFNAME": "lo",
+        "NCCL_IB_DISABLE": "1",
+        "NCCL_NVLS_ENABLE": "0",
+        "NCCL_NET_GDR_LEVEL": "LOC",
+    }
+    return {"NCCL_HOSTID": f"rank{rank}", **loopback}
 
 
 def shared(kind: type[DeepSpeedAccelerator], backend: str) -> DeepSpeedAccelerator:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from gpu_tables import FOLDER, between, read, table  # beside this file
+from gpu_tables import FOLDER, between, read, table  # next to this file
 
 ROOT = FOLDER.parents[1]
 PAGE = ROOT / "docs" / "status.md"

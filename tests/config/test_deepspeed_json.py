@@ -601,7 +601,7 @@ ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
 
 
 def test_what_later_checks_find_is_listed_too(tmp_path):
-    """A rule that needs other parts of the run, alone after the others were followed; one that follows from another."""
+    """A problem that is listed only after the others are fixed; one that only follows from another."""
     wrong = {"foo": 1, "bf16": {"enabled": True}, "fp16": {"enabled": True}, "train_batch_size": 1.5}
     wrong |= {"optimizer": {"type": "Shampoo", "params": {}}}
     wrong |= {"pipeline": {"activation_checkpoint_interval": -1}}

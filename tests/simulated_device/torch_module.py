@@ -155,7 +155,7 @@ class CUDAGraph:
 @_export
 @contextmanager
 def graph(graph: CUDAGraph, pool: int, capture_error_mode: str = "global") -> Iterator[None]:
-    """Within it, operations are recorded, on a stream of its own, and not run."""
+    """Within it, operations are recorded, on a separate stream, and not run."""
     torch.accelerator.synchronize()
     if not _capture_streams:
         _capture_streams.append(Stream())
