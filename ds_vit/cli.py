@@ -169,7 +169,7 @@ def _add_hosts(hosts: argparse.ArgumentParser) -> None:
 def _add_shards(shards: argparse.ArgumentParser) -> None:
     add = shards.add_argument
     add("folder", metavar="FOLDER", help="holds train/ and val/, or class folders")
-    add("out", metavar="OUT", help="folder for the shards; an unfinished one is continued")
+    add("out", metavar="OUT", help="new folder for the shards")
     add("--per-shard", type=int, default=5000, metavar="N", help="images of a shard [%(default)s]")
     add("--resize", type=int, metavar="PIXELS", help="make the shorter side no longer than this")
     add("--quality", type=int, metavar="1…100", help="encode as JPEG [what is resized: 90]")
@@ -198,8 +198,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv[0] in ("train", "eval"):  # on several ranks too
         return _main_of(argv[0])(argv[1:], f"ds-vit {argv[0]}")
     single = Process("none", 0, 1, 0, 1)
-    stays = "the shards that are done stay; start again to continue" if argv[0] == "shards" else "nothing was written"
-    return guarded("ds-vit", lambda process: _run_into_pipe(argv), stays, single)
+    return guarded("ds-vit", lambda process: _run_into_pipe(argv), "nothing was written", single)
 
 
 def _main_of(command: str) -> Callable[..., int]:
@@ -326,16 +325,14 @@ def _shards(arguments: argparse.Namespace) -> int:
         captions=arguments.captions,
     )
     for split, packed in made:
-        before = packed.shards - packed.made
-        more = f"{before:,} of them from before" if before else f"the files: {in_words(packed.file_bytes)}"
-        size = in_words(packed.shard_bytes)
-        print(f"{split}: {packed.images:,} images in {packed.shards:,} shards of together {size} ({more})")
+        size, files = in_words(packed.shard_bytes), in_words(packed.file_bytes)
+        print(f"{split}: {packed.images:,} images in {packed.shards:,} shards of together {size} (the files: {files})")
         if packed.undecodable:
             first = packed.undecodable[0]
             print(
                 f"{split}: {len(packed.undecodable)} files are no images and went in as they are; the first is {first}"
             )
-    print(f"every shard was read back; train on them by --dataset wds/{arguments.out}")
+    print(f"train on them by --dataset wds/{arguments.out}")
     return exit_codes.OK
 
 

@@ -9,7 +9,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 
@@ -29,9 +29,6 @@ from ds_vit.fault_tolerance.errors import UserError, read_text
 
 CLASSES_FILE = "classes.json"
 """The names of the classes in the order of their numbers, next to the shards."""
-
-PLAN_FILE = "{}.shards.json"
-"""What `ds-vit shards` makes of a split: how many shards, of what."""
 
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
@@ -65,11 +62,6 @@ def open_shards(
     return ShardSource(shards, _class_names(os.path.dirname(shards[0])), classes)
 
 
-def shard_name(split: str, number: int) -> str:
-    """The shard's name as `ds-vit shards` gives it, counted from 0."""
-    return f"{split}-{number:06}.tar"
-
-
 def expand_braces(pattern: str) -> list[str]:
     """What a shell makes of braces: `a-{08..10}.tar` is `a-08.tar a-09.tar a-10.tar`, and `{a,b}` is `a b`."""
     pieces = []
@@ -83,28 +75,22 @@ def expand_braces(pattern: str) -> list[str]:
     return ["".join(chosen) for chosen in itertools.product(*pieces)]
 
 
-def _require_all(shards: list[str], named_by: str, way_out: str) -> list[str]:
+def _expanded(pattern: str) -> list[str]:
+    """The shards of a pattern, all of which must be there."""
+    shards = expand_braces(pattern)
     missing = [path for path in shards if not os.path.isfile(path)]
     if missing or not shards:
         first = f", the first is {missing[0]}" if missing else ""
-        raise UserError(f"{named_by}: {len(missing)} of {len(shards)} shards are missing{first}; {way_out}")
+        counted = f"{len(missing)} of {len(shards)} shards are missing{first}"
+        raise UserError(f"{pattern}: {counted}; correct the range, or bring the shards")
     return shards
 
 
-def _expanded(pattern: str) -> list[str]:
-    return _require_all(expand_braces(pattern), pattern, "correct the range, or bring the shards")
-
-
 def _of_split(folder: str, split: str) -> list[str]:
-    """The shards of a split by its name: those that were planned, else those that are there."""
+    """The shards of a split by its name."""
     if not os.path.isdir(folder):
         raise UserError(f"there is no folder of shards {folder}; give wds/FOLDER, or wds/FOLDER/train-{{000..127}}.tar")
-    names = synonyms_of(split)
-    for name in names:
-        if os.path.isfile(plan := os.path.join(folder, PLAN_FILE.format(name))):
-            planned = [os.path.join(folder, shard_name(name, number)) for number in range(_json(plan)["shards"])]
-            return _require_all(planned, plan, "start the same ds-vit shards again to make them, or bring them")
-    for name, form in itertools.product(names, ("{}-*.tar", "{}/*.tar", "{}.tar")):
+    for name, form in itertools.product(synonyms_of(split), ("{}-*.tar", "{}/*.tar", "{}.tar")):
         if shards := in_natural_order(glob.glob(os.path.join(glob.escape(folder), form.format(name)))):
             _check_no_gap(shards)
             return shards
@@ -135,17 +121,13 @@ def _class_names(folder: str) -> list[str] | None:
     path = os.path.join(folder, CLASSES_FILE)
     if not os.path.exists(path):
         return None
-    names = _json(path)
+    try:
+        names = json.loads(read_text(path, ""))
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path} is no JSON ({error})") from None
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
         raise UserError(f"{path} must be a list of class names that differ, in the order of their numbers")
     return names
-
-
-def _json(path: str) -> Any:
-    try:
-        return json.loads(read_text(path, ""))
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path} is no JSON ({error})") from None
 
 
 class ShardSource(PackedSource):
