@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -67,10 +68,18 @@ def _write_timm_config(exported: Exported, path: Path) -> None:
     cfg = exported.model.pretrained_cfg
     exported.model.pretrained_cfg = {name: cfg[name] for name in cfg if name not in _OF_OTHER_WEIGHTS}
     save_config_for_hf(exported.model, str(path), model_config=labels, data_config=pixels)
+    config = json.loads(path.read_text())
+    config.get("model_args", {}).pop(
+        "num_classes", None
+    )  # transformers passes the one next to it, and fails on a second one
+    path.write_text(json.dumps(config, indent=2))
 
 
 def _write_timm(exported: Exported, folder: Path) -> None:
-    """Write config.json and model.safetensors (one file, however large: timm reads no shards)."""
+    """Write config.json and model.safetensors (one file, however large: timm reads no shards).
+
+    transformers' `AutoModelForImageClassification` reads the same folder, its `AutoModel` one without a classifier.
+    """
     metadata = names_as_metadata(exported.labels)
     save_weights(folder, exported.model.state_dict(), max_bytes=2**62, metadata=metadata)
     _write_timm_config(exported, folder / "config.json")
@@ -78,6 +87,15 @@ def _write_timm(exported: Exported, folder: Path) -> None:
 
 def _load_timm(folder: Path) -> Predict:
     return timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+
+
+def _load_hf(folder: Path) -> Predict:
+    """The folder as transformers loads it: logits, or features of a model without a classifier."""
+    if json.loads((folder / "config.json").read_text())["num_classes"]:
+        model = hf.read(folder, "AutoModelForImageClassification")
+        return lambda images: model(pixel_values=images).logits
+    encoder = hf.read(folder, "AutoModel")
+    return lambda images: encoder(pixel_values=images).pooler_output
 
 
 def _write_onnx(exported: Exported, folder: Path) -> None:
@@ -140,8 +158,8 @@ class _Format(NamedTuple):
 _FORMATS = {
     "timm": _Format(_write_timm, _load_timm, "timm"),
     "hf": _Format(
-        hf.write,
-        hf.load,
+        _write_timm,
+        _load_hf,
         "transformers",
         ("transformers",),
         pairs=_Format(two_towers.write_hf, two_towers.load_hf, "transformers"),
@@ -194,11 +212,11 @@ def export(
 
     Args:
         source: a run's output folder, a checkpoint folder, or a file or folder that `--initial-checkpoint` accepts.
-        to: "timm" (a folder that `timm.create_model("local-dir:…", pretrained=True)` reads), "hf" (a folder that
-            `ViTForImageClassification.from_pretrained` reads; of a run with a text tower `CLIPModel` or `SiglipModel`,
-            of --task bridgetower `BridgeTowerForContrastiveLearning`), "onnx" (model.onnx, batch of any size) or
-            "open_clip" (a folder that `open_clip.create_model_and_transforms("local-dir:…")` reads). "timm" and "onnx"
-            have the image tower only.
+        to: "timm" (a folder that `timm.create_model("local-dir:…", pretrained=True)` reads), "hf" (the same
+            folder, which `AutoModelForImageClassification.from_pretrained` reads too; of a run with a text tower one of
+            `CLIPModel` or `SiglipModel`, of --task bridgetower of `BridgeTowerForContrastiveLearning`), "onnx"
+            (model.onnx, batch of any size) or "open_clip" (a folder that
+            `open_clip.create_model_and_transforms("local-dir:…")` reads). "timm" and "onnx" have the image tower only.
         weights, checkpoint: which of a run's; see `find_weights`.
         output: the folder to write, which must not hold anything; default `export-<to>` in the folder of the weights.
         labels: a file of class names, one per line, in the order of the logits; None for those stored with the weights.

@@ -1,8 +1,4 @@
-"""A Hugging Face `ViTForImageClassification` folder for a plain ViT or DeiT of timm's.
-
-Plain: class token, learned positions, pre-norm blocks with one fused qkv and a GELU MLP, classified by the class token.
-Any other model would compute something else under the same names, and is rejected with the reason.
-"""
+"""Folders of transformers: the config of a tower, its image processor, and which towers a class represents."""
 
 from __future__ import annotations
 
@@ -22,13 +18,11 @@ from timm.layers import Attention, Mlp
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import nn
 
-from ds_vit.checkpoint.tensors import save_weights
 from ds_vit.data.settings import ImageConfig
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.zoo import TimmViT
-from ds_vit.weights.files import names_as_metadata
-from ds_vit.weights.foreign_names import ACTIVATIONS, HF_VIT, Rule, general, to_theirs
-from ds_vit.weights.source import Exported, Predict
+from ds_vit.weights.foreign_names import ACTIVATIONS, Rule, general
+from ds_vit.weights.source import Exported
 
 
 @contextlib.contextmanager
@@ -85,21 +79,6 @@ def obstacles(model: TimmViT, pool: str, rules: Sequence[Rule], optional: Sequen
         yield f"no {part}" + (" (timm's vit_…_clip_… have that norm)" if part == "norm_pre" else "")
 
 
-def _refuse(exported: Exported) -> None:
-    """Reject what the class cannot represent; UserError with the reason."""
-    if not exported.model.num_classes:
-        raise UserError(
-            f"{exported.weights.path} has no classifier, and ViTForImageClassification is one; --to timm and --to onnx "
-            "write only the encoder, and fine-tuning gives it a classifier (--initial-checkpoint)"
-        )
-    if missing := [*obstacles(exported.model, "token", HF_VIT, ("blocks.*.attn.qkv.bias",))]:
-        raise UserError(
-            f"Hugging Face's ViTForImageClassification has no counterpart of {'; '.join(missing)}: this model cannot "
-            "be exported to hf; --to timm and --to onnx can"
-        )
-    refuse_images(exported.image)
-
-
 def refuse_images(image: ImageConfig) -> None:
     """Reject images that Hugging Face's processors do not prepare; UserError with the reason."""
     height, width = image.img_size
@@ -136,34 +115,6 @@ def tower_config(module: nn.Module, width: int) -> dict[str, Any]:
     }
 
 
-def write(exported: Exported, folder: Path) -> None:
-    """Write config.json, model.safetensors (sharded above 5 GB) and preprocessor_config.json.
-
-    Raises:
-        UserError: the class cannot represent the model or its images; nothing is written.
-    """
-    from transformers import ViTConfig
-
-    _refuse(exported)
-    model = exported.model
-    names = exported.labels or tuple(f"LABEL_{number}" for number in range(model.num_classes))
-    patch = model.patch_embed.patch_size
-    config = ViTConfig(
-        architectures=["ViTForImageClassification"],
-        **tower_config(model, model.embed_dim),
-        image_size=exported.image.img_size[0],
-        patch_size=patch[0] if patch[0] == patch[1] else list(patch),
-        num_channels=3,
-        qkv_bias=model.blocks[0].attn.qkv.bias is not None,
-        id2label=dict(enumerate(names)),
-        label2id={name: number for number, name in enumerate(names)},
-    )
-    config.save_pretrained(str(folder))
-    state = to_theirs(with_all_positions(model), HF_VIT)
-    save_weights(folder, state, metadata=names_as_metadata(exported.labels))
-    write_processor(exported, folder)
-
-
 def write_processor(exported: Exported, folder: Path) -> None:
     """timm's evaluation transform as an image processor: resize by the shorter edge, centre crop, normalise."""
     from transformers import CLIPImageProcessor
@@ -189,9 +140,3 @@ def read(folder: Path, kind: str) -> Any:
     wrong = {key: sorted(info[key]) for key in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[key]}
     assert not wrong, wrong
     return model.eval()
-
-
-def load(folder: Path) -> Predict:
-    """The folder as transformers loads it."""
-    model = read(folder, "ViTForImageClassification")
-    return lambda images: model(pixel_values=images).logits

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from dataclasses import replace
 
@@ -11,13 +10,12 @@ import pytest
 import timm
 import torch
 import yaml
-from PIL import Image
 from safetensors.torch import load_file, save_file
 from vits import KINDS, images, shake, small_image_size, small_spec, timm_model
 
 from ds_vit import cli
 from ds_vit.models.zoo import create_model
-from ds_vit.weights import InitialCheckpoint, export, hf, import_weights
+from ds_vit.weights import InitialCheckpoint, export, import_weights
 
 SPEC = small_spec("vit_tiny_patch16_224", img_size=64)
 PIXELS = {"mean": [0.4, 0.5, 0.6], "std": [0.2, 0.3, 0.4], "interpolation": "bicubic", "crop_pct": 0.9}
@@ -29,7 +27,7 @@ def run_folder(folder, spec, **more):
     folder.mkdir(parents=True, exist_ok=True)
     model = timm_model(spec).eval()
     save_file(model.state_dict(), folder / "model.safetensors")
-    recipe = {"model": spec.name, "model_kwargs": dict(spec.model_kwargs), "num_classes": spec.num_classes}
+    recipe = {"model": spec.name, "model_kwargs": dict(spec.model_kwargs), "num_classes": spec.num_classes or None}
     recipe |= {"img_size": spec.img_size} if spec.img_size else {}
     recipe |= {"deepspeed_config": "deepspeed.json", "data_dir": "nowhere", "epochs": 3, **PIXELS, **more}
     (folder / "config.yaml").write_text(yaml.safe_dump(recipe))
@@ -46,99 +44,38 @@ def logits(model, spec, **kwargs):
     return model(images(spec, **kwargs))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_timm_reads_its_folder(tmp_path, kind):
-    """A folder without the arguments, the image size or the pixels of the run; timm loads it without ds_vit."""
-    spec = spec_of(kind)
-    reference = run_folder(tmp_path / "run", spec)
-    found = export(tmp_path / "run", "timm")
-    assert (found.largest, found.folder) == (0.0, tmp_path / "run" / "export-timm")
+@pytest.mark.parametrize(
+    ("kind", "task"),
+    [
+        ("class token", "classification"),
+        ("convolutional stem", "classification"),
+        ("Eva with rotary tables", "classification"),
+        ("Eva with attention pool", "classification"),
+        ("registers and layer scale", "mae"),
+    ],
+)
+def test_timm_and_transformers_read_one_folder(tmp_path, kind, task):
+    """A folder without the arguments, the image size or the pixels of the run; both load it without ds_vit."""
+    transformers = pytest.importorskip("transformers")
+    spec = replace(spec_of(kind), num_classes=10 if task == "classification" else 0)
+    reference = run_folder(tmp_path / "run", spec, task=task)
+    found = export(tmp_path / "run", "hf")
+    assert found.folder == tmp_path / "run" / "export-hf"
     model = timm.create_model(f"local-dir:{found.folder}", pretrained=True).eval()
-    assert torch.equal(logits(model, spec), logits(reference, spec))
+    expected = logits(reference, spec)
+    assert torch.equal(logits(model, spec), expected)
+    kinds = {"classification": "AutoModelForImageClassification", "mae": "AutoModel"}
+    theirs = getattr(transformers, kinds[task]).from_pretrained(found.folder).eval()
+    with torch.no_grad():
+        outputs = theirs(pixel_values=images(spec))
+    given = outputs.logits if task == "classification" else outputs.pooler_output
+    torch.testing.assert_close(given, expected, rtol=0, atol=1e-6)
     data = timm.data.resolve_data_config({}, model=model)
     assert data["input_size"] == (3, spec.img_size, spec.img_size)
     for name, value in PIXELS.items():
         assert (list(data[name]) if isinstance(value, list) else data[name]) == value, name
     text = (found.folder / "config.json").read_text()
     assert not any(word in text for word in ('"license"', '"tag"')), "timm's claims about its own weights"
-
-
-HF_KINDS = {
-    "ViT": SPEC,
-    "DeiT": small_spec("deit_small_patch16_224", img_size=48),
-    "larger patches and no qkv bias": small_spec("vit_base_patch32_224", img_size=96, qkv_bias=False),
-    "positions of patches only": small_spec("vit_tiny_patch16_224", img_size=64, no_embed_class=True),
-    "tanh GELU": small_spec("vit_tiny_patch16_224", img_size=64, act_layer="gelu_tanh"),
-}
-
-
-@pytest.mark.parametrize("kind", HF_KINDS)
-def test_hugging_face_gives_the_same_logits(tmp_path, kind):
-    """Heads mixed up, query and key exchanged, an eps or an activation that is not the model's."""
-    transformers = pytest.importorskip("transformers")
-    spec = HF_KINDS[kind]
-    reference = run_folder(tmp_path / "run", spec)
-    found = export(tmp_path / "run", "hf", output=tmp_path / "hf")
-    model = transformers.ViTForImageClassification.from_pretrained(tmp_path / "hf").eval()
-    expected = logits(reference, spec)
-    with torch.no_grad():
-        given = model(pixel_values=images(spec)).logits
-    assert expected.abs().max() > 0.1
-    assert (given - expected).abs().max() < 1e-5
-    assert found.largest < 1e-5
-    # And back, through --initial-checkpoint's reader, to the very same weights.
-    again = create_model(spec, for_training=False, device="cpu")
-    if kind != "positions of patches only":
-        InitialCheckpoint(tmp_path / "hf", create_model(spec)).load(again)
-        assert all(
-            torch.equal(a, b) for a, b in zip(again.state_dict().values(), reference.state_dict().values(), strict=True)
-        )
-
-
-@pytest.mark.parametrize(("mode", "crop_pct"), [("center", 64 / 72), ("center", 1.0), ("squash", 0.8)])
-def test_hugging_face_prepares_images_as_timm_does(tmp_path, mode, crop_pct):
-    """Pixels of another crop, filter or scale: a model that is right and an accuracy that is not.
-
-    The margins are even: of an odd one torchvision cuts the larger half before the crop, transformers behind it.
-    """
-    transformers = pytest.importorskip("transformers")
-    run_folder(tmp_path / "run", SPEC, crop_mode=mode, crop_pct=crop_pct)
-    export(tmp_path / "run", "hf", output=tmp_path / "hf")
-    processor = transformers.AutoImageProcessor.from_pretrained(tmp_path / "hf", use_fast=False)
-    transform = timm.data.create_transform(
-        (3, 64, 64), mean=PIXELS["mean"], std=PIXELS["std"], interpolation="bicubic", crop_pct=crop_pct, crop_mode=mode
-    )
-    pixels = np.random.default_rng(0).integers(0, 256, (90, 131, 3), dtype=np.uint8)
-    image = Image.fromarray(pixels).resize((200, 150), Image.Resampling.BILINEAR)
-    given = processor(image, return_tensors="pt").pixel_values[0]
-    torch.testing.assert_close(given, transform(image), rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("name", "kwargs", "message"),
-    [
-        ("vit_small_patch14_reg4_dinov2", {}, "blocks.*.ls1.gamma; blocks.*.ls2.gamma; reg_token"),
-        ("vit_base_patch16_gap_224", {}, "global_pool 'avg'; no cls_token"),
-        ("vit_base_patch16_siglip_224", {}, "attn_pool"),
-        ("vit_base_patch16_clip_224", {}, "norm_pre"),
-        ("vit_giant_patch14_dinov2", {}, "the MLP GluMlp"),
-        ("vit_base_patch16_rpn_224", {}, "the block ResPostBlock"),
-        ("eva02_tiny_patch14_224", {}, "timm's class Eva"),
-        ("vit_tiny_patch16_224", {"qk_norm": True}, "blocks.*.attn.q_norm"),
-        ("vit_tiny_patch16_224", {"global_pool": "avg", "fc_norm": False}, "global_pool 'avg'"),
-        ("vit_tiny_patch16_224", {"act_layer": "relu"}, "the activation ReLU"),
-        ("vit_tiny_patch16_224", {"pos_embed": "none"}, "no pos_embed"),
-        ("vit_tiny_patch16_224", {"proj_bias": False}, "no blocks.*.attn.proj.bias"),
-        ("vit_tiny_r_s16_p8_224", {}, "patch_embed"),
-    ],
-)
-def test_what_hugging_face_has_no_class_for_is_refused(tmp_path, name, kwargs, message):
-    """Another function under the same names."""
-    pytest.importorskip("transformers")
-    run_folder(tmp_path / "run", small_spec(name, **kwargs))
-    with pytest.raises(ValueError, match=f"has no counterpart of .*{re.escape(message)}"):
-        export(tmp_path / "run", "hf")
-    assert not (tmp_path / "run" / "export-hf").exists()
 
 
 @pytest.mark.parametrize(
@@ -184,20 +121,23 @@ def test_averaged_weights_and_a_bare_file(tmp_path):
 
 def test_an_export_that_differs_is_not_kept(tmp_path, monkeypatch, capsys):
     """A check that cannot fail."""
-    pytest.importorskip("transformers")
     run_folder(tmp_path / "run", SPEC)
-    rules = hf.HF_VIT
-    swapped = [replace(rule, theirs=(rule.theirs[1], rule.theirs[0], *rule.theirs[2:])) for rule in rules[6:8]]
-    monkeypatch.setattr(hf, "HF_VIT", (*rules[:6], *swapped, *rules[8:]))
-    assert cli.main(["export", str(tmp_path / "run"), "--to", "hf"]) == 1
+    module = sys.modules[export.__module__]
+    save = module.save_weights
+
+    def save_others(folder, state, **more):
+        save(folder, {**state, "head.weight": state["head.weight"].roll(1, 0)}, **more)
+
+    monkeypatch.setattr(module, "save_weights", save_others)
+    assert cli.main(["export", str(tmp_path / "run"), "--to", "timm"]) == 1
     out, err = capsys.readouterr()
     assert "largest difference of the logits" in out
     assert "is not kept" in err
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"config.yaml", "model.safetensors"}
-    monkeypatch.setattr(hf, "HF_VIT", rules)
-    assert cli.main(["export", str(tmp_path / "run"), "--to", "hf"]) == 0
-    assert cli.main(["export", str(tmp_path / "run"), "--to", "hf"]) == 2
-    assert "export-hf exists already" in capsys.readouterr().err
+    monkeypatch.setattr(module, "save_weights", save)
+    assert cli.main(["export", str(tmp_path / "run"), "--to", "timm"]) == 0
+    assert cli.main(["export", str(tmp_path / "run"), "--to", "timm"]) == 2
+    assert "export-timm exists already" in capsys.readouterr().err
 
 
 def test_a_missing_package_is_one_line(tmp_path, monkeypatch, capsys):

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 import yaml
 from curves import train_in
+from PIL import Image
 from project import write_config
 from runs import refusal
 from safetensors.torch import load_file, save_file
@@ -154,6 +155,24 @@ def test_transformers_computes_the_same(tmp_path, kind):
     checkpoint, again = loaded(found.folder, RECIPES[kind])
     assert_same(again, state)
     assert f"{len(state)} of {len(state)} tensors taken as they are" in checkpoint.summary
+
+
+@pytest.mark.parametrize(("mode", "crop_pct"), [("center", 32 / 36), ("center", 1.0), ("squash", 0.8)])
+def test_transformers_prepares_images_as_timm_does(tmp_path, mode, crop_pct):
+    """Pixels of another crop, filter or scale: a model that is right and an accuracy that is not.
+
+    The margins are even: of an odd one torchvision cuts the larger half before the crop, transformers behind it.
+    """
+    transformers = pytest.importorskip("transformers")
+    pixels = {"mean": [0.4, 0.5, 0.6], "std": [0.2, 0.3, 0.4], "interpolation": "bicubic"}
+    pixels |= {"crop_pct": crop_pct, "crop_mode": mode}
+    found = export(run_of(tmp_path / "run", "CLIP", **pixels).folder, "hf")
+    processor = transformers.AutoImageProcessor.from_pretrained(found.folder, use_fast=False)
+    noise = np.random.default_rng(0).integers(0, 256, (90, 131, 3), dtype=np.uint8)
+    image = Image.fromarray(noise).resize((200, 150), Image.Resampling.BILINEAR)
+    given = processor(image, return_tensors="pt").pixel_values[0]
+    transform = timm.data.create_transform((3, 32, 32), **pixels)
+    torch.testing.assert_close(given, transform(image), rtol=0, atol=1e-5)
 
 
 TOKENIZERS = {
@@ -378,6 +397,11 @@ def test_another_padding_is_refused(tmp_path, tool, published):
     ("kind", "more", "tool", "message"),
     [
         ("plain ViT", {}, "hf", r"CLIPModel has no counterpart of no norm_pre \(timm's vit_…_clip_… have that norm\)"),
+        ("CLIP", {"model": "vit_base_patch16_rpn_224"}, "hf", "no counterpart of the block ResPostBlock"),
+        ("CLIP", {"model": "vit_giant_patch14_dinov2"}, "hf", "the MLP GluMlp; .*reg_token|the MLP GluMlp"),
+        ("CLIP", {"model": "eva02_tiny_patch14_224"}, "hf", "no counterpart of timm's class Eva"),
+        ("CLIP", {"model_kwargs": {**_SMALL, "act_layer": "relu"}}, "hf", "the activation ReLU"),
+        ("CLIP", {"model_kwargs": {**_SMALL, "qk_norm": True}}, "hf", r"blocks\.\*\.attn\.q_norm"),
         ("CLIP", {"text_pool": "last"}, "hf", "CLIPModel has no counterpart of --text-pool last"),
         ("SigLIP", {"model": "vit_base_patch16_224"}, "hf", "SiglipModel has no counterpart of global_pool 'token'"),
         ("SigLIP", {"text_pool": "map"}, "hf", "no counterpart of --text-pool map; text.attn_pool"),
