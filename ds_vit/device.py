@@ -156,16 +156,6 @@ def record_event(device: torch.device) -> torch.Event | None:
     return event
 
 
-def pci_address(device: torch.device) -> str | None:
-    """Where a device is on the PCI bus, as Linux names it; None where torch does not know."""
-    if not is_accelerator(device):
-        return None
-    of = torch.get_device_module(device).get_device_properties(device)
-    if not hasattr(of, "pci_bus_id"):
-        return None
-    return f"{of.pci_domain_id:04x}:{of.pci_bus_id:02x}:{of.pci_device_id:02x}.0"
-
-
 def has_fused_step(device: torch.device) -> bool:
     """Whether torch's optimizers have a fused step there, with a flag for a step to be skipped."""
     return device.type in _get_fused_kernels_supported_devices()

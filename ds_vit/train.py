@@ -205,7 +205,7 @@ def _resolve(
     """Resolve the run, as far as that is possible before the ranks meet."""
     from ds_vit.training.auto_batch import choose_batch
     from ds_vit.training.build import engine_config, reads
-    from ds_vit.training.inputs import estimate_workers
+    from ds_vit.training.inputs import count_workers
     from ds_vit.training.resolve import resolve_run
 
     stop_at = time.time() + parse_seconds(config.time_limit, "--time-limit") if config.time_limit else job_end()
@@ -213,7 +213,7 @@ def _resolve(
     if config.auto_batch and (config.dry_run or (on_cpu and config.memory)):
         resolved = resolved.with_batch(*choose_batch(engine_config(resolved), config.memory, process, on_cpu=on_cpu))
     if config.workers == "auto":
-        resolved = dataclasses.replace(resolved, workers=estimate_workers(reads(resolved), process))
+        resolved = dataclasses.replace(resolved, workers=count_workers(reads(resolved), process))
     return dataclasses.replace(resolved, machine_notes=notes_on_machine(resolved, num_gpus))
 
 
@@ -221,14 +221,14 @@ def _agree(resolved: Resolved, watchdog: Watchdog, *, on_cpu: bool) -> Resolved:
     """Choose what depends on the free memory and the cores of every rank (a collective)."""
     from ds_vit.training.auto_batch import agree_on_batch
     from ds_vit.training.build import engine_config, reads
-    from ds_vit.training.inputs import assign_workers
+    from ds_vit.training.inputs import count_workers
 
     config, process = resolved.config, resolved.process
     if config.auto_batch and not (on_cpu and config.memory):
         watchdog.beat(0, "looking for the micro-batch", patience=4)
         resolved = resolved.with_batch(*agree_on_batch(engine_config(resolved), config.memory, process, on_cpu=on_cpu))
     if config.workers == "auto":
-        resolved = dataclasses.replace(resolved, workers=assign_workers(reads(resolved), process))
+        resolved = dataclasses.replace(resolved, workers=count_workers(reads(resolved), process))
     return resolved
 
 

@@ -48,7 +48,6 @@ class Loader:
         numbers: which of them, in this order.
         num_workers: processes that read; 0 reads in this one.
         pin_memory: page-locked memory for fast copies to a GPU.
-        cores: to run the processes on, if there are enough for all; empty for any.
 
     Iterating raises a worker's UserError or OSError, one line that names the file; and WorkerLost if a worker was
     killed, which names the file that it was reading.
@@ -60,7 +59,6 @@ class Loader:
         numbers: range,
         num_workers: int,
         pin_memory: bool,
-        cores: frozenset[int] = frozenset(),
     ) -> None:
         self._batches = batches
         self._reader = batches.reader
@@ -73,7 +71,7 @@ class Loader:
             num_workers=num_workers,
             prefetch_factor=PREFETCHED if num_workers else None,
             collate_fn=partial(_each_tensor, _sendable),
-            worker_init_fn=partial(_begin, cores if num_workers <= len(cores) else None) if num_workers else None,
+            worker_init_fn=ignore_in_worker,
             pin_memory=pin_memory,
             generator=torch.Generator(),  # else each iteration draws a seed from the process's generator
         )
@@ -127,13 +125,6 @@ class Loader:
                 advice = shared_memory_advice()
             process = f"loader process {number} (pid {worker.pid})"
             raise WorkerLost(f"{process} {end}{image}; {advice}; start again with --resume auto")
-
-
-def _begin(cores: frozenset[int] | None, worker: int) -> None:
-    """Initialize a worker process."""
-    ignore_in_worker(worker)
-    if cores:
-        os.sched_setaffinity(0, cores)
 
 
 _workers: weakref.WeakSet[BaseProcess] = weakref.WeakSet()
@@ -223,7 +214,6 @@ def train_loader(
     on_bad_image: str = "error",
     num_workers: int = 0,
     pin_memory: bool = False,
-    cores: frozenset[int] = frozenset(),
 ) -> Loader:
     """The micro-batches of a rank for the optimizer steps [start_step, stop_step), counted from 0 over all epochs.
 
@@ -249,7 +239,6 @@ def train_loader(
         on_bad_image: "error", or "skip" for a keyed replacement.
         num_workers: processes that read; 0 reads in this one.
         pin_memory: page-locked memory for fast copies to a GPU.
-        cores: to run the processes on, if there are enough for all; empty for any.
 
     Raises:
         UserError: settings that cannot work together, with the numbers. Iterating raises ImageDecodeError.
@@ -270,7 +259,7 @@ def train_loader(
         for size in (sizes.sizes if sizes else ())
     }
     batches = TrainBatches(reader, order, share, augment, mix, sizes, transforms, skipped_batches)
-    return Loader(batches, numbers, num_workers, pin_memory, cores)
+    return Loader(batches, numbers, num_workers, pin_memory)
 
 
 def eval_loader(
@@ -287,7 +276,6 @@ def eval_loader(
     on_bad_image: str = "error",
     num_workers: int = 0,
     pin_memory: bool = False,
-    cores: frozenset[int] = frozenset(),
 ) -> Loader:
     """A rank's share of an evaluation, to be iterated as often as wanted; each image is valid on one rank, once.
 
@@ -298,4 +286,4 @@ def eval_loader(
         source, eval_transform(image), image, load_images, load_targets, on_bad_image, "exact", tokenizer, load_texts
     )
     numbers = range(num_evaluation_batches(len(source), batch, dp_size))
-    return Loader(EvalBatches(reader, batch, dp_rank, dp_size), numbers, num_workers, pin_memory, cores)
+    return Loader(EvalBatches(reader, batch, dp_rank, dp_size), numbers, num_workers, pin_memory)

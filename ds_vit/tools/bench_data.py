@@ -98,14 +98,14 @@ def bench_data(words: Sequence[str], images: int, process: Process | None = None
     from deepspeed.accelerator import get_accelerator
 
     from ds_vit.training.build import resolve_parts
-    from ds_vit.training.inputs import estimate_workers, reads_of
+    from ds_vit.training.inputs import count_workers, reads_of
 
     config, explicit = flags.parse(words)
     process = process or discover()
     on_cpu = get_accelerator().device_name() == "cpu"
     inputs = resolve_parts(config, explicit, process, on_cpu=on_cpu).inputs
     if config.workers == "auto":
-        workers, _ = estimate_workers(lambda rank: reads_of(inputs.task, inputs.layout, rank, training=True), process)
+        workers, _ = count_workers(lambda rank: reads_of(inputs.task, inputs.layout, rank, training=True), process)
         inputs = dataclasses.replace(inputs, workers=workers)
     device = device_of(process.local_rank)
     samples = _samples(inputs, images)

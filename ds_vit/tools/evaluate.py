@@ -190,7 +190,7 @@ def _run(
         from ds_vit.training.auto_batch import memory_of_rank
         from ds_vit.training.build import resolve_parts
         from ds_vit.training.evaluation import Watch, build_and_evaluate
-        from ds_vit.training.inputs import assign_workers, reads_of
+        from ds_vit.training.inputs import count_workers, reads_of
         from ds_vit.training.memory_advice import MemoryAdvice
 
         on_cpu = get_accelerator().device_name() == "cpu"
@@ -210,7 +210,7 @@ def _run(
         free = memory_of_rank("", process, on_cpu=on_cpu)
         stack.enter_context(MemoryAdvice(engine_config, free, inputs.eval_rows).errors())
         if config.workers == "auto":
-            workers, _ = assign_workers(lambda rank: reads_of(task, layout, rank, training=False), process)
+            workers, _ = count_workers(lambda rank: reads_of(task, layout, rank, training=False), process)
             inputs = dataclasses.replace(inputs, workers=workers)
         line = Line(make_console() if process.rank == 0 else None)
         groups = build_groups(layout)

@@ -122,7 +122,6 @@ def input_config(resolved: Resolved) -> InputConfig:
         workers=resolved.workers.number,
         layout=resolved.layout,
         rank=resolved.process.rank,
-        local_world_size=resolved.process.local_world_size,
     )
 
 

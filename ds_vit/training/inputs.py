@@ -32,9 +32,8 @@ from ds_vit.data.device import finish_keys, finish_valid
 from ds_vit.data.loader import Loader, eval_loader, train_loader
 from ds_vit.data.sampler import SampleOrder, Share, evaluation_keys, evaluation_rows, num_evaluation_batches
 from ds_vit.data.sources.source import Source
-from ds_vit.device import pci_address, pins_memory
+from ds_vit.device import pins_memory
 from ds_vit.engine.base import Engine
-from ds_vit.launching.numa import addresses_of_ranks, cores_to_share
 from ds_vit.launching.process import Process
 from ds_vit.monitoring.throughput import Throughput
 from ds_vit.parallel.layout import Layout
@@ -64,7 +63,6 @@ class InputConfig:
         workers: loader processes of this rank.
         layout: degrees of parallelism.
         rank: of this process.
-        local_world_size: ranks on this host; None where unknown.
     """
 
     task: Task
@@ -81,7 +79,6 @@ class InputConfig:
     workers: int
     layout: Layout
     rank: int
-    local_world_size: int | None
 
     @property
     def validation(self) -> Source:
@@ -330,9 +327,6 @@ class InputPipeline:
         return tuple(dataclasses.replace(field, dtype=field.dtype or self.engine.dtype) for field in own)
 
     def _loading(self, fields: Sequence[Field]) -> dict[str, Any]:
-        device = self.engine.device
-        of_ranks = addresses_of_ranks(device, self.config.local_world_size)
-        cores = cores_to_share(pci_address(device), of_ranks, self.config.workers, os.sched_getaffinity(0))
         return {
             "image": self.config.task.image,
             "load_images": any(field.reads == "images" for field in fields),
@@ -341,8 +335,7 @@ class InputPipeline:
             "load_texts": any(field.reads == "texts" for field in fields),
             "on_bad_image": self.config.on_bad_image,
             "num_workers": self.config.workers,
-            "pin_memory": pins_memory(device),
-            "cores": cores,  # where the loader's processes are to run; none: anywhere
+            "pin_memory": pins_memory(self.engine.device),
         }
 
     def _finish(self, fields: Sequence[Field], batch: MicroBatch, *, training: bool) -> Batch:
@@ -396,22 +389,6 @@ MAX_WORKERS = 16
 """Of a rank: at some 500 images per second per core, more than any model takes that is worth sharing over GPUs."""
 
 
-class Loading(NamedTuple):
-    """What a rank loads, and where.
-
-    Attributes:
-        host: its name.
-        cores: that the process may use.
-        reads: "images", "targets" or "" for nothing.
-        quota: how many of the cores its container is given the time of.
-    """
-
-    host: str
-    cores: frozenset[int]
-    reads: str
-    quota: int = 2**31
-
-
 class Workers(NamedTuple):
     """Loader processes of a rank; how `auto` came to that number, for people ("" where it was given)."""
 
@@ -419,25 +396,28 @@ class Workers(NamedTuple):
     reason: str = ""
 
 
-def count_workers(ranks: Sequence[Loading], rank: int) -> Workers:
-    """Loader processes of a rank, from the cores that it may use and the ranks that it shares them with.
+def count_workers(reads: Callable[[int], str], process: Process) -> Workers:
+    """Loader processes of this rank: its equal part of the cores that the training processes of this host leave.
 
-    One core is left for each training process. Each rank that only reads targets (a pipeline's last stage) gets one of
-    the rest, and the ranks that read images get equal parts of what is left.
+    Once the ranks have met this is a collective: ranks that are bound to separate cores do not share them. Before, all
+    ranks of this host count.
 
     Args:
-        ranks: all of the run, or those of this rank's host.
-        rank: its place among them.
+        reads: rank → what it reads, as `reads_of`.
+        process: this rank.
     """
-    own = ranks[rank]
-    near = [other for other in ranks if other.host == own.host and other.cores & own.cores]
-    num_cores = min(len(frozenset().union(*(other.cores for other in near))), own.quota)
-    num_loaders = sum(other.reads == "images" for other in near)
-    num_targets = sum(other.reads == "targets" for other in near)
+    own = (socket.gethostname(), os.sched_getaffinity(0))
+    first = process.rank - process.local_rank
+    here = list(range(first, min(first + (process.local_world_size or 1), process.world_size)))
+    if dist.is_initialized():
+        ranks = [own] * process.world_size
+        dist.all_gather_object(ranks, own)
+        here = [rank for rank, (host, cores) in enumerate(ranks) if host == own[0] and cores & own[1]]
+    num_cores, num_loaders = min(len(own[1]), cpu_quota()), sum(reads(rank) == "images" for rank in here)
     number = 1
-    if own.reads == "images":
-        number = max(1, min(MAX_WORKERS, (num_cores - len(near) - num_targets) // num_loaders))
-    trained = f"{len(near)} training process{'es' if len(near) > 1 else ''}"
+    if reads(process.rank) == "images":
+        number = max(1, min(MAX_WORKERS, (num_cores - len(here)) // num_loaders))
+    trained = f"{len(here)} training process{'es' if len(here) > 1 else ''}"
     return Workers(number, f"{num_cores} cores for {trained}, {num_loaders} of which load images")
 
 
@@ -455,25 +435,3 @@ def reads_of(task: Task, layout: Layout, rank: int, *, training: bool) -> str:
         return ""
     reads = {field.reads for field in task.fields(training=training) if field.stage in stages_of(layout, rank)}
     return "images" if "images" in reads else "targets" if reads else ""
-
-
-def estimate_workers(reads: Callable[[int], str], process: Process) -> Workers:
-    """The workers of this rank if all ranks of its host may use the same cores; before the ranks meet.
-
-    Args:
-        reads: rank → what it reads, as `reads_of`.
-        process: this rank.
-    """
-    first = process.rank - process.local_rank
-    here = range(first, min(first + (process.local_world_size or 1), process.world_size))
-    cores = frozenset(os.sched_getaffinity(0))
-    ranks = [Loading("", cores, reads(rank), cpu_quota()) for rank in here]
-    return count_workers(ranks, min(process.local_rank, len(ranks) - 1))
-
-
-def assign_workers(reads: Callable[[int], str], process: Process) -> Workers:
-    """The same by the cores that each rank may use (a collective); a launcher or Slurm may bind each to its own."""
-    own = Loading(socket.gethostname(), frozenset(os.sched_getaffinity(0)), reads(process.rank), cpu_quota())
-    ranks: list[Loading] = [own] * process.world_size
-    dist.all_gather_object(ranks, own)
-    return count_workers(ranks, process.rank)

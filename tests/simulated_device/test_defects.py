@@ -9,7 +9,6 @@ import contextlib
 import itertools
 import json
 import math
-import types
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from functools import partial
@@ -23,11 +22,9 @@ from curves import read_rows
 
 import simulated_device
 from ds_vit.data import device as inputs
-from ds_vit.device import pci_address
 from ds_vit.engine.flat_gradient import FlatGradient
 from ds_vit.engine.plain import PlainEngine
 from ds_vit.engine.step_guard import HostScalar
-from ds_vit.launching.numa import addresses_of_ranks
 from ds_vit.monitoring.throughput import Lagging
 from ds_vit.tasks.classification import Classification
 from simulated_device import NAME, on_device
@@ -187,15 +184,3 @@ def test_the_device_decides_and_the_host_reads_late(ranks, device_library, tmp_p
 
     assert run(device_library) == skipped
     assert run(None) == ([3] if planted is spoiled else []), "a CPU's numbers are there at once"
-
-
-# ---- Hardware ----
-
-
-@on_device
-def test_a_devices_address_is_written_as_linux_does():
-    assert pci_address(torch.device(NAME, 0)) is None, "the simulated device is on no bus"
-    assert addresses_of_ranks(torch.device(NAME, 0), 2) == [None, None]
-    on_a_bus = types.SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
-    with mock.patch.object(torch.sim, "get_device_properties", return_value=on_a_bus):
-        assert addresses_of_ranks(torch.device(NAME, 0), 2) == ["0000:3b:00.0"] * 2

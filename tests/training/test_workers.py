@@ -8,48 +8,69 @@ from collections import Counter
 from unittest import mock
 
 import pytest
+import torch.distributed as dist
 import yaml
 from project import ROOT
 from runs import DIGITS, resolved, run_quietly
 
+from ds_vit.launching.process import Process
+from ds_vit.training import inputs
 from ds_vit.training.build import reads
-from ds_vit.training.inputs import MAX_WORKERS, InputPipeline, Loading, count_workers, cpu_quota, estimate_workers
+from ds_vit.training.inputs import MAX_WORKERS, InputPipeline, count_workers, cpu_quota
 
 KWARGS = ("--model-kwargs", "patch_size=8", "embed_dim=24", "depth=3", "num_heads=2", "--max-steps", "1")
-ZERO0 = ("--deepspeed_config", str(ROOT / "ds_configs" / "cpu_zero1_fp32.json"))
+ZERO0 = ("--deepspeed_config", str(ROOT / "ds_configs" / "cpu_zero0_fp32.json"))
 RUN = [*DIGITS, *KWARGS, *ZERO0, "--val-split", "", "-b", "4", "--no-aug"]
 
 
-def cores(first, number):
-    return frozenset(range(first, first + number))
+def with_cores(number, quota=2**31, first=0):
+    """A process that may use so many cores, in a container with the time of `quota`."""
+    stack = contextlib.ExitStack()
+    stack.enter_context(mock.patch.object(os, "sched_getaffinity", return_value=set(range(first, first + number))))
+    stack.enter_context(mock.patch.object(inputs, "cpu_quota", return_value=quota))
+    return stack
 
 
 @pytest.mark.parametrize(
-    ("ranks", "numbers"),
+    ("cores", "quota", "reading", "number"),
     [
-        ([Loading("a", cores(0, 16), "images")] * 4, [3] * 4),  # 12 left for four
-        ([Loading("a", cores(0, 2), "images")] * 4, [1] * 4),  # fewer cores than ranks
-        ([Loading("a", cores(0, 128), "images")], [MAX_WORKERS]),
-        ([Loading("a", cores(16 * i, 16), "images") for i in range(4)], [15] * 4),  # bound by Slurm
-        ([Loading("a", cores(0, 8), "images")] * 2 + [Loading("b", cores(0, 4), "images")] * 2, [3, 3, 1, 1]),
-        # Four stages of two tensor slices: one loads images, one targets; (20 - 8 - 1) for one.
-        ([Loading("a", cores(0, 20), word) for word in ("images", "", "", "", "", "", "targets", "")], [11] + [1] * 7),
+        (16, 2**31, ["images"] * 4, 3),
+        (2, 2**31, ["images"] * 4, 1),
+        (128, 2**31, ["images"], MAX_WORKERS),
+        (64, 4, ["images"] * 2, 1),
+        (20, 2**31, ["images", "", "", "", "", "", "targets", ""], 12),
     ],
 )
-def test_cores_are_shared(ranks, numbers):
-    """A core counted on two hosts or for two ranks, or training left without one."""
-    assert [count_workers(ranks, rank).number for rank in range(len(ranks))] == numbers
+def test_cores_are_shared(cores, quota, reading, number):
+    # Catches: training left without a core; a part for a rank that reads no images; a process for each core of a large
+    # host, in a container that may use four.
+    with with_cores(cores, quota):
+        counted = [
+            count_workers(reading.__getitem__, Process("env", rank, len(reading), rank, len(reading))).number
+            for rank in range(len(reading))
+        ]
+    assert counted == [number if word == "images" else 1 for word in reading]
+
+
+def bound_to_nine_cores():
+    """On a rank that has cores of its own, as by Slurm's --cpus-per-task."""
+    rank = dist.get_rank()
+    with with_cores(9, first=9 * rank):
+        return count_workers(lambda of: "images", Process("slurm", rank, 2, rank, 2)).number
+
+
+def test_bound_ranks_share_no_cores(ranks):
+    # Catches: the cores of one rank divided by all ranks of its host, which leaves it a single worker.
+    assert ranks.run(2, bound_to_nine_cores) == [8, 8]
 
 
 def test_who_reads_what():
-    """Middle stages and second slices that count as loaders; an autoencoder's last stage that does not."""
+    # Catches: middle stages and second slices that count as loaders.
     plan = resolved([*RUN, "--workers", "auto", "--pp", 3, "--tp", 2], world=12)
     reads_of, layout = reads(plan), plan.layout
     assert Counter(reads_of(rank) for rank in range(12)) == {"images": 2, "targets": 2, "": 8}
     assert {layout.stage(rank) for rank in range(12) if reads_of(rank) == "images"} == {0}
     assert {layout.tp_rank(rank) for rank in range(12) if reads_of(rank)} == {0}
-    left = len(os.sched_getaffinity(0)) - 12 - 2
-    assert estimate_workers(reads_of, plan.process).number == max(1, min(MAX_WORKERS, left // 2))
 
 
 @contextlib.contextmanager
@@ -63,16 +84,13 @@ def with_many_cores():
         told.append(options["num_workers"])
         return {**options, "num_workers": 0}
 
-    with (
-        mock.patch.object(os, "sched_getaffinity", return_value=set(range(9))),
-        mock.patch.object(InputPipeline, "_loading", told_one),
-    ):
+    with with_cores(9), mock.patch.object(InputPipeline, "_loading", told_one):
         yield
     assert set(told) == {3}, told
 
 
 def test_a_run_counts_and_says_so(ranks, tmp_path):
-    """A flag that reaches no loader; a config.yaml that fixes the number of another machine."""
+    # Catches: a flag that reaches no loader; a config.yaml that fixes the number of another machine.
     argv = [*RUN, "--workers", "auto", "--output", str(tmp_path / "run")]
     said = ranks.run(2, run_quietly, argv, with_many_cores)
     assert [code for code, _, _ in said] == [0, 0], said
@@ -81,14 +99,11 @@ def test_a_run_counts_and_says_so(ranks, tmp_path):
     assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["workers"] == "auto"
 
 
-def test_a_container_that_is_given_less_time_than_cores(tmp_path):
-    """A process for each core of a large host, in a container that may use four."""
+def test_the_quota_of_a_container(tmp_path):
+    # Catches: "max" read as a number, a file that is not there.
     limit = tmp_path / "cpu.max"
-    assert cpu_quota(limit) == cpu_quota(tmp_path / "none") > 10**6
+    assert cpu_quota(limit) > 10**6
     limit.write_text("max 100000\n")
     assert cpu_quota(limit) > 10**6
     limit.write_text("400000 100000\n")
     assert cpu_quota(limit) == 4
-    ranks = [Loading("", frozenset(range(64)), "images", cpu_quota(limit))] * 2
-    assert count_workers(ranks, 0).number == 1
-    assert count_workers([rank._replace(quota=2**31) for rank in ranks], 0).number == MAX_WORKERS

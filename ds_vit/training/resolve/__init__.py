@@ -262,7 +262,7 @@ def resolve_run(
             config = dataclasses.replace(config, log_interval=interval)
     origins = {**data.origins, **(optimizer.origins if optimizer else {})}
     deepspeed = write_out(deepspeed, data.batch, layout, model.whole.embed_dim, origins, **numbers)
-    # "auto" is resolved by inputs.assign_workers.
+    # "auto" is resolved by inputs.count_workers.
     workers = Workers(0 if config.workers == "auto" else int(config.workers))
     graphs = optimizer is not None and replays_steps(config, deepspeed, layout, model.task, on_cpu=on_cpu)
     resolved = Resolved(
