@@ -1,15 +1,13 @@
 """Hugging Face data sets on this machine's disks (`--dataset hfds/…`): what `save_to_disk` wrote, or parquet files.
 
-Arrow files are mapped into memory, and any image is read directly. Single images of a parquet file cannot be: it is
-converted to an Arrow file next to it, once. Nothing is fetched.
+The library `datasets` maps Arrow files into memory, and any image is read directly. Single images of a parquet file
+cannot be: it is converted to an Arrow file in a cache next to it, once. Nothing is fetched.
 """
 
 from __future__ import annotations
 
-import contextlib
 import glob
 import itertools
-import json
 import os
 import re
 from collections.abc import Sequence
@@ -28,9 +26,7 @@ from ds_vit.data.sources.source import (
     class_name,
     in_natural_order,
     no_such_split,
-    one_at_a_time,
     synonyms_of,
-    written_by_many,
 )
 from ds_vit.fault_tolerance.errors import UserError, first_line
 
@@ -39,9 +35,8 @@ _OF_ONE_SPLIT = ("*.arrow", "*.parquet")
 _CAPTIONS = ("caption", "captions", "text", "title", "sentence", "sentences")
 _IMAGES, _LABELS = ("image", "img", "jpg", "png"), ("label", "labels", "fine_label", "cls")
 _OF = re.compile(r"-(\d+)-of-(\d+)\.\w+$")
-_MADE = ".parquet.arrow"
-_MADE_OF = b"ds_vit made of"  # size and time of change of the parquet file
-_ROWS_AT_ONCE = 256
+_CACHE = ".datasets"  # a folder next to parquet files
+_OLD = ".parquet.arrow"  # what earlier versions converted parquet files to
 
 
 def open_hugging_face(
@@ -57,22 +52,22 @@ def open_hugging_face(
         captions: the columns of data with captions, whose classes are not read; None for data with classes.
 
     Raises:
-        UserError: pyarrow is not installed, no such folder or split, or what `HuggingFaceSource` refuses.
+        UserError: datasets is not installed, no such folder or split, or what `HuggingFaceSource` refuses.
     """
     try:
-        import pyarrow  # noqa: F401
+        import datasets  # noqa: F401
     except ImportError:
         raise UserError(
-            "hfds/… and parquet/… are read by pyarrow, which is not installed: pip install pyarrow"
+            "hfds/… and parquet/… are read by datasets, which is not installed: pip install datasets"
         ) from None
     if not os.path.isdir(folder):
         raise UserError(f"there is no folder {folder}; give hfds/FOLDER with what datasets' save_to_disk wrote")
     forms = [form.format(name) for name, form in itertools.product(synonyms_of(split), _FORMS)]
     for form in [*forms, *_OF_ONE_SPLIT] if split in TRAIN_NAMES else forms:
         found = glob.glob(os.path.join(glob.escape(folder), form))
-        # Without what `datasets` or `_as_arrow` derived from them, and without another split.
+        # Without what was derived from them, and without another split.
         others = ("cache-", *(() if form in forms else (*VAL_NAMES, "test")))
-        own = [path for path in found if not path.endswith(_MADE) and not os.path.basename(path).startswith(others)]
+        own = [path for path in found if not path.endswith(_OLD) and not os.path.basename(path).startswith(others)]
         if own:
             return HuggingFaceSource(in_natural_order(own), classes, captions)
     raise no_such_split(folder, split, f"{split}/ and no {split}-*.parquet")
@@ -95,67 +90,45 @@ class HuggingFaceSource(ArraySource):
         self, files: Sequence[str], classes: Sequence[str] | None = None, captions: CaptionKeys | None = None
     ) -> None:
         _check_all_there(files)
-        self._files = [_as_arrow(path) if path.endswith(".parquet") else path for path in files]
-        tables = self._map()
-        schema = tables[0].schema
-        features = _features(schema)
-        named = _named(schema, captions.image, "--csv-img-key", files[0]) if captions else ""
-        self._image = named or _column(schema, features, "Image", _IMAGES, files[0])
-        for path, table in zip(files, tables, strict=True):
-            if table.schema.names != schema.names:
+        self._files = files
+        self._tables = [_load(path) for path in files]
+        first = self._tables[0]
+        named = _named(first, captions.image, "--csv-img-key", files[0]) if captions else ""
+        self._image = named or _column(first, "Image", _IMAGES, files[0])
+        for path, table in zip(files, self._tables, strict=True):
+            if table.column_names != first.column_names:
                 raise UserError(f"{path} has other columns than {files[0]}")
-        self._bounds = np.cumsum([0, *(table.num_rows for table in tables)])
+        self._bounds = np.cumsum([0, *map(len, self._tables)])
         if not self._bounds[-1]:
             raise UserError(f"{files[0]} holds no rows")
         if captions is None:
-            self._read_classes(tables, features, classes)
+            self._read_classes(classes)
         else:
-            self.set_captions(_captions(tables, captions, files[0]))
-        self._find_pieces(tables)
+            self.set_captions(_captions(self._tables, captions, files[0]))
 
-    def _read_classes(self, tables: Sequence[Any], features: dict[str, Any], classes: Sequence[str] | None) -> None:
-        where = self._files[0]
+    def _read_classes(self, classes: Sequence[str] | None) -> None:
+        first, where = self._tables[0], self._files[0]
         try:
-            label = _column(tables[0].schema, features, "ClassLabel", _LABELS, where)
+            label = _column(first, "ClassLabel", _LABELS, where)
         except UserError as error:
-            return self.drop_classes(int(self._bounds[-1]), str(error))
-        self._targets = np.concatenate([_numbers(table[label], label, where) for table in tables])
-        known = features.get(label, {}).get("names") or classes
+            return self.drop_classes(len(self), str(error))
+        self._targets = np.concatenate([_numbers(table.data[label], label, where) for table in self._tables])
+        known = getattr(first.features[label], "names", None) or classes
         self.class_names = tuple(map(class_name, known or map(str, range(int(self._targets.max()) + 1))))
         valid = (self._targets >= 0) & (self._targets < self.num_classes)
         check_labels(self, self._targets, valid, self.class_names)
 
-    def _map(self) -> list[Any]:
-        """Map the files into memory; a forked worker has them, one that was spawned maps them itself."""
-        import pyarrow as pa
+    def __len__(self) -> int:
+        return int(self._bounds[-1])
 
-        tables = []
-        for path in self._files:
-            try:
-                mapped = pa.memory_map(path)
-                try:
-                    tables.append(pa.ipc.open_stream(mapped).read_all())
-                except pa.ArrowInvalid:
-                    tables.append(pa.ipc.open_file(mapped).read_all())
-            except (pa.ArrowException, OSError) as error:
-                raise UserError(f"{path} cannot be read as an Arrow file ({first_line(error)})") from None
-        return tables
-
-    def _find_pieces(self, tables: Sequence[Any]) -> None:
-        """Where each piece of the image column begins, so that a row is found without a walk through all of them."""
-        self._pieces = [piece for table in tables for piece in table[self._image].chunks]
-        self._starts = np.cumsum([0, *map(len, self._pieces)])
-
-    def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_pieces": []}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        self.__dict__ |= state
-        self._find_pieces(self._map())
+    def _place(self, index: int) -> tuple[int, int]:
+        """The file of a row, and the row's number in it."""
+        file = int(np.searchsorted(self._bounds, index, side="right")) - 1
+        return file, index - int(self._bounds[file])
 
     def encoded(self, index: int) -> bytes:
-        piece = int(np.searchsorted(self._starts, index, side="right")) - 1
-        value = self._pieces[piece][index - int(self._starts[piece])].as_py()
+        file, row = self._place(index)
+        value = self._tables[file].data.fast_slice(row, 1)[self._image][0].as_py()  # not decoded
         data = value.get("bytes") if isinstance(value, dict) else value
         if data is None and not (isinstance(value, dict) and value.get("path")):
             raise undecodable(self.describe(index), ValueError("its row has no image"))
@@ -165,7 +138,7 @@ class HuggingFaceSource(ArraySource):
 
     def identity(self) -> tuple[np.ndarray, ...]:
         paths: list[bytes] = []
-        for piece in self._pieces:
+        for piece in (piece for table in self._tables for piece in table.data[self._image].chunks):
             named = hasattr(piece.type, "get_field_index") and piece.type.get_field_index("path") >= 0
             if not named or piece.field("path").null_count:
                 return super().identity()  # no names, or not for each
@@ -173,8 +146,24 @@ class HuggingFaceSource(ArraySource):
         return below_common_folder(np.array(paths, dtype=np.bytes_)), *super().identity()
 
     def describe(self, index: int) -> str:
-        file = int(np.searchsorted(self._bounds, index, side="right")) - 1
-        return f"{self._files[file]}[{index - int(self._bounds[file])}]"
+        file, row = self._place(index)
+        return f"{self._files[file]}[{row}]"
+
+
+def _load(path: str) -> Any:
+    """The table of a file, mapped into memory; parquet is converted once, by the first process that opens it."""
+    import pyarrow as pa
+    from datasets import Dataset
+
+    try:
+        if path.endswith(".parquet"):
+            cache = os.path.join(os.path.dirname(path), _CACHE)
+            return Dataset.from_parquet(glob.escape(path), cache_dir=cache)
+        with open(path, "rb") as file:
+            is_stream = file.read(6) != b"ARROW1"
+        return Dataset.from_file(path) if is_stream else Dataset(pa.ipc.open_file(pa.memory_map(path)).read_all())
+    except Exception as error:  # the library's, pyarrow's and the system's
+        raise UserError(f"{path} cannot be read ({first_line(error.__cause__ or error)})") from None
 
 
 def _numbers(column: Any, name: str, where: str) -> np.ndarray:
@@ -191,24 +180,23 @@ def _captions(tables: Sequence[Any], keys: CaptionKeys, where: str) -> Captions:
     """The captions of each row: a text, or a list of texts."""
     import pyarrow as pa
 
-    schema = tables[0].schema
-    usual = [name for name in _CAPTIONS if name in schema.names]
-    name = _named(schema, keys.caption, "--csv-caption-key", where) or (usual[0] if usual else "")
+    usual = [name for name in _CAPTIONS if name in tables[0].column_names]
+    name = _named(tables[0], keys.caption, "--csv-caption-key", where) or (usual[0] if usual else "")
     if not name:
-        names = f"none of the names {', '.join(_CAPTIONS)}; it has {', '.join(schema.names)}"
+        names = f"none of the names {', '.join(_CAPTIONS)}; it has {', '.join(tables[0].column_names)}"
         raise UserError(f"{where} has no column of captions by {names}: name it by --csv-caption-key")
-    kind = schema.field(name).type
+    kind = tables[0].data.schema.field(name).type
     text = kind.value_type if pa.types.is_list(kind) or pa.types.is_large_list(kind) else kind
     if not (pa.types.is_string(text) or pa.types.is_large_string(text)):
         raise UserError(f"{where}: the column {name} is of {kind}, not of texts or lists of texts")
-    values = (value for table in tables for piece in table[name].chunks for value in piece.to_pylist())
+    values = (value for table in tables for piece in table.data[name].chunks for value in piece.to_pylist())
     return Captions.of(clean_captions([value] if isinstance(value, str) else value or ()) for value in values)
 
 
-def _named(schema: Any, name: str, flag: str, where: str) -> str:
+def _named(table: Any, name: str, flag: str, where: str) -> str:
     """A column that a flag names; "" where it names none."""
-    if name and name not in schema.names:
-        raise UserError(f"{where} has no column {name}, as {flag} says; it has {', '.join(schema.names)}")
+    if name and name not in table.column_names:
+        raise UserError(f"{where} has no column {name}, as {flag} says; it has {', '.join(table.column_names)}")
     return name
 
 
@@ -223,54 +211,11 @@ def _check_all_there(files: Sequence[str]) -> None:
             )
 
 
-def _features(schema: Any) -> dict[str, Any]:
-    """What `datasets` notes of each column: its kind, and the names of classes."""
-    try:
-        found = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
-    except (KeyError, ValueError, TypeError):
-        return {}
-    return {name: kind for name, kind in found.items() if isinstance(kind, dict)}
-
-
-def _column(schema: Any, features: dict[str, Any], kind: str, names: Sequence[str], where: str) -> str:
+def _column(table: Any, kind: str, names: Sequence[str], where: str) -> str:
     """The one column of a kind, else the first of the usual names."""
-    of_kind = [name for name in schema.names if features.get(name, {}).get("_type") == kind]
-    usual = [name for name in names if name in schema.names and (name in of_kind or not of_kind)]
+    of_kind = [name for name, feature in table.features.items() if type(feature).__name__ == kind]
+    usual = [name for name in names if name in table.column_names and (name in of_kind or not of_kind)]
     if not (usual or of_kind):
-        has = f"it has {', '.join(schema.names)}: rename_column and save it again"
+        has = f"it has {', '.join(table.column_names)}: rename_column and save it again"
         raise UserError(f"{where} has no {kind} column and none of the names {', '.join(names)}; {has}")
     return (usual or of_kind)[0]
-
-
-def _as_arrow(path: str) -> str:
-    """The Arrow file next to a parquet file; made if there is none that fits it, whole or not at all."""
-    found = os.stat(path)
-    state = f"{found.st_size} {found.st_mtime_ns}".encode()
-    arrow = f"{path}.arrow"
-    if not _is_made_of(arrow, state):
-        with one_at_a_time(path):
-            if not _is_made_of(arrow, state):
-                _convert(path, arrow, state)
-    return arrow
-
-
-def _is_made_of(arrow: str, state: bytes) -> bool:
-    import pyarrow as pa
-
-    with contextlib.suppress(OSError, pa.ArrowInvalid), pa.memory_map(arrow) as mapped:
-        return (pa.ipc.open_stream(mapped).schema.metadata or {}).get(_MADE_OF) == state
-    return False
-
-
-def _convert(path: str, arrow: str, state: bytes) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        with written_by_many(arrow) as partial, pq.ParquetFile(path) as file:
-            schema = file.schema_arrow.with_metadata({**(file.schema_arrow.metadata or {}), _MADE_OF: state})
-            with pa.OSFile(str(partial), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
-                for batch in file.iter_batches(_ROWS_AT_ONCE):
-                    writer.write_batch(batch.replace_schema_metadata(schema.metadata))
-    except (pa.ArrowException, OSError) as error:
-        raise UserError(f"{path} cannot be converted to {arrow} ({first_line(error)})") from None
