@@ -46,8 +46,12 @@ def maps_of(theirs, images, valid, convert=lambda layer: None):
 )
 def test_maps_are_those_of_timm(name):
     # Catches: a register that is taken for a patch, tokens behind the last norm, another query than the classifier's,
-    # padding in the picture, a batch that is left out.
+    # padding in the picture, a batch that is left out, logits without their scale.
     theirs = timm.create_model(name, **SMALL).eval()
+    looking, weights = theirs.attn_pool or theirs.blocks[-1].attn, []
+    for key, weight in looking.named_parameters():  # at timm's initial values every map is almost uniform
+        if key in ("qkv.weight", "q.weight", "kv.weight"):
+            weight.data.mul_(20)
     images = torch.randn(3, 4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     padding = [False] * 4
     seen, maps = maps_of(theirs, images, [[True, False, False, False], padding, [True, False, True, False]])
@@ -56,7 +60,6 @@ def test_maps_are_those_of_timm(name):
     expected = theirs.forward_intermediates(shown, indices=1, norm=False, intermediates_only=True)[0].norm(dim=1)
     torch.testing.assert_close(maps["token-norms"], expected.detach())
 
-    looking, weights = theirs.attn_pool or theirs.blocks[-1].attn, []
     looking.fused_attn = False  # timm's own softmax then
     with mock.patch.object(torch.Tensor, "softmax", softmax_into(weights)):
         theirs(shown)
