@@ -19,8 +19,8 @@ from ds_vit import config as flags
 from ds_vit.config.units import parse_seconds
 from ds_vit.fault_tolerance import exit_codes
 from ds_vit.fault_tolerance.signals import Signals
-from ds_vit.launching.gpus import refuse_unusable_gpus
 from ds_vit.launching.process import Process, job_end
+from ds_vit.launching.this_host import refuse_unusable_gpus
 from ds_vit.monitoring.progress import doing
 from ds_vit.training.program import guarded, process_group, without_collection
 

@@ -22,7 +22,7 @@ else
     config=ds_configs/cpu_zero1_fp32.json
     export DS_ACCELERATOR=cpu
 fi
-port=$("$python" -c 'from ds_vit.launching.ports import free_port; print(free_port())')
+port=$("$python" -c 'from ds_vit.launching.this_host import free_port; print(free_port())')
 
 printf -v output 'runs/%(%Y%m%d-%H%M%S)T-digits' -1
 words=("$@")

@@ -24,7 +24,7 @@ from runs import run_quietly
 
 from ds_vit import cli
 from ds_vit.config import build_parser
-from ds_vit.launching.ports import free_port
+from ds_vit.launching.this_host import free_port
 
 PAGES = [
     ROOT / "README.md",

@@ -8,7 +8,7 @@ import re
 import pytest
 from project import ROOT, give_a_clone, run_shell
 
-from ds_vit.launching.ports import free_port
+from ds_vit.launching.this_host import free_port
 
 PAGE = (ROOT / "docs" / "examples.md").read_text()
 SHORTER = {

@@ -24,11 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.launching.gpus import listed_gpus
 from ds_vit.launching.hosts import Host, first_host, read_hosts
-from ds_vit.launching.ports import free_port
 from ds_vit.launching.process import RUN_ID
 from ds_vit.launching.rank import PROBED, Job, signal_ranks
+from ds_vit.launching.this_host import free_port, listed_gpus
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _SHIPPED = _PACKAGE / "shipped"  # of a wheel

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.hosts import expand_counts, first_host
-from ds_vit.launching.ports import free_port
+from ds_vit.launching.this_host import free_port
 
 SCHEME = "ds-vit"
 """Of the URL that `rendezvous` gives to `init_distributed`; `ds_vit.engine.start` registers it with torch."""

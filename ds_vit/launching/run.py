@@ -20,8 +20,7 @@ from pathlib import Path
 
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.fault_tolerance.exit_codes import BAD_INPUT, INTERRUPTED
-from ds_vit.launching.environment import collected
-from ds_vit.launching.hosts import Host
+from ds_vit.launching.hosts import Host, collected
 from ds_vit.launching.launchers import Hostfile, Launcher, Local, Mpi, Slurm
 from ds_vit.launching.rank import DRAWS, Job
 from ds_vit.launching.supervise import Supervisor

@@ -23,7 +23,7 @@ from project import ON_CPU, ROOT, wait_until
 from ds_vit.checkpoint.folder import checkpoints, marked, newest
 from ds_vit.fault_tolerance import exit_codes
 from ds_vit.fault_tolerance.signals import Deadline
-from ds_vit.launching.ports import free_port
+from ds_vit.launching.this_host import free_port
 
 CONFIG = ["--deepspeed_config", ROOT / "ds_configs" / "cpu_zero1_fp32.json"]
 NEVER = {"step": 10**9, "delay": 0.0}

@@ -22,7 +22,7 @@ from project import ON_CPU, ROOT, project_files, wait_until
 
 from ds_vit import config
 from ds_vit.data.text import build_tokenizer
-from ds_vit.launching.ports import free_port
+from ds_vit.launching.this_host import free_port
 
 pytestmark = pytest.mark.slow
 

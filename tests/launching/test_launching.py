@@ -22,14 +22,13 @@ from one_rank import OneRank
 from project import ROOT, wait_until
 
 from ds_vit import cli
-from ds_vit.launching import environment, run
+from ds_vit.launching import run
 from ds_vit.launching import supervise as supervise_module
-from ds_vit.launching.errors import MAX_CHARS, ErrorFinder
-from ds_vit.launching.hosts import Host
+from ds_vit.launching.hosts import Host, collected, parse_environment, read_environment
 from ds_vit.launching.launchers import check_hosts, filtered, mpi_family
-from ds_vit.launching.ports import free_port
-from ds_vit.launching.rank import MARK, Job, PlainLines
+from ds_vit.launching.rank import MARK, MAX_CHARS, ErrorFinder, Job, PlainLines
 from ds_vit.launching.supervise import Outcome, Supervisor, describe, exit_code, first_failure
+from ds_vit.launching.this_host import free_port
 
 # Environment files.
 
@@ -38,9 +37,9 @@ def test_the_files_in_launch_can_be_read():
     # Catches: an example that its own reader refuses; a choice of one site's that is made for all; a value that is cut
     # at its second equals sign.
     file = ROOT / "launch" / "infiniband.env"
-    assert set(environment.read(file)) == {"DEEPSPEED_TIMEOUT"}
+    assert set(read_environment(file)) == {"DEEPSPEED_TIMEOUT"}
     commented = [line[1:] for line in file.read_text().splitlines() if line[:2] in ("#N", "#G")]
-    variables = environment.parse("\n".join(line for line in commented if "ens1f0" not in line))  # RoCE's, instead
+    variables = parse_environment("\n".join(line for line in commented if "ens1f0" not in line))  # RoCE's, instead
     assert variables["NCCL_IB_HCA"].startswith("=mlx5_0:1,")
     assert {"NCCL_IB_TIMEOUT", "NCCL_DEBUG", "NCCL_IB_GID_INDEX"} <= variables.keys()
 
@@ -57,7 +56,7 @@ def test_the_files_in_launch_can_be_read():
 def test_a_line_that_is_no_variable(text, reason):
     # Catches: a slip of the pen that becomes a variable nobody reads.
     with pytest.raises(ValueError, match=reason):
-        environment.parse(text)
+        parse_environment(text)
 
 
 def test_who_wins_among_the_places(tmp_path):
@@ -67,7 +66,7 @@ def test_who_wins_among_the_places(tmp_path):
     (tmp_path / ".deepspeed_env").write_text("# here\n\nB=here\nC=here\n")
     (tmp_path / "f.env").write_text("C=file\n")
     environ = {"HOME": str(tmp_path / "home"), "A": "shell", "NCCL_DEBUG": "INFO", "PATH": "/bin", "HF_HOME": "/x"}
-    variables = environment.collected(environ, tmp_path, [tmp_path / "f.env"])
+    variables = collected(environ, tmp_path, [tmp_path / "f.env"])
     assert variables == {"NCCL_DEBUG": "INFO", "HF_HOME": "/x", "A": "home", "B": "here", "C": "file"}
 
 

@@ -43,7 +43,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from ds_vit.launching.ports import free_port
+from ds_vit.launching.this_host import free_port
 
 MAX_WORLD_SIZE = 8
 """A job of more ranks is refused: on a small machine it would only measure the scheduler."""

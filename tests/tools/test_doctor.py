@@ -18,7 +18,7 @@ import pytest
 
 from ds_vit import cli
 from ds_vit.launching.hosts import Host, parse_hostfile, to_hostfile
-from ds_vit.launching.ports import free_port
+from ds_vit.launching.this_host import free_port
 from ds_vit.tools.doctor import remote
 from ds_vit.tools.doctor.checks import Finding, Run, check_network, examine, slowest, views_of
 from ds_vit.tools.doctor.facts import Ask, Facts, Interface, Port, gather

@@ -18,7 +18,7 @@ import yaml
 
 from ds_vit.device import hardware_name
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.launching.host_identity import versions
+from ds_vit.launching.this_host import versions
 from ds_vit.monitoring.report.charts import MAX_POINTS, Mark
 from ds_vit.optim.schedules import Schedule
 from ds_vit.parallel.layout import Layout

@@ -20,8 +20,7 @@ from typing import Any
 
 from ds_vit.fault_tolerance import exit_codes
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.launching.environment import collected
-from ds_vit.launching.hosts import Host, read_hosts
+from ds_vit.launching.hosts import Host, collected, read_hosts
 from ds_vit.launching.process import Process, discover, rendezvous
 from ds_vit.tools.doctor.checks import (
     Finding,

@@ -25,9 +25,7 @@ import psutil
 from pydantic import TypeAdapter
 
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.launching.gpus import listed_gpus
-from ds_vit.launching.host_identity import code_checksum, identity, version, versions
-from ds_vit.launching.ports import free_port
+from ds_vit.launching.this_host import code_checksum, free_port, identity, listed_gpus, version, versions
 
 WORD = "DS-VIT-DOCTOR "
 """How a line of an answer begins: a login script cannot have printed it."""
