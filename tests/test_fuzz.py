@@ -49,7 +49,7 @@ _ALWAYS_SOMEWHERE = """
     --mixup-switch-prob --mixup-off-epoch --bce-loss --bce-sum --bce-target-thresh --layer-decay --model-ema
     --model-ema-warmup --clip-grad --drop --drop-path --linear-probe --freeze --norm-dtype --spike-factor
     --grad-stats-interval --sched --min-lr --pp-partition --sequence-parallel --class-parallel --grad-checkpointing
-    selective --check-replicas --drop-path-compute kept all --eval-knn --eval-linear-probe --rollback
+    selective --check-replicas --eval-knn --eval-linear-probe --rollback
 """
 
 

@@ -43,6 +43,8 @@ FIRST = (
     *("--epochs", "--lr", "--output", "--resume", "--dry-run"),
 )
 """The flags that the short --help explains."""
+_REMOVED = {"drop_path_compute": ("auto", "each branch is computed for all samples, as in timm")}
+"""Removed flags that did not move the curve beyond rounding → their default, and what holds instead."""
 _WIDTH = 79
 _PACKAGE = Path(ds_vit.__file__).resolve().parent
 
@@ -246,7 +248,12 @@ def load_recipe(path: str) -> dict[str, Any]:
     for key, name in zip(data, names, strict=True):
         if names.count(name) > 1:
             raise UserError(f'{path}: "{key}" is given twice')
-    out, problems = read_values(dict(zip(names, data.values(), strict=True)), f"{path}: ")
+    values = dict(zip(names, data.values(), strict=True))
+    for name in _REMOVED.keys() & values:
+        default, instead = _REMOVED[name]
+        if values.pop(name) != default:
+            print(f"{path}: {name} was removed and is ignored: {instead}", file=sys.stderr)
+    out, problems = read_values(values, f"{path}: ")
     if problems:
         raise UserError(*problems)
 
@@ -325,6 +332,8 @@ def _instead(name: str, typed: Given, known: Collection[str] = ()) -> str:
         typed: everything that was given, with its words.
         known: the flags of the program; none for those of training.
     """
+    if name in _REMOVED:
+        return f"; it was removed: {_REMOVED[name][1]}; drop it"
     answer = timm_answer(name, typed[name], typed)
     if answer is not None:
         return f"; {answer.text}"

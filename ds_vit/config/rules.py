@@ -76,7 +76,6 @@ def _contradictions(config: RunConfig) -> Iterator[str]:
         yield f"{sizes_flag} ends at {sizes[-1]}, and --img-size is {config.img_size}; make them equal, or drop it"
     if config.compile:
         for is_set, words in (
-            (config.drop_path_compute == "kept", "--drop-path-compute kept changes the number of rows"),
             (config.grad_checkpointing == "selective", "--grad-checkpointing selective needs single operations"),
             (bool(sizes), f"{sizes_flag} changes the shapes"),
         ):
@@ -88,7 +87,6 @@ def _contradictions(config: RunConfig) -> Iterator[str]:
 _NEEDED_BY = {
     "reprob": "remode recount",
     "bce_loss": "bce_sum bce_target_thresh",
-    "drop_path": "drop_path_compute",
     "model_ema": "model_ema_decay model_ema_warmup",
     "compile": "compile_mode",
     "auto_batch": "memory",

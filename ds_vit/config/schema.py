@@ -196,9 +196,6 @@ class ModelSettings:
     )
     drop: float = flag(0.0, "dropout before the head", span=FROM_0_BELOW_1)
     drop_path: float = flag(0.0, "stochastic depth rate of the last block", span=FROM_0_BELOW_1)
-    drop_path_compute: str = flag(
-        "auto", "the samples that compute a branch (auto: the faster)", FREE, choices=("auto", "all", "kept")
-    )
     pretrained: bool = flag(False, "start from the weights of this --model (cache, Hub or folder)", FREE | EVALUATION)
     initial_checkpoint: str = flag(
         "", "weights to start from: a run, or a file in timm's names", FREE | EVALUATION, metavar="RUN|FILE"

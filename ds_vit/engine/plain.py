@@ -35,14 +35,9 @@ class PlainContext(RankContext):
         self, tower: str, inputs: Sequence[torch.Tensor | None], batch: Batch, *, grad: bool = True
     ) -> torch.Tensor:
         """As `StepContext.forward`."""
-        model = self.towers[tower]
-        model.keys_on_host = batch.get("keys_on_host")
-        try:
-            with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
-                first, *others = inputs
-                return model(first, batch["keys"], *others)
-        finally:
-            model.keys_on_host = None
+        first, *others = inputs
+        with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
+            return self.towers[tower](first, batch["keys"], *others)
 
     def update_teachers(self, momentum: float) -> None:
         """As `StepContext.update_teachers`."""

@@ -12,7 +12,7 @@ Shapes: B samples, S tokens, D width, M keyed modules.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, cached_property
 from typing import Any
@@ -34,12 +34,10 @@ class KeyedDrop(nn.Module):
         rate: the share that it drops.
         row: for each sample of the micro-batch that runs, its hash, int64 [B], or of a drop-path its factor, fp32 [B].
         shared: what it was hashed with, and its row there.
-        branch: the drop-path that ends its branch, where only what that keeps is computed (kept_rows.py).
     """
 
     row: torch.Tensor | None = None
     shared: tuple[Together, int]
-    branch: KeyedDropPath | None = None
     always = False
     """Whether it draws in evaluation too."""
     lifted = False
@@ -55,27 +53,22 @@ class KeyedDrop(nn.Module):
         """Whether it draws anything in the current mode."""
         return bool(drawing((self,)))
 
-    @property
-    def rows(self) -> torch.Tensor | None:
-        """The rows of the micro-batch that it receives, int64 [k]; None for all of them."""
-        return None if self.branch is None else self.branch.kept
-
     def own_row(self, dtype: torch.dtype | None = None) -> torch.Tensor | None:
-        """Its row, of the samples that it receives, in another type if one is given; None where it draws nothing.
+        """Its row, in another type if one is given; None where it draws nothing.
 
         A compiled block runs this: it reads no rate in training, because rates differ from block to block.
 
         Raises:
             UserError: it draws, and the model has received no keys.
         """
-        row, rows = self.row, self.rows
+        row = self.row
         if row is None:
             if self.draws:
                 raise UserError(f"{self.name!r} is random: give the model the samples' keys")
             return None
         if dtype is not None and row.dtype != dtype:  # eager modules cast the masks of all of them once
             row = row.to(dtype) if torch.compiler.is_compiling() else self.shared[0].row_in(self.shared[1], dtype)
-        return row if rows is None else row.index_select(0, rows)
+        return row
 
 
 def _mask(draws: torch.Tensor, drop_prob: float | torch.Tensor, divisor: float | torch.Tensor) -> torch.Tensor:
@@ -88,10 +81,7 @@ class KeyedDropPath(KeyedDrop):
 
     Attributes:
         divisor: of the samples that stay.
-        kept: the rows that its branch computes, int64 [k], where they are not all.
     """
-
-    kept: torch.Tensor | None = None
 
     def __init__(self, name: str, rate: float, scale_by_keep: bool = True) -> None:
         super().__init__(name, rate)
@@ -199,13 +189,10 @@ class Together:
     Attributes:
         drops: the modules, of which each has a row.
         bits: of `hash_together`, int64 [M, B].
-        kept: the rows that a drop-path's branch computes, int64 [k], where they are not all.
     """
 
-    def __init__(
-        self, drops: Sequence[KeyedDrop], bits: torch.Tensor, kept: Mapping[KeyedDrop, torch.Tensor] | None = None
-    ) -> None:
-        self.drops, self.bits, self.kept = drops, bits, kept or {}
+    def __init__(self, drops: Sequence[KeyedDrop], bits: torch.Tensor) -> None:
+        self.drops, self.bits = drops, bits
         self._cast: dict[torch.dtype, Sequence[torch.Tensor]] = {}
 
     @cached_property
@@ -233,14 +220,14 @@ class Together:
         In their dictionaries: `Module.__setattr__` would cost the host a call for each.
         """
         own = [drop.__dict__ for drop in self.drops]
-        before = [(of_drop.get("row"), of_drop.get("kept"), of_drop.get("shared")) for of_drop in own]
-        for number, (drop, of_drop, row) in enumerate(zip(self.drops, own, self._rows(), strict=True)):
-            of_drop["row"], of_drop["kept"], of_drop["shared"] = row, self.kept.get(drop), (self, number)
+        before = [(of_drop.get("row"), of_drop.get("shared")) for of_drop in own]
+        for number, (of_drop, row) in enumerate(zip(own, self._rows(), strict=True)):
+            of_drop["row"], of_drop["shared"] = row, (self, number)
         try:
             yield
         finally:
             for of_drop, old in zip(own, before, strict=True):
-                of_drop["row"], of_drop["kept"], of_drop["shared"] = old
+                of_drop["row"], of_drop["shared"] = old
 
 
 def convert(module: nn.Module, kind: type[nn.Module], **attributes: Any) -> None:

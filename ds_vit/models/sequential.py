@@ -17,7 +17,6 @@ from torch import nn
 
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.checkpointing import CheckpointFunction, recompute_all
-from ds_vit.models.kept_rows import find_rows
 from ds_vit.models.keyed_drop import KeyedDrop, Together, drawing, hash_together
 from ds_vit.models.layers import BlockLayer, EmbedLayer, Layer
 from ds_vit.models.resolution import SizeSwitch
@@ -28,19 +27,18 @@ class BlockRun:
     """Consecutive blocks as a function of tensors, for a checkpoint function; only the tokens change in them.
 
     Hashed draws come as the last tensor: when the run is repeated, the drops may hold those of another micro-batch.
-    The computed rows and the image size are known by then, and stay with the run.
+    The image size is known by then, and stays with the run.
     """
 
     blocks: Sequence[BlockLayer]
     drops: Sequence[KeyedDrop]
-    rows: Mapping[KeyedDrop, torch.Tensor] | None
     set_size: Callable[[], None] = lambda: None
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
         self.set_size()
         if not self.drops:
             return self._through(inputs)
-        with Together(self.drops, inputs[-1], self.rows).active():
+        with Together(self.drops, inputs[-1]).active():
             return self._through(inputs[:-1])
 
     def _through(self, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -54,15 +52,13 @@ def run_layers(
     inputs: Any,
     checkpoint_interval: int,
     checkpoint_function: CheckpointFunction,
-    keys_on_host: torch.Tensor | None = None,
     set_size: Callable[[], None] = lambda: None,
 ) -> Any:
     """Run layers one after the other on `inputs`; returns the outputs of the last.
 
-    All random draws of the layers are hashed before the first of them runs; `keys_on_host` are the samples' keys on the
-    CPU, if they are known there. If gradients are enabled, every `checkpoint_interval` consecutive blocks are run by
-    `checkpoint_function`, which recomputes them in the backward pass; 0 keeps all activations. `set_size` is called
-    before the layers run, and before blocks run again.
+    All random draws of the layers are hashed before the first of them runs. If gradients are enabled, every
+    `checkpoint_interval` consecutive blocks are run by `checkpoint_function`, which recomputes them in the backward
+    pass; 0 keeps all activations. `set_size` is called before the layers run, and before blocks run again.
     """
     set_size()
     layers, keys = tuple(layers), inputs[1]
@@ -70,19 +66,16 @@ def run_layers(
     if keys is None:  # a module that draws says so itself
         drops = []
     bits = [hash_together(drops, keys)] if drops else []
-    rows = find_rows(drops, bits[0], keys_on_host) if drops else None
     recompute = checkpoint_interval > 0 and torch.is_grad_enabled()
-    with Together(drops, bits[0], rows).active() if drops else nullcontext():
+    with Together(drops, bits[0]).active() if drops else nullcontext():
         for are_blocks, group in itertools.groupby(layers, lambda layer: recompute and isinstance(layer, BlockLayer)):
             if not are_blocks:
                 for layer in group:
                     inputs = layer(inputs)
                 continue
             while blocks := list(itertools.islice(group, checkpoint_interval)):
-                inputs = (
-                    checkpoint_function(BlockRun(blocks, drops, rows, set_size).forward, *inputs, *bits),
-                    *inputs[1:],
-                )
+                run = BlockRun(blocks, drops, set_size).forward
+                inputs = (checkpoint_function(run, *inputs, *bits), *inputs[1:])
     return inputs
 
 
@@ -110,7 +103,6 @@ class SequentialViT(nn.Module):
         if checkpoint_function is not None and not checkpoint_interval:
             raise ValueError("a checkpoint_function without a checkpoint_interval has no effect")
         self.layers = nn.ModuleList(layers)
-        self.keys_on_host: torch.Tensor | None = None  # of the next forward pass, from the engine
         self.checkpoint_interval = checkpoint_interval
         self.checkpoint_function = checkpoint_function or recompute_all
         embed = layers[0]
@@ -126,7 +118,7 @@ class SequentialViT(nn.Module):
         Raises:
             UserError: no keys for a model that draws random numbers: with drop-path, dropout or a mask.
         """
-        arguments = self.checkpoint_interval, self.checkpoint_function, self.keys_on_host
+        arguments = self.checkpoint_interval, self.checkpoint_function
         if self._sizes is None:
             return run_layers(self.layers, (images, keys, *others), *arguments)
         set_size = partial(self._sizes.set, images.shape[-1])

@@ -44,7 +44,7 @@ class BridgeTowerTask(Contrastive):
     refused_flags: ClassVar[Mapping[str, str]] = {
         **Contrastive.refused_flags,
         **dict.fromkeys(("tp", "pp"), f"{_ONE_LAYER}; ZeRO-3 partitions its parameters"),
-        **dict.fromkeys(("grad_checkpointing", "compile", "drop_path", "drop_path_compute", "layer_decay"), _NO_BLOCKS),
+        **dict.fromkeys(("grad_checkpointing", "compile", "drop_path", "layer_decay"), _NO_BLOCKS),
         **dict.fromkeys(("drop", "model_kwargs"), _OF_FOLDER),
         **dict.fromkeys(("eval_knn", "eval_linear_probe"), _NO_FEATURES),
     }

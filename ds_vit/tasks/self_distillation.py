@@ -82,7 +82,6 @@ class _Views:
 
     Attributes:
         keys: of the crops, int64 [B, V].
-        keys_on_host: the same on the CPU.
         masks: bool [2B, N], or None without masked patches.
         patches: places of the masked ones among the 2B * N patches of the global crops, int64 [M].
         weights: of the masked patches in the loss, float64 [M, 1, 1]; 0 for those that fill `fixed_batch` up.
@@ -90,7 +89,6 @@ class _Views:
     """
 
     keys: torch.Tensor
-    keys_on_host: torch.Tensor | None
     masks: torch.Tensor | None
     patches: torch.Tensor
     weights: torch.Tensor
@@ -206,18 +204,17 @@ class SelfDistillation(Task):
 
     def _views(self, batch: Batch) -> _Views:
         """Keys and masks of a micro-batch's crops. Masks are drawn on the host: it knows M without a wait."""
-        keys, known = _view_keys(batch["keys"], self.crops.num_views), batch.get("keys_on_host")
-        on_host = None if known is None else _view_keys(known, self.crops.num_views)
+        keys = _view_keys(batch["keys"], self.crops.num_views)
         if not self.masks_patches:
             none = torch.empty(0, dtype=torch.int64, device=keys.device)
-            return _Views(keys, on_host, None, none, torch.empty(0, 1, 1, device=keys.device))
+            return _Views(keys, None, none, torch.empty(0, 1, 1, device=keys.device))
         if "patches" in batch:
-            return _Views(keys, on_host, batch["masks"], batch["patches"], batch["weights"], filled_up=True)
-        assert on_host is not None, "masks are drawn on the host"
-        return _Views(keys, on_host, *(_to_device(tensor, keys.device) for tensor in self._drawn_masks(on_host)))
+            return _Views(keys, batch["masks"], batch["patches"], batch["weights"], filled_up=True)
+        return _Views(keys, *(_to_device(tensor, keys.device) for tensor in self._drawn_masks(batch)))
 
-    def _drawn_masks(self, view_keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Masks, patches and weights of `_Views` on the host, for the keys of crops [B, V]."""
+    def _drawn_masks(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Masks, patches and weights of `_Views` on the host."""
+        view_keys = _view_keys(batch["keys_on_host"], self.crops.num_views)
         grid, of_global = self.model.patch_embed.grid_size, view_keys[:, :NUM_GLOBAL].reshape(-1).numpy()
         probability, ratios = self.config.mask_sample_probability, _pair(self.config.mask_ratio_min_max)
         masks = torch.from_numpy(block_masks(of_global, grid, probability, ratios))
@@ -227,7 +224,7 @@ class SelfDistillation(Task):
         """As `Task.fixed_batch`: as many masked patches as there may be; the weight of those beyond the drawn is 0."""
         if not self.masks_patches:
             return batch
-        masks, patches, weights = self._drawn_masks(_view_keys(batch["keys_on_host"], self.crops.num_views))
+        masks, patches, weights = self._drawn_masks(batch)
         missing = len(masks) * int(self.config.mask_ratio_min_max[1] * masks.shape[1]) - len(patches)
         patches, weights = F.pad(patches, (0, missing)), F.pad(weights, (0, 0, 0, 0, 0, missing))
         made = {"masks": masks, "patches": patches, "weights": weights}
@@ -256,10 +253,9 @@ class SelfDistillation(Task):
     ) -> torch.Tensor:
         """Normed tokens [B * v, S, D] of crops [B, v, 3, h, w], which are number `first` and those after it."""
         crops = slice(first, first + images.shape[1])
-        keys, on_host = (None if own is None else own[:, crops].reshape(-1) for own in (views.keys, views.keys_on_host))
         inputs = [images.flatten(0, 1), views.masks] if masked and views.masks is not None else [images.flatten(0, 1)]
-        of_crops = {"keys": keys} if on_host is None else {"keys": keys, "keys_on_host": on_host}
-        return context.forward(tower, inputs, of_crops, grad=tower == MAIN_TOWER)
+        keys = views.keys[:, crops].reshape(-1)
+        return context.forward(tower, inputs, {"keys": keys}, grad=tower == MAIN_TOWER)
 
     def _masked_patches(self, tokens: torch.Tensor, views: _Views) -> torch.Tensor:
         """Those of global crops' tokens [2B, S, D] that are masked: [M, D]."""

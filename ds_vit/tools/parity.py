@@ -77,8 +77,7 @@ _SMALL_TENSOR = 1e-3
 _EVERY_RUN = {"val_split": "", "log_interval": 1, "checkpoint_interval": "0", "log_images": 0}
 _WITHOUT_EFFECT = frozenset({"set", "output", "keep_checkpoints", "rollback"})
 _LAYOUT_FLAGS = (
-    *("sequence_parallel", "class_parallel", "pp_partition", "grad_checkpointing"),
-    *("drop_path_compute", "batch_size", "workers"),
+    *("sequence_parallel", "class_parallel", "pp_partition", "grad_checkpointing", "batch_size", "workers"),
 )
 _REFUSED = {
     **dict.fromkeys(("pp", "tp", "sequence_parallel", "class_parallel", "pp_partition"), "--layouts"),

@@ -97,8 +97,6 @@ def engine_config(resolved: Resolved) -> EngineConfig:
         norms_fp32=config.norm_dtype == "float32",
         tf32=config.tf32,
         compile_mode=config.compile_mode if config.compile else None,
-        # A compiled graph is for one number of rows.
-        drop_path_compute=config.drop_path_compute if config.drop_path and not config.compile else "all",
         graphs=resolved.graphs,
         averaged=config.model_ema,
     )

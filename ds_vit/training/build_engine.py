@@ -29,7 +29,6 @@ from ds_vit.models.checkpointing import (
 )
 from ds_vit.models.compiled import compile_block, compile_function, compiler_settings
 from ds_vit.models.dtypes import cast_block_buffers, norms_in_fp32
-from ds_vit.models.kept_rows import compute_kept, wants_kept
 from ds_vit.models.keyed_init import initialise
 from ds_vit.models.last_block import compute_class_token
 from ds_vit.models.layers import MAIN_TOWER, Layer, skip_idle_modules, tower_of
@@ -65,7 +64,6 @@ class EngineConfig:
         norms_fp32: compute norms in fp32, also in a model in half precision.
         tf32: compute fp32 matrix products in TF32.
         compile_mode: of torch.compile; None for eager blocks.
-        drop_path_compute: whether dropped branches are computed: "all", "kept" or "auto".
         graphs: the passes of a micro-batch are captured and replayed.
         averaged: the run keeps a moving average of the weights.
     """
@@ -84,7 +82,6 @@ class EngineConfig:
     norms_fp32: bool
     tf32: bool
     compile_mode: str | None
-    drop_path_compute: str
     graphs: bool
     averaged: bool
 
@@ -266,8 +263,6 @@ def layer_converters(config: EngineConfig, groups: Groups) -> list[Converter]:
     converters.append(partial(freeze, names=config.model.frozen))
     if config.model.reads_class_token:
         converters.append(compute_class_token)
-    if config.drop_path_compute != "all":
-        converters.append(partial(_compute_kept, config=config))
     converters.append(skip_idle_modules)  # the others find members by name
     if config.zero_stage == 3:
         converters.append(_partition(config, groups))
@@ -280,15 +275,6 @@ def _cut(config: EngineConfig, groups: Groups) -> list[Converter]:
     """Shards a layer over the tensor-parallel ranks, where there are several."""
     tp = groups.tensor_parallel(sequence_parallel=config.sequence_parallel)
     return [] if tp is None else [partial(cut_layer, tp=tp, class_parallel=config.model.class_parallel)]
-
-
-def _compute_kept(layer: Layer, config: EngineConfig) -> None:
-    """Run branches only on the samples that drop-path keeps; after the sharding, whose forwards they call.
-
-    Estimates and trials of memory leave it out: all rows of a micro-batch may be kept, which takes the most.
-    """
-    device = next(layer.parameters()).device.type
-    compute_kept(layer, lambda rate: wants_kept(config.drop_path_compute, rate, config.batch.micro_batch, device))
 
 
 def _partition(config: EngineConfig, groups: Groups) -> Converter:

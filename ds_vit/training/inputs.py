@@ -229,7 +229,7 @@ class InputPipeline:
                 shared = self._share(self._finish(fields, batch, training=True))
                 if first_step == 0 and self.look is not None:
                     self.look(batch, shared)
-                # On the CPU too, so that the host need not wait for the device's.
+                # On the CPU too: masks are drawn there, without a wait for the device.
                 yield {**shared, "keys_on_host": batch.keys[: batch.num_rows]}
         finally:  # the loader's processes end with its iterator
             if self._read is read:

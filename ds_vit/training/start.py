@@ -24,7 +24,6 @@ from ds_vit.engine.layer_norms import layers_of
 from ds_vit.engine.patches.process import version_warnings
 from ds_vit.fault_tolerance.errors import written
 from ds_vit.launching.process import Process, launch_words
-from ds_vit.models.kept_rows import count_kept
 from ds_vit.models.param_groups import no_weight_decay_names
 from ds_vit.models.zoo import num_parameters
 from ds_vit.monitoring.metrics import make_console, print_columns, print_table, say
@@ -176,7 +175,6 @@ def _update_rows(resolved: Resolved, optimizer: OptimizerConfig, device: torch.d
         ("steps", f"{optimizer.total_steps:,} ({course})"),
         ("checkpoints", _checkpoints(resolved)),
         ("optimizer", update + (f", clipped at {clip:g}" if clip else ", no clipping") + f" ({of['clip_grad']})"),
-        *_drop_path(resolved, device),
         *_rules(resolved, optimizer),
     ]
 
@@ -201,17 +199,6 @@ def _precision(resolved: Resolved, device: torch.device) -> str:
     if resolved.deepspeed.precision.compute != "float32" and resolved.config.norm_dtype == "float32":
         return f"{name}, norms in float32"
     return f"{name}, TF32 matrix products" if resolved.config.tf32 else name
-
-
-def _drop_path(resolved: Resolved, device: torch.device) -> Rows:
-    """How many branches are run only on the samples that drop-path keeps."""
-    micro_batch = resolved.data.batch.micro_batch
-    choice = "all" if resolved.config.compile else resolved.config.drop_path_compute
-    kept, number = count_kept(resolved.model.whole, choice, micro_batch, device.type)
-    if not number:
-        return []
-    how = f"{kept} of {number} branches computed only for the samples that they keep" if kept else "all samples"
-    return [("drop-path", f"up to {resolved.config.drop_path:g}, {how} ({choice})")]
 
 
 def _rules(resolved: Resolved, optimizer: OptimizerConfig) -> Rows:

@@ -82,11 +82,10 @@ REFUSED = {
     "--seed 3 stray": "'stray' follows no flag",
     "--img-size 32 48": "'48' follows no flag",
     "--compile --grad-checkpointing selective": "--compile makes one graph of fixed shapes; drop one of them",
-    "--compile --drop-path 0.1 --drop-path-compute kept": "kept changes the number of rows",
     "--grad-checkpointing some": "full, selective or a number of blocks, at least 1 and at most 1,000, not some",
     "--eval-only --grad-checkpointing": "--grad-checkpointing has no effect with --eval-only",
     "--model-kwargs depth": "key=value pieces, not 'depth'",
-    "--drop-path-compute kept": "--drop-path-compute has no effect without --drop-path",
+    "--drop-path-compute kept": "there is no flag --drop-path-compute; it was removed: each branch is computed for all",
     "--lr-base-size 512": "--lr-base-size has no effect without --lr-scale-by-batch",
     "--resume auto": "--resume auto looks for checkpoints in the run's folder: give it by --output DIR",
     "--allow-batch-change": "--allow-batch-change has no effect without --resume",
@@ -254,6 +253,16 @@ def test_on_and_off_without_quotes(tmp_path, name):
     for word in ("on", "off", "'on'"):
         recipe.write_text(f"tp: 2\n{name}: {word}\n")
         assert getattr(parse(["--recipe", str(recipe), *BASE])[0], name) == word.strip("'")
+
+
+@pytest.mark.parametrize(("value", "lines"), [("auto", 0), ("kept", 1)])
+def test_a_removed_setting_in_a_recipe_is_ignored(tmp_path, capsys, value, lines):
+    """An old run's config.yaml that is an error, or a setting that is ignored in silence."""
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(f"drop_path: 0.1\ndrop_path_compute: {value}\n")
+    assert parse(["--recipe", str(recipe), *BASE])[0].drop_path == 0.1
+    said = capsys.readouterr().err
+    assert said.count("\n") == said.count("drop_path_compute was removed and is ignored") == lines
 
 
 def test_a_recipe_of_training_evaluates(tmp_path):

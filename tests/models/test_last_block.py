@@ -2,19 +2,17 @@
 
 import pytest
 import torch
-from test_kept_rows import assert_same, outcome
 from timm.layers import set_fused_attn
 from torch.utils.flop_counter import FlopCounterMode
 from vits import images, our_model, shake, small_spec
 
-from ds_vit.models.kept_rows import compute_kept
 from ds_vit.models.last_block import ClassTokenBlock, compute_class_token
 
 BATCH = 4
 READS_ALL = {"average pooling": "vit_base_patch16_rpn_224", "attention pooling": "vit_base_patch16_siglip_224"}
 
 
-def pair(name, interval=0, kept=False, **kwargs):
+def pair(name, interval=0, **kwargs):
     """A small model that computes all tokens, and one that computes the class token where that is read alone."""
     spec = small_spec(name, depth=2, **kwargs)
     models = [our_model(spec, checkpoint_interval=interval).train() for _ in range(2)]
@@ -22,9 +20,22 @@ def pair(name, interval=0, kept=False, **kwargs):
         shake(model)
     for layer in models[1].layers:
         compute_class_token(layer)
-        if kept:
-            compute_kept(layer, lambda rate: rate > 0)
     return spec, *models
+
+
+def outcome(model, pixels, keys):
+    """Outputs and every gradient, by name; a parameter without one is None."""
+    model.zero_grad()
+    out = model(pixels, keys)
+    out.float().square().sum().backward()
+    return {"outputs": out.detach(), **{name: p.grad for name, p in model.named_parameters()}}
+
+
+def assert_same(ours, theirs, rtol=1e-5):
+    """Each tensor within `rtol` of the other's largest element."""
+    for name, expected in theirs.items():
+        atol = rtol * float(expected.abs().max()) + 1e-9
+        torch.testing.assert_close(ours[name], expected, rtol=0, atol=atol, msg=name)
 
 
 def converted(model):
@@ -35,7 +46,6 @@ def converted(model):
     ("name", "settings"),
     [
         ("vit_tiny_patch16_224", {"drop_path": 0.5}),
-        ("vit_tiny_patch16_224", {"drop_path": 0.5, "kept": True}),
         ("vit_tiny_patch16_224", {"interval": 1, "drop_path": 0.5}),
         ("vit_small_patch14_reg4_dinov2", {}),  # registers and layer scale
         ("vit_base_patch16_clip_224", {}),  # a norm before the blocks

@@ -159,8 +159,6 @@ def train(ranks, folders, case, output, *words, params=None, blocks=None):
     kind, own_params, *_ = OPTIMIZERS[case["optimizer"]]
     pieces = case["accumulation"]
     asked = ["--max-steps", STEPS] if case["run"] == "plain" else []
-    if case["run"] == "random" and not words:  # the reference computes also the rows that drop-path drops
-        asked += ["--drop-path-compute", "kept"]
     asked += ["--workers", 2 if case["run"] == "random" and pieces == 3 else 0]
     asked += [*flags, "-b", GLOBAL_BATCH // dp // pieces, "--grad-accum-steps", pieces]
     asked += ["--grad-checkpointing", case["recompute"]] if case["recompute"] else []
@@ -205,7 +203,7 @@ def reference(ranks, folders, tmp_path_factory):
             return oracle.train_plainly(folders[run], kind, steps=STEPS, model_kwargs=KWARGS, **params)
         case = {**ONE_RANK, "run": run, "optimizer": optimizer}
         output = tmp_path_factory.mktemp(optimizer.replace(" ", "-")) / "run"
-        return train(ranks, folders, case, output, "--drop-path-compute", "all")
+        return train(ranks, folders, case, output)
 
     return get
 

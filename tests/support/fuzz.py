@@ -238,8 +238,6 @@ def _combination(rng: _Draw, seed: int, index: int) -> Combination:
     degrees, layers = legal_degrees(described), len(described.blocks) + 2
     layouts = [_one_process(precision, global_batch)]
     layouts += [_layout(rng, degrees, layers, precision, global_batch) for _ in range(4)]
-    if "--drop-path" in words:
-        layouts = [_with_words(layouts[0], "--drop-path-compute", "all"), *(_drop_path(rng, at) for at in layouts[1:])]
     began = rng.randrange(1, 4)
     interruption = Interruption(
         kind=rng.weighted(killed=5, told=1, signal=2),
@@ -568,20 +566,6 @@ def _one_process(precision: str, global_batch: int) -> Layout:
     if precision == "bf16":
         blocks["communication_data_type"] = "fp32"
     return Layout(1, ("--workers", "0"), blocks)
-
-
-def _with_words(layout: Layout, *words: str) -> Layout:
-    return dataclasses.replace(layout, words=(*layout.words, *words))
-
-
-def _drop_path(rng: _Draw, layout: Layout) -> Layout:
-    """Which samples a branch is computed for; a graph is of one number of them."""
-    choice = rng.choice(["kept", "kept", "auto", "all"])
-    return (
-        layout
-        if choice == "auto" or (choice == "kept" and "--compile" in layout.words)
-        else _with_words(layout, "--drop-path-compute", choice)
-    )
 
 
 def _layout(rng: _Draw, degrees: list[int], layers: int, precision: str, global_batch: int) -> Layout:

@@ -16,7 +16,6 @@ FILE = Path(__file__).parent / "recorded_curves.json"
 BASE = [
     *("--dataset", "digits", "--model", "vit_tiny_patch16_224", "--img-size", 16, "--workers", 0, "--max-steps", 4),
     *("--model-kwargs", "patch_size=4", "embed_dim=48", "depth=4", "num_heads=4", "--drop-path", 0.2, "--epochs", 2),
-    *("--drop-path-compute", "all"),  # the recorded rounding
     *("--aa", "rand-m9-mstd0.5-inc1", "--mixup", 0.8, "--cutmix", 1.0, "--reprob", 0.5, "--warmup-steps", 2),
     *("--log-interval", 1, "--lr", 2e-3),
 ]

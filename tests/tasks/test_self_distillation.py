@@ -39,7 +39,6 @@ FACTORS = {
     "persists": ["", 0, 1_000_000_000],  # ZeRO-3's small parameters that every rank keeps
     "accumulation": [1, 4],
     "recompute": ["", "full", "selective"],
-    "compute": ["all", "kept"],
     "centering": ["ema", "sinkhorn"],
     "then": ["", "dp2 ZeRO-3", "tp2 ZeRO-1"],
 }
@@ -79,7 +78,6 @@ def name(case):
             f"ZeRO-{case['stage']}{persists}",
             f"x{case['accumulation']}",
             case["recompute"] or "keep",
-            case["compute"],
             case["centering"],
             *([f"then {case['then']}"] if case["then"] else []),
         ]
@@ -105,14 +103,14 @@ def run(ranks, world, argv, breaks=None):
     assert ranks.run(world, train_on_rank, argv, breaks, timeout=400.0) == [0] * world
 
 
-ONE = {**dict.fromkeys(FACTORS, ""), "layout": "1 rank", "stage": 0, "accumulation": 1, "compute": "all"}
+ONE = {**dict.fromkeys(FACTORS, ""), "layout": "1 rank", "stage": 0, "accumulation": 1}
 
 
 def train(ranks, folder, output, case, *words, breaks=None):
     """Train in a layout, or begin there and train the rest in another; `breaks` the last of them."""
     dp, tp, flags = LAYOUTS[case["layout"]]
     zero = {"stage3_param_persistence_threshold": case["persists"]} if case["persists"] != "" else {}
-    words = [*words, *flags, "--tp", tp, "--centering", case["centering"], "--drop-path-compute", case["compute"]]
+    words = [*words, *flags, "--tp", tp, "--centering", case["centering"]]
     words += ["-b", plain_dino.GLOBAL_BATCH // dp // case["accumulation"], "--grad-accum-steps", case["accumulation"]]
     words += ["--grad-checkpointing", case["recompute"]] if case["recompute"] else []
     then = case["then"]

@@ -223,7 +223,6 @@ GRAPH_REFUSALS = {
         "cpu_zero1_fp32",
         ("--task", "dino", "--local-crops-size", 8, "--koleo-weight", 0, "--centering", "ema"),
     ): "--task dino is not replayed: its centres need",
-    ("cpu_zero1_fp32", ("--drop-path", 0.5, "--drop-path-compute", "kept")): "kept changes the number of rows",
     ("cpu_zero1_fp32", ("--set", "flops_profiler.enabled=true")): "the JSON's flops_profiler counts by hooks",
 }
 

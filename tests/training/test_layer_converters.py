@@ -10,46 +10,26 @@ from ds_vit.parallel.layout import Layout
 from ds_vit.training.build_engine import EngineConfig, layer_converters
 from ds_vit.training.resolve.model import ModelConfig
 
-# ZeRO stage, type, type of norms, tp, drop-path's rows, compiled, the pipeline's bounds: the converters in their order.
-ALL = "cut_layer cast_block_buffers norms_in_fp32 freeze compute_class_token _compute_kept skip_idle_modules _partition"
+# ZeRO stage, type, type of norms, tp, compiled, the pipeline's bounds: the converters in their order.
+ALL = "cut_layer cast_block_buffers norms_in_fp32 freeze compute_class_token skip_idle_modules _partition"
+PLAIN = "freeze compute_class_token skip_idle_modules"
 CASES = [
-    (1, "float32", "float32", 1, "all", False, (0, 4), "freeze compute_class_token skip_idle_modules"),
-    (
-        2,
-        "bfloat16",
-        "model",
-        1,
-        "all",
-        False,
-        (0, 4),
-        "cast_block_buffers freeze compute_class_token skip_idle_modules",
-    ),
-    (1, "bfloat16", "float32", 2, "all", False, (0, 4), ALL.replace(" _compute_kept", "").replace(" _partition", "")),
-    (3, "float32", "float32", 2, "all", False, (0, 3, 4), "cut_layer freeze skip_idle_modules _partition"),
-    (3, "bfloat16", "float32", 2, "auto", False, (0, 4), ALL),
-    (
-        3,
-        "float32",
-        "float32",
-        1,
-        "auto",
-        True,
-        (0, 4),
-        "freeze compute_class_token skip_idle_modules _partition compile_block",
-    ),
+    (1, "float32", "float32", 1, False, (0, 4), PLAIN),
+    (2, "bfloat16", "model", 1, False, (0, 4), f"cast_block_buffers {PLAIN}"),
+    (3, "float32", "float32", 2, False, (0, 3, 4), "cut_layer freeze skip_idle_modules _partition"),
+    (3, "bfloat16", "float32", 2, False, (0, 4), ALL),
+    (3, "float32", "float32", 1, True, (0, 4), f"{PLAIN} _partition compile_block"),
 ]
 
 
-@pytest.mark.parametrize(("stage", "compute", "norms", "tp", "drop_path", "compiled", "bounds", "expected"), CASES)
-def test_what_is_done_to_a_layer_in_order(stage, compute, norms, tp, drop_path, compiled, bounds, expected):
+@pytest.mark.parametrize(("stage", "compute", "norms", "tp", "compiled", "bounds", "expected"), CASES)
+def test_what_is_done_to_a_layer_in_order(stage, compute, norms, tp, compiled, bounds, expected):
     """A layer that ZeRO-3 takes before it is cut would be cut in its shares; a frozen one after it would be trained."""
     reads_class_token = ModelConfig.reads_class_token.fget(SimpleNamespace(bounds=bounds))
     config = SimpleNamespace(
         norms_fp32=norms == "float32",
         sequence_parallel=False,
-        drop_path_compute="all" if compiled else drop_path,
         compile_mode="default" if compiled else None,
-        batch=SimpleNamespace(micro_batch=4),
         model=SimpleNamespace(class_parallel=False, frozen=frozenset(), reads_class_token=reads_class_token),
         zero_stage=stage,
         dtype=getattr(torch, compute),

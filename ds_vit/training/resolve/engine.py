@@ -99,7 +99,6 @@ def replays_steps(config: RunConfig, deepspeed: DeepSpeedSettings, layout: Layou
         (bool(value_of(deepspeed.json, "flops_profiler.enabled")), "the JSON's flops_profiler counts by hooks"),
         (bool(value_of(deepspeed.json, "wall_clock_breakdown")), "the JSON's wall_clock_breakdown times by hooks"),
         (bool(value_of(deepspeed.json, "steps_per_print")), "the JSON's steps_per_print waits for the device"),
-        (config.drop_path_compute == "kept", "--drop-path-compute kept changes the number of rows"),
         (bool(reason := why_not_replayed(task)), f"--task {task.name} is not replayed: {reason}"),
     )
     found = next((words for is_so, words in obstacles if is_so), "")

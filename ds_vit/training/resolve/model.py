@@ -16,7 +16,6 @@ from ds_vit.data.augment.on_device import worker_transform
 from ds_vit.data.settings import ImageConfig, resolve_pixels
 from ds_vit.data.text import describe_cut_captions
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.models.kept_rows import check_kept
 from ds_vit.models.layers import MAIN_TOWER, tower_names, tower_of
 from ds_vit.models.param_groups import frozen_names
 from ds_vit.models.resolution import check_sizes
@@ -135,8 +134,6 @@ def resolve_model(
     if config.tp > 1:
         for name in tower_names(whole):
             check_cut(tower_of(whole, name), config.tp)
-    if config.drop_path_compute == "kept":
-        check_kept(whole)
     locked = task_type.locked_names(whole, config)
     if not resumes:
         notes += _locked_at_random(locked, initial)
