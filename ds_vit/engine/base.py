@@ -21,11 +21,11 @@ from ds_vit.config.deepspeed_keys import takes_gradients
 from ds_vit.device import has_fused_step
 from ds_vit.engine.flat_gradient import FlatGradient
 from ds_vit.engine.graph import StepGraphs
-from ds_vit.engine.patches.process import import_muon_uncompiled
-from ds_vit.engine.patches.zero import (
+from ds_vit.engine.patches import (
     autocast_scaler,
     grow_scale_after_step,
     hold_scheduler_on_skipped_steps,
+    import_muon_uncompiled,
     match_norm_collectives,
 )
 from ds_vit.engine.step_guard import StepGuard, StepResult

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from ds_vit.config.deepspeed_keys import value_of
 from ds_vit.config.deepspeed_rules import elements_of_bucket
 from ds_vit.device import is_accelerator
-from ds_vit.engine.patches.zero import autocast_scaler
+from ds_vit.engine.patches import autocast_scaler
 from ds_vit.engine.step_guard import SquareNorms
 from ds_vit.parallel.groups import Groups
 from ds_vit.parallel.zero_map import FlatGroup, Shard, flat_groups

@@ -18,7 +18,7 @@ from deepspeed.pipe import PipelineModule
 from torch import nn
 
 from ds_vit.engine.base import Engine, RankContext, Run
-from ds_vit.engine.patches.zero import keep_training_mode, shared_grid
+from ds_vit.engine.patches import keep_training_mode, shared_grid
 from ds_vit.engine.step_guard import StepResult
 from ds_vit.models.layers import MAIN_TOWER, BlockLayer, HeadLayer
 from ds_vit.models.sequential import giving_features, run_layers

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ds_vit.engine.patches.gloo import use_in_place_collectives
-from ds_vit.engine.patches.process import without_compiled_collectives
+from ds_vit.engine.patches import use_in_place_collectives, without_compiled_collectives
 from ds_vit.fault_tolerance.errors import OtherRun
 from ds_vit.launching.process import SCHEME
 

@@ -37,8 +37,7 @@ from torch import nn
 from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
 from ds_vit.device import is_accelerator
-from ds_vit.engine.patches.process import replaced
-from ds_vit.engine.patches.zero import autocast_scaler
+from ds_vit.engine.patches import autocast_scaler, replaced
 from ds_vit.engine.step_guard import SquareNorms
 from ds_vit.models.layers import Layer
 from ds_vit.parallel.zero_map import ZeroMap

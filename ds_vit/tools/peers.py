@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ds_vit.engine.patches.process import replaced
+from ds_vit.engine.patches import replaced
 from ds_vit.fault_tolerance.errors import UserError, first_line
 from ds_vit.models import compiled
 from ds_vit.models.text_tower import ContrastiveModel

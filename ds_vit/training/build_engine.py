@@ -18,7 +18,7 @@ import torch
 from ds_vit.config.batch import BatchSizes
 from ds_vit.config.deepspeed_rules import Checkpointing, Precision
 from ds_vit.engine.base import Engine
-from ds_vit.engine.patches.process import plain_linear_at_zero3, tf32_products, torch_linear_restored
+from ds_vit.engine.patches import plain_linear_at_zero3, tf32_products, torch_linear_restored
 from ds_vit.engine.pipeline import PipeEngine, StagedViT
 from ds_vit.engine.plain import PlainEngine
 from ds_vit.models.checkpointing import (

@@ -21,7 +21,7 @@ from ds_vit.config.deepspeed_json import derived_path
 from ds_vit.config.schema import KEY_OF_FLAG
 from ds_vit.config.units import Interval, in_words
 from ds_vit.engine.layer_norms import layers_of
-from ds_vit.engine.patches.process import version_warnings
+from ds_vit.engine.patches import version_warnings
 from ds_vit.fault_tolerance.errors import written
 from ds_vit.launching.process import Process, launch_words
 from ds_vit.models.param_groups import no_weight_decay_names

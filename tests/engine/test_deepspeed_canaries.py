@@ -112,7 +112,7 @@ def table_of_operators_on_a_rank():
     from deepspeed.comm.torch import build_shm_op
     from deepspeed.ops.op_builder.cpu.comm import ShareMemCommBuilder
 
-    from ds_vit.engine.patches.process import without_compiled_collectives
+    from ds_vit.engine.patches import without_compiled_collectives
 
     assert ShareMemCommBuilder.NAME == "deepspeed_shm_comm"
     with without_compiled_collectives():
@@ -226,7 +226,7 @@ SEEN = {
     "ZeRO-3 does not cast a partitioned model": (1, zero3_on_a_rank, (), "torch.float32"),
     # The shared-memory collective is a JIT build. The table is still DeepSpeed's, made when it is first asked for.
     "no collective is compiled, no operator tried": (1, table_of_operators_on_a_rank, (), (None, True, True, True)),
-    # engine/patches/zero.py has a pipeline stage with fewer groups than another take part in what it would miss.
+    # engine/patches.py has a pipeline stage with fewer groups than another take part in what it would miss.
     "the norm is a collective for each group": (1, norm_collectives_on_a_rank, (), {1: 1, 2: 2}),
     # engine/base.py takes the block away: ZeRO orthogonalizes marked gradients for a class with "muon" in its name.
     "a file that says Muon marks parameters": (1, muon_marks_on_a_rank, ("Muon",), True),
@@ -234,7 +234,7 @@ SEEN = {
     # optim/adagrad.py is no torch.optim.Adagrad: of that, ZeRO keeps one group without its decay.
     "ZeRO-1 makes an Adagrad of its own": (1, adagrad_on_a_rank, (1,), [0]),
     "ZeRO-3 makes an Adagrad of its own": (1, adagrad_on_a_rank, (3,), [0]),
-    # engine/patches/zero.py shared_grid gives it the run's grid.
+    # engine/patches.py shared_grid gives it the run's grid.
     "a pipeline makes a grid of its own": (2, grids_on_a_rank, (), 1),
     # engine/pipeline.py copies what it received before autograd may keep a view of it.
     "gradients of micro-batches are received in one buffer": (1, received_gradient_on_a_rank, (), 1),
@@ -345,7 +345,7 @@ def moved_in_fp16(stage, window):
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_scale_that_grows_halves_the_step(ranks, stage):
-    """engine/patches/zero.py lets the scale grow after the step (stage3.py and stage_1_and_2.py: `step`)."""
+    """engine/patches.py lets the scale grow after the step (stage3.py and stage_1_and_2.py: `step`)."""
     [halved], [whole] = (ranks.run(1, moved_in_fp16, stage, window) for window in (1, 1000))
     assert halved == pytest.approx(whole / 2, rel=1e-3)
 
@@ -398,10 +398,10 @@ def test_a_replaced_method_is_still_what_was_read(name):
 
 
 def test_zero3s_linear_map_adds_the_bias_to_a_rounded_product():
-    """patches.process.plain_linear_at_zero3: two roundings; in place, so that selective recomputation adds it twice."""
+    """patches.plain_linear_at_zero3: two roundings; in place, so that selective recomputation adds it twice."""
     from deepspeed.runtime.zero import linear
 
-    from ds_vit.engine.patches.process import plain_linear_at_zero3
+    from ds_vit.engine.patches import plain_linear_at_zero3
     from ds_vit.models.checkpointing import recompute_selectively
 
     # As shipped, whatever a run of this process has done to it; at the end the class that DeepSpeed's own code uses.
@@ -452,7 +452,7 @@ def test_zero3_clips_scaled_gradients_under_autocast_in_fp16():
 
 IMPORTS_MUON = """
 import importlib, sys
-from ds_vit.engine.patches.process import import_muon_uncompiled
+from ds_vit.engine.patches import import_muon_uncompiled
 import_muon_uncompiled()
 muon = sys.modules["deepspeed.runtime.zero.muon.original_muon"]
 print("torch._inductor" in sys.modules)
@@ -463,7 +463,7 @@ print("torch._inductor" in sys.modules)
 
 @pytest.mark.slow
 def test_deepspeeds_muon_is_compiled_as_it_is_imported():
-    """patches.process.import_muon_uncompiled: the ZeRO stages import it, whatever the optimizer is."""
+    """patches.import_muon_uncompiled: the ZeRO stages import it, whatever the optimizer is."""
     words = [sys.executable, "-c", IMPORTS_MUON]
     done = subprocess.run(
         words, env={**os.environ, "DS_ACCELERATOR": "cpu"}, capture_output=True, text=True, check=True

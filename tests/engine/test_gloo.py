@@ -10,7 +10,7 @@ from curves import train_main
 from project import ROOT
 from runs import ONE_BLOCK
 
-from ds_vit.engine.patches.gloo import use_in_place_collectives
+from ds_vit.engine.patches import use_in_place_collectives
 
 
 def values(rank, dtype, count):

@@ -7,7 +7,7 @@ from curves import train_main
 from project import ROOT
 from runs import ONE_BLOCK
 
-from ds_vit.engine.patches.zero import hold_scheduler_on_skipped_steps
+from ds_vit.engine.patches import hold_scheduler_on_skipped_steps
 
 
 def test_a_scheduler_waits_for_a_step_that_was_turned_down():
@@ -25,7 +25,7 @@ def test_a_scheduler_waits_for_a_step_that_was_turned_down():
 def test_a_version_of_deepspeed_that_was_not_tested(monkeypatch):
     import deepspeed
 
-    from ds_vit.engine.patches.process import version_warnings
+    from ds_vit.engine.patches import version_warnings
 
     assert version_warnings() == []
     monkeypatch.setattr(deepspeed, "__version__", "0.20.1+abc")
@@ -36,7 +36,7 @@ def test_a_version_of_deepspeed_that_was_not_tested(monkeypatch):
 
 def test_tf32_ends_with_the_run():
     # Catches: a second run in the same process that multiplies in TF32 without --tf32.
-    from ds_vit.engine.patches.process import tf32_products
+    from ds_vit.engine.patches import tf32_products
 
     with tf32_products():
         assert torch.get_float32_matmul_precision() == "high"

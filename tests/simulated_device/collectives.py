@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend
 
-from ds_vit.engine.patches.process import without_compiled_collectives
+from ds_vit.engine.patches import without_compiled_collectives
 from simulated_device import NAME
 from simulated_device.torch_module import FOREIGN
 

@@ -314,7 +314,7 @@ def _world(rank: int, world_size: int, folder: Path, port: int):
     import torch
     import torch.distributed as dist
 
-    from ds_vit.engine.patches.process import without_compiled_collectives
+    from ds_vit.engine.patches import without_compiled_collectives
 
     os.environ.update(
         _ENVIRONMENT,

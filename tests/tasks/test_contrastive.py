@@ -21,7 +21,7 @@ from runs import refusal, resolved
 from safetensors.torch import load_file, save_file
 
 from ds_vit.config.timm_flags import timm_answer
-from ds_vit.engine.patches.process import tf32_products
+from ds_vit.engine.patches import tf32_products
 from ds_vit.models.param_groups import frozen_names
 from ds_vit.models.text_tower import TextSettings, create_contrastive_model
 from ds_vit.models.zoo import ModelSpec

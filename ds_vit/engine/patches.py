@@ -1,0 +1,282 @@
+"""Patches of DeepSpeed: methods and functions of it that a run replaces, with the reason for each.
+
+Each has a canary in tests/engine/test_deepspeed_canaries.py, which fails when DeepSpeed no longer needs it. A patch of
+process-wide state is a context, which restores the state at its end; an engine holds those that a run needs until it
+closes.
+
+More is replaced elsewhere: engine/flat_gradient.py sums gradients and steps below ZeRO-3, engine/zero3.py gathers and
+reduces at ZeRO-3, `Engine` wraps `_take_model_step` without ZeRO, to clip before it, and `ZeroMap.on_overflow` wraps
+what ZeRO calls before it drops gradients. Private attributes are also used in engine/base.py (norms),
+parallel/zero_map.py (where ZeRO keeps weights and gradients, and how weights return to the model) and
+config/deepspeed_keys.py (removed keys).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+TESTED = ("0.19.8",)
+"""The versions of DeepSpeed whose private attributes this package was tested with."""
+
+
+def version_warnings() -> list[str]:
+    """A line for people if the installed DeepSpeed was not tested."""
+    import deepspeed
+
+    installed = deepspeed.__version__.partition("+")[0]
+    if installed in TESTED:
+        return []
+    return [
+        f"WARNING: DeepSpeed {installed} is installed, and ds_vit was tested with {', '.join(TESTED)}: gradient norms, "
+        f"clipping and checkpoints rely on private attributes; pip install deepspeed=={TESTED[-1]}"
+    ]
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Replace an attribute of a module or a class for the block."""
+    original = vars(owner)[name]
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+@contextlib.contextmanager
+def without_compiled_collectives() -> Iterator[None]:
+    """Keep `deepspeed.init_distributed` on a CPU from compiling a collective: 50 s, and an error without ninja.
+
+    DeepSpeed fills its table of operators by trying the compiler on all of them; the replacement saves that too.
+    """
+    import deepspeed
+
+    made = vars(deepspeed.ops).get("__compatible_ops__")
+    deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
+    try:
+        yield
+    finally:
+        if made is None:
+            del deepspeed.ops.__compatible_ops__
+        else:
+            deepspeed.ops.__compatible_ops__ = made
+
+
+def import_muon_uncompiled() -> None:
+    """Import DeepSpeed's Muon before its ZeRO stages do, which ask of every optimizer whether it is one.
+
+    The import compiles it, and loads torch's compiler: more than a second of six in the start of every rank.
+    """
+    from deepspeed.runtime import compiler
+
+    with replaced(compiler, "compile", lambda *_, **__: lambda function: function):
+        importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
+
+
+def torch_linear_restored() -> contextlib.AbstractContextManager[None]:
+    """Restore torch's linear map, which ZeRO-3 replaces for the whole process under autocast.
+
+    There torch's map saves a 16-bit copy of each weight for the backward pass; DeepSpeed's saves the parameter.
+    """
+    return replaced(torch.nn.functional, "linear", torch.nn.functional.linear)
+
+
+def plain_linear_at_zero3() -> contextlib.AbstractContextManager[None]:
+    """Have ZeRO-3's linear map under autocast compute what torch's does; it saves as little as before.
+
+    DeepSpeed adds the bias to a product that is rounded already: in 16 bits the loss would depend on the ZeRO stage. It
+    adds in place, so that a product that selective recomputation keeps would get the bias twice.
+    """
+    from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
+
+    return replaced(LinearFunctionForZeroStage3, "forward", staticmethod(_linear))
+
+
+def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    # `F.linear` is replaced; `setup_context` takes the arguments as they are given here.
+    return torch._C._nn.linear(input, weight, bias)
+
+
+@contextlib.contextmanager
+def tf32_products() -> Iterator[None]:
+    """Let torch multiply fp32 matrices in TF32, for the whole process."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+# ---- ZeRO's wrappers and DeepSpeed's engine, on the instance that a run uses ----------------------------------------
+
+
+def shared_grid(grid: Any) -> contextlib.AbstractContextManager[None]:
+    """Have `PipelineModule` use this PipelineParallelGrid: its own would create every process group a second time."""
+    from deepspeed.runtime.pipe import module
+
+    return replaced(module, "PipelineParallelGrid", lambda *_, **__: grid)
+
+
+@contextlib.contextmanager
+def keep_training_mode(module: torch.nn.Module) -> Iterator[None]:
+    """Keep the modules in training mode through `eval_batch`, which switches to evaluation: drop-path stays on."""
+    module.train()
+    module.eval = lambda: module  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del module.eval
+
+
+def autocast_scaler(engine: Any) -> torch.amp.GradScaler | None:
+    """The GradScaler of float16 autocast, which DeepSpeed keeps in the engine at stage 0, else in the optimizer."""
+    own = engine.torch_autocast_z0_gradscaler
+    return own if own is not None else getattr(engine.optimizer, "torch_autocast_gradscaler", None)
+
+
+def match_norm_collectives(optimizer: Any, device: torch.device) -> None:
+    """Let pipeline stages with offload differ in their number of parameter groups (a collective).
+
+    ZeRO all-reduces the squared gradient norm over the stages once for each parameter group. A stage with fewer groups
+    (nothing trained is decayed, or Muon leaves nothing to AdamW) would miss a collective, and the run would hang. This
+    stage joins the missing collectives with zeros; the sum over all groups is the same whichever groups meet.
+    """
+    from deepspeed.runtime.utils import combine_grad_norm_groups
+
+    most = torch.tensor(len(optimizer.bit16_groups), device=device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    missing = int(most) - len(optimizer.bit16_groups)
+    original = optimizer.scaled_global_norm
+
+    def scaled_global_norm(*args: Any, **kwargs: Any) -> torch.Tensor:
+        norms = [original(*args, **kwargs)]
+        for _ in range(missing):
+            square = torch.zeros(1, device=device)
+            optimizer._model_parallel_all_reduce(tensor=square, op=dist.ReduceOp.SUM)
+            norms.append(square.sqrt().view(()).to(norms[0].device))
+        return combine_grad_norm_groups(norms)
+
+    if missing:
+        optimizer.scaled_global_norm = scaled_global_norm
+
+
+def grow_scale_after_step(optimizer: Any) -> None:
+    """Have ZeRO-3, and ZeRO with offload, in fp16 unscale gradients by the loss scale that they were computed with.
+
+    Every `loss_scale_window` steps DeepSpeed doubles the scale before it divides by it: that step uses half of the
+    gradient, and clips it as if it were half as long.
+    """
+    if not getattr(optimizer, "dynamic_loss_scale", False):
+        return
+    original_update, original_step = optimizer._update_scale, optimizer.step
+    is_due = False
+
+    def update_scale(has_overflow: bool = False) -> None:
+        nonlocal is_due
+        if has_overflow:
+            original_update(True)
+        else:
+            is_due = True
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        nonlocal is_due
+        is_due = False
+        result = original_step(*args, **kwargs)
+        if is_due:
+            original_update(False)
+        return result
+
+    optimizer._update_scale, optimizer.step = update_scale, step
+
+
+def hold_scheduler_on_skipped_steps(scheduler: Any, applied: Callable[[], bool]) -> None:
+    """Keep a scheduler of the JSON at its step after a skipped step.
+
+    DeepSpeed does so only where its wrapper of the optimizer reports an overflow, which depends on ZeRO stage and
+    type: the learning rates of two layouts would differ from then on.
+
+    Args:
+        scheduler: DeepSpeed's; a call with an argument, which sets its step, passes through.
+        applied: whether the current step was applied.
+    """
+    advance = scheduler.step
+
+    def step(*args: Any, **kwargs: Any) -> None:
+        if args or kwargs or applied():
+            advance(*args, **kwargs)
+
+    scheduler.step = step
+
+
+# ---- ZeRO's collectives on a CPU -------------------------------------------------------------------------------------
+
+Collective = Callable[..., Any]
+
+
+class _Works:
+    """Several collectives that are waited for as one."""
+
+    def __init__(self, works: Sequence[dist.Work]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+def use_in_place_collectives(backend: Any) -> None:
+    """Have DeepSpeed's collectives move CPU tensors in place: a third of the time, the same bits.
+
+    Args:
+        backend: DeepSpeed's, `deepspeed.comm.comm.cdb`. Done twice it is as done once.
+    """
+    backend.all_gather_function = _gathering(backend.get_all_gather_function())
+    backend.reduce_scatter_function = _scattering(backend.get_reduce_scatter_function())
+
+
+def _gathering(own: Collective) -> Collective:
+    def all_gather_into_tensor(
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        if not _over_gloo(output_tensor, group):
+            return own(output_tensor=output_tensor, input_tensor=input_tensor, group=group, async_op=async_op)
+        parts = output_tensor.view(-1).chunk(dist.get_world_size(group))
+        mine = parts[dist.get_rank(group)]
+        if mine.data_ptr() != input_tensor.data_ptr():
+            mine.copy_(input_tensor.view(-1))
+        # Each part's way to all ranks begins at once: over gloo no slower than one collective, also of small tensors.
+        works = _Works([dist.broadcast(part, group=group, group_src=r, async_op=True) for r, part in enumerate(parts)])
+        return works if async_op else works.wait()
+
+    return all_gather_into_tensor
+
+
+def _scattering(own: Collective) -> Collective:
+    def reduce_scatter_tensor(
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        op: Any = dist.ReduceOp.SUM,
+        group: dist.ProcessGroup | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        # ZeRO-3 asks for its share at the share's place, and reads nothing else of the tensor afterwards.
+        place = dist.get_rank(group) * output_tensor.nbytes
+        if not _over_gloo(input_tensor, group) or output_tensor.data_ptr() != input_tensor.data_ptr() + place:
+            return own(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        return dist.all_reduce(input_tensor, op=op, group=group, async_op=async_op)
+
+    return reduce_scatter_tensor
+
+
+def _over_gloo(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> bool:
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and dist.get_backend(group) == "gloo"
