@@ -201,7 +201,7 @@ def _is_missing(package: str) -> Callable[[Any], bool]:
 _QUANTIZED = "rounds values in transit, which changes the loss curve, and needs a CUDA build; delete it"
 _SECONDARY = "keeps a second copy of the weights near a rank, and ds_vit gathers them by layer; delete it"
 _LEAVES = "frees the weights of a ViT's layers before the backward pass; it is for mixtures of experts: delete it"
-# A compiler changes none of these reasons; tests/engine/test_offload_canaries.py shows them.
+# A compiler changes none of these reasons.
 _CPU_ADAM = "works only with DeepSpeed's CPU Adam, and here torch's fused optimizer steps on the CPU; delete it"
 _RATIO = "below 1 makes DeepSpeed 0.19.8 step a part of the weights at its first learning rate throughout; delete it"
 _SUPER_OFFLOAD = "keeps Adam's moments in a second process, which no checkpoint reaches; delete it"

@@ -110,7 +110,7 @@ def test_a_step_stays_within_its_calls(ranks, world, task, words):
 
 def test_twice_the_layers_cost_twice_the_calls(ranks):
     """Work of the host that grows faster than the model."""
-    stages = (0, 1, 2, 3)
+    stages = (1, 3)
     [once] = ranks.run(1, cost_on_a_rank, TASKS["classification"], stages, timeout=300)
     [twice] = ranks.run(1, cost_on_a_rank, [*TASKS["classification"], *TWICE], stages, timeout=300)
     for (calls, _), (more_calls, _) in zip(once, twice, strict=True):

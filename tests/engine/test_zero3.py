@@ -160,18 +160,25 @@ def count_all(units: ZeroUnits) -> None:
 
 def losses_on_rank(kind: str, accumulation: int, blocks: dict) -> list[float]:
     """The losses over all ranks."""
-    losses, world, rank = [], dist.get_world_size(), dist.get_rank()
     with units_on_rank(kind, accumulation, **blocks) as (engine, units):
-        for x in samples():
-            parts, total = x.chunk(world * accumulation), torch.zeros(())
-            for micro in range(accumulation):
-                loss = engine(parts[micro * world + rank]).square().mean()
-                engine.backward(loss)
-                total += loss.detach()
-                engine.step()
-            dist.all_reduce(total)
-            losses.append(total.item() / world / accumulation)
-        assert not [unit for unit in units.units if unit.elements and unit.whole], "something stays gathered"
+        losses = steps_of(engine, accumulation)
+        staying = [unit for unit in units.units if unit.elements and unit.whole and not unit.keeps]
+        assert not staying, "something stays gathered"
+    return losses
+
+
+def steps_of(engine, accumulation: int = 1) -> list[float]:
+    """Train; the losses over all ranks."""
+    losses, world, rank = [], dist.get_world_size(), dist.get_rank()
+    for x in samples():
+        parts, total = x.chunk(world * accumulation), torch.zeros(())
+        for micro in range(accumulation):
+            loss = engine(parts[micro * world + rank]).square().mean()
+            engine.backward(loss)
+            total += loss.detach()
+            engine.step()
+        dist.all_reduce(total)
+        losses.append(total.item() / world / accumulation)
     return losses
 
 
@@ -199,37 +206,8 @@ def test_layers_of_every_kind_train_as_in_plain_torch(ranks, world, accumulation
 )
 def test_settings_of_the_json_keep_the_losses(ranks, blocks):
     blocks = {**blocks, "zero_force_ds_cpu_optimizer": False}
-    for losses in ranks.run(2, losses_on_rank_keeping, "plain", 1, blocks):
+    for losses in ranks.run(2, losses_on_rank, "plain", 1, blocks):
         assert losses == pytest.approx(plain_losses("plain"), rel=1e-5)
-
-
-def losses_on_rank_keeping(kind: str, accumulation: int, blocks: dict) -> list[float]:
-    """As `losses_on_rank`; units may stay until the next step."""
-    with mock.patch.object(zero3.ZeroUnits, "close", lambda self: [setattr(u, "whole", False) for u in self.units]):
-        losses, world, rank = [], dist.get_world_size(), dist.get_rank()
-        with units_on_rank(kind, accumulation, **blocks) as (engine, _):
-            for x in samples():
-                loss = engine(x.chunk(world)[rank]).square().mean()
-                engine.backward(loss)
-                engine.step()
-                total = loss.detach().clone()
-                dist.all_reduce(total)
-                losses.append(total.item() / world)
-    return losses
-
-
-def broken_on_rank(kind: str, name: str, value: object) -> list[float]:
-    """As `losses_on_rank`, with a method of a unit that returns something else."""
-    with mock.patch.object(zero3.Unit, name, return_value=value):
-        return losses_on_rank(kind, 1, {})
-
-
-def test_a_loss_of_gradients_is_seen(ranks):
-    """The comparison must be able to fail."""
-    zeros = [torch.zeros(7, WIDTH), torch.zeros(7), torch.zeros(WIDTH, 7), torch.zeros(WIDTH)]
-    [losses] = ranks.run(1, broken_on_rank, "plain", "take_gradients", zeros)
-    assert losses[0] == pytest.approx(plain_losses("plain")[0], rel=1e-5)
-    assert losses[1:] != pytest.approx(plain_losses("plain")[1:], rel=1e-5)
 
 
 def released_on_rank(aliases: bool) -> tuple[bool, bool]:
@@ -338,15 +316,7 @@ def interrupted_on_rank() -> list[float]:
         with pytest.raises(ZeroDivisionError):
             engine.backward(broken)
         handle.remove()
-        losses = []
-        for x in samples():
-            loss = engine(x.chunk(2)[dist.get_rank()]).square().mean()
-            engine.backward(loss)
-            engine.step()
-            total = loss.detach().clone()
-            dist.all_reduce(total)
-            losses.append(total.item() / 2)
-        return losses
+        return steps_of(engine)
 
 
 def test_a_backward_pass_that_broke_off_leaves_no_gradient(ranks):

@@ -130,13 +130,3 @@ def no_host_synchronisations() -> Iterator[None]:
 def set_memory_limit(bytes: int, device: int = 0) -> None:
     """What the device has in all; 16 GiB unless set. An allocation beyond it raises torch.OutOfMemoryError."""
     torch.ops.simulated.set_memory_limit(device, bytes)
-
-
-def set_query_delay(queries: int) -> None:
-    """How many calls of `query` on an event or a stream answer "not yet" before it is complete; 2 unless set."""
-    torch.ops.simulated.set_query_delay(queries)
-
-
-def check_races(check: bool) -> None:
-    """Whether an operation raises that uses memory of another stream without waiting for it; it does unless set."""
-    torch.ops.simulated.check_races(check)

@@ -142,9 +142,9 @@ struct LastUse { Stream stream; int64_t operation; size_t bytes; };
 std::map<Stream, std::vector<LastUse>> freed;  // of blocks that the next operation of a stream may reuse
 std::map<std::string, int64_t> counts;    // host synchronisations, by the operation that waited
 int64_t launches = 0;                     // operations that are more than a view
-int64_t query_delay = 2;
+const int64_t query_delay = 2;            // calls of `query` that answer "not yet" before an event or a stream is complete
 int64_t streams_created = 0;
-bool checks_races = true, refuses_syncs = false;
+bool refuses_syncs = false;
 int64_t blocks_made = 0;
 std::map<int64_t, std::weak_ptr<Pool>> pools;  // each lives as long as a graph or a block of it
 auto& graphs = *new std::map<int64_t, std::shared_ptr<Graph>>;
@@ -174,7 +174,7 @@ void refuse_in_capture(const std::string& name) {
 void check_reuse(Stream stream) {
   for (auto use : std::exchange(freed[stream], {}))
     TORCH_CHECK(
-        !checks_races || includes(streams[stream], use.stream, use.operation), "race: a block of ", use.bytes,
+        includes(streams[stream], use.stream, use.operation), "race: a block of ", use.bytes,
         " bytes was freed, to be reused by ", name_of(stream), ", while ", name_of(use.stream),
         " still needs it; call record_stream");
 }
@@ -226,14 +226,13 @@ void use(Block& block, Stream stream, int64_t begin, int64_t end, bool writes, c
     if (writes && captured->own.count(block.number) == 0 && captured->overwritten.count(block.data) == 0)
       captured->overwritten[block.data] = std::string(block.data, block.bytes);
   }
-  if (checks_races)
-    for (const auto& other : block.uses) {
-      if (other.end <= begin || end <= other.begin || !(writes || other.writes)) continue;
-      TORCH_CHECK(
-          includes(clock, other.stream, other.operation), "race: ", name, " on ", name_of(stream),
-          writes ? " writes" : " reads", " a block of ", block.bytes, " bytes that ", name_of(other.stream), " ",
-          other.writes ? "writes" : "reads", ", and does not wait for it");
-    }
+  for (const auto& other : block.uses) {
+    if (other.end <= begin || end <= other.begin || !(writes || other.writes)) continue;
+    TORCH_CHECK(
+        includes(clock, other.stream, other.operation), "race: ", name, " on ", name_of(stream),
+        writes ? " writes" : " reads", " a block of ", block.bytes, " bytes that ", name_of(other.stream), " ",
+        other.writes ? "writes" : "reads", ", and does not wait for it");
+  }
   std::erase_if(block.uses, [&](const Use& other) {  // whoever waits for this one has waited for those
     bool within = begin <= other.begin && other.end <= end;
     return within && (writes || (other.stream == stream && !other.writes));
@@ -1125,8 +1124,6 @@ TORCH_LIBRARY(simulated, m) {
   m.def("launches", []() -> int64_t { std::lock_guard lock(mutex); return launches; });
   m.def("reset", [] { std::lock_guard lock(mutex); counts.clear(); freed.clear(); launches = 0; });
   m.def("refuse_host_synchronisations", [](bool refuse) { refuses_syncs = refuse; });
-  m.def("check_races", [](bool check) { checks_races = check; });
-  m.def("set_query_delay", [](int64_t queries) { query_delay = queries; });
   m.def("set_memory_limit", [](int64_t device, int64_t bytes) { allocator.limits[device] = bytes; });
   m.def("device_count", []() -> int64_t { return kDevices; });
   m.def("default_generator", [](int64_t device) { return default_generator(device); });

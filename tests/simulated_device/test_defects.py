@@ -108,7 +108,6 @@ OVERLAP = ("cpu_zero2_fp32.json", 2, buckets(30_000))
 PLAIN = ("cpu_zero1_fp32.json", 1, ())
 DECODED = ("cpu_zero1_fp32.json", 1, ("--augment-on", "device", "--decode", "fast", "--grad-accum-steps", 2))
 DEFECTS: dict[str, tuple[tuple, Planted, str]] = {
-    "none": (PLAIN, contextlib.nullcontext, ""),
     "a hidden item": (PLAIN, hidden_item, "item waits for the device: a host synchronisation where none is allowed"),
     "a host tensor": (PLAIN, host_tensor, "but found at least two devices"),
     "none while decoding": (DECODED, decoded, ""),

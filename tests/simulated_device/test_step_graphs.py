@@ -150,18 +150,6 @@ def test_a_replayed_run_is_the_eager_one_bit_for_bit(ranks, device_library, tmp_
     assert replays == passes * (steps - resumed - measured) - kinds, "all but the first pass of each kind are replays"
 
 
-def test_masks_that_are_filled_up_change_nothing_but_rounding(ranks, device_library, tmp_path):
-    [(one, other)] = ranks.run(1, filled_and_not, device_library, tmp_path, [*file_of(1), *TASKS["dino"]])
-    for row, filled_up in zip(one, other, strict=True):
-        assert filled_up[1:3] == pytest.approx(row[1:3], rel=1e-5)
-
-
-def filled_and_not(library, folder, words):
-    simulated_device.start(library)
-    words = [*words, "--max-steps", 4, "--cuda-graph"]
-    return trained(f"{folder}/off", [*words, "off"]).rows, trained(f"{folder}/on", [*words, "on"], without_replays).rows
-
-
 def two_ranks(library, folder, words):
     simulated_device.start(library)
     runs = [trained(f"{folder}/{choice}", [*words, "--cuda-graph", choice]) for choice in ("off", "on")]
