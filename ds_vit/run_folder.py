@@ -70,7 +70,7 @@ class RunFolder:
     profile = _Entry("profile")  # traces of some steps and torch's tables of them
     checkpoints = _Entry("checkpoints")  # the folder around the checkpoints
     samples = _Entry("samples")  # the folder of --log-samples
-    skipped = _Entry("skipped_images.jsonl")  # images that could not be decoded under --on-bad-image skip, each once
+    skipped = _Entry("skipped_images.jsonl")  # images that could not be decoded, each once
     evaluation = _Entry("eval.json")  # written by `ds-vit eval`
     report = _Entry("report.html")  # for the browser
     starts = _Entry("starts.jsonl")  # a JSON object per line, one per process that worked on the run

@@ -253,7 +253,7 @@ class DataSettings:
     workers: int | str = flag(
         4, "loader processes per rank (0: none; auto)", FREE | RECORDED, short=("-j",), span=_WORKERS, metavar="auto|N"
     )
-    allow_empty_classes: bool = flag(False, "allow class folders without a readable image", FREE | RECORDED)
+    allow_empty_classes: bool = flag(False, "allow class folders without images", FREE | RECORDED)
     on_bad_image: str = flag(
         "skip", "replace an image that cannot be decoded, or end the run", NOTED | RECORDED, choices=("error", "skip")
     )

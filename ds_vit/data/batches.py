@@ -250,7 +250,7 @@ def _zeros(shape: tuple[int, ...]) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(storage).view(shape)
 
 
-class Failure(NamedTuple):
+class ReadFailure(NamedTuple):
     """An error for people on its way out of a worker, as a value: raised there, torch would wrap it in a traceback."""
 
     error: Exception
@@ -269,12 +269,12 @@ class Batches(Dataset):
         self.reader = reader
         self._most_bytes = most_rows * most_bytes
 
-    def __getitem__(self, number: int) -> MicroBatch | Failure:
+    def __getitem__(self, number: int) -> MicroBatch | ReadFailure:
         try:
             with shielded():
                 return self.load(number)
         except (UserError, OSError) as error:
-            return Failure(error)
+            return ReadFailure(error)
 
     def load(self, number: int) -> MicroBatch:
         """Read a batch."""

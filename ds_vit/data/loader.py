@@ -30,7 +30,7 @@ from ds_vit.config.image_sizes import ImageSizes
 from ds_vit.data.augment.crops import MultiCrop
 from ds_vit.data.augment.on_device import worker_transform
 from ds_vit.data.augment.transforms import eval_transform
-from ds_vit.data.batches import Batches, EvalBatches, Failure, MicroBatch, Reader, TrainBatches, Transform
+from ds_vit.data.batches import Batches, EvalBatches, MicroBatch, Reader, ReadFailure, TrainBatches, Transform
 from ds_vit.data.sampler import SampleOrder, Share, num_evaluation_batches
 from ds_vit.data.settings import CropConfig, ImageConfig
 from ds_vit.data.slots import PREFETCHED, InSlot, shared_memory_advice
@@ -108,7 +108,7 @@ class Loader:
                 multiprocessing.connection.wait([worker.sentinel for worker in workers], timeout=1)
                 self._check(workers)
                 raise
-            if isinstance(item, Failure):
+            if isinstance(item, ReadFailure):
                 raise item.error
             yield _each_tensor(_received, item)
 

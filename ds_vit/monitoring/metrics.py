@@ -162,7 +162,7 @@ class Reporter:
         """A row of kind "eval", or "eval_ema" for the moving average of the weights.
 
         Args:
-            row: step, images, a value for each figure, and skipped_images where images may be.
+            row: step, images, a value for each figure, and skipped_images.
             figures: the task's metrics; the progress bar shows the first.
             kind: as above.
         """

@@ -347,9 +347,8 @@ class Evaluations:
         if kind == "eval" and self.draws_token_maps:
             self._draw(step)
         if self.reporter:
-            row = {"step": step, **figures}
-            if config.on_bad_image == "skip":
-                row["skipped_images"] = len(config.validation) - int(figures["images"])
+            skipped = len(config.validation) - int(figures["images"])
+            row = {"step": step, **figures, "skipped_images": skipped}
             self.reporter.eval(row, task.figures, kind)
         return figures
 

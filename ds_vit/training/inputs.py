@@ -12,7 +12,6 @@ import itertools
 import os
 import socket
 import time
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,7 +25,6 @@ import torch.distributed as dist
 from ds_vit.config.image_sizes import ImageSizes
 from ds_vit.data.augment.on_device import Crops
 from ds_vit.data.batches import MicroBatch
-from ds_vit.data.decode import ImageDecodeError
 from ds_vit.data.decode_on_device import TALLY
 from ds_vit.data.device import finish_keys, finish_valid
 from ds_vit.data.loader import Loader, eval_loader, train_loader
@@ -58,7 +56,7 @@ class InputConfig:
         sizes: which size of images each step trains on; None where all have the model's.
         total_steps: optimizer steps of the run; 0 in evaluation only.
         eval_rows: rows of an evaluation batch.
-        on_bad_image: "error" or "skip".
+        on_bad_image: of an evaluation, "error" or "skip"; training always skips, and "error" then allows none.
         max_bad_images: the share of an epoch's images that may be skipped.
         workers: loader processes of this rank.
         layout: degrees of parallelism.
@@ -151,12 +149,10 @@ class InputPipeline:
         self.look: Callable[[MicroBatch, Batch], None] | None = None
         order = config.order
         epoch_images = order.steps_per_epoch * order.global_batch
-        active, most = config.on_bad_image == "skip", config.max_bad_images
-        self.skipped = SkippedImages(skipped, active=active, epoch_images=epoch_images, most=most)
+        most = config.max_bad_images if config.on_bad_image == "skip" else 0.0
+        self.skipped = SkippedImages(skipped, epoch_images=epoch_images, most=most)
         TALLY.clear()
         self._stream = torch.Stream(engine.device) if pins_memory(engine.device) else None
-        self._read: Iterator[MicroBatch] | None = None  # of training
-        self._ahead: deque[MicroBatch] = deque()
 
     def training(self, first_step: int = 0, skipped_batches: int = 0) -> Generator[Batch, None, None]:
         """The micro-batches of the run from a step on; the time they are waited for is counted.
@@ -167,7 +163,7 @@ class InputPipeline:
         """
         config, task = self.config, self.config.task
         fields = self._here(task.fields(training=True))
-        self._ahead.clear()
+        read: Iterator[MicroBatch] = iter(())
         if self.loads:
             loader = train_loader(
                 config.train_source,
@@ -180,26 +176,13 @@ class InputPipeline:
                 stop_step=max(first_step, config.total_steps) + skipped_batches,
                 sizes=config.sizes and config.sizes.later(skipped_batches),
                 crops=task.crops,
-                **self._loading(fields),
+                **{**self._loading(fields), "on_bad_image": "skip"},
             )
-            self._read = iter(loader)
-        return self._training(fields, first_step, skipped_batches, self._read)
-
-    def read_ahead(self) -> ImageDecodeError | None:
-        """Read what this rank loads for the next step of `training`; gives what is wrong with an image of it."""
-        before = time.perf_counter()
-        try:
-            while self._read is not None and len(self._ahead) < self.config.share.accumulation:
-                self._ahead.append(next(self._read))
-        except StopIteration:
-            pass
-        except ImageDecodeError as error:
-            return error
-        self.throughput.waited(time.perf_counter() - before)
-        return None
+            read = iter(loader)
+        return self._training(fields, first_step, skipped_batches, read)
 
     def _training(
-        self, fields: Sequence[Field], first_step: int, skipped_batches: int, read: Iterator[MicroBatch] | None
+        self, fields: Sequence[Field], first_step: int, skipped_batches: int, read: Iterator[MicroBatch]
     ) -> Generator[Batch, None, None]:
         config, sizes, accumulation = self.config, self.config.sizes, self.config.share.accumulation
         if not self.loads:
@@ -211,30 +194,24 @@ class InputPipeline:
                 received = self._receive(sized, config.share.micro_batch)
                 yield {**received, "keys_on_host": torch.from_numpy(keys)}
             return
-        assert read is not None, "this rank loads"
-        try:
-            for number in itertools.count(first_step * accumulation):
-                before = time.perf_counter()
-                batch = self._ahead.popleft() if self._ahead else next(read, None)
-                self.throughput.waited(time.perf_counter() - before)
-                if batch is None:
-                    return
-                if "first" in config.stages:
-                    # Noted only here: a row is read on several ranks.
-                    epoch = number // accumulation // config.order.steps_per_epoch
-                    self.skipped.add(config.train_source, batch.skipped, "training", epoch)
-                    if isinstance(batch.images, Crops) and config.task.augment.decode == "fast":
-                        TALLY["loader"] += sum(crop.file is None for crop in batch.images.crops)
-                    self._log_samples(number, batch)
-                shared = self._share(self._finish(fields, batch, training=True))
-                if first_step == 0 and self.look is not None:
-                    self.look(batch, shared)
-                # On the CPU too: masks are drawn there, without a wait for the device.
-                yield {**shared, "keys_on_host": batch.keys[: batch.num_rows]}
-        finally:  # the loader's processes end with its iterator
-            if self._read is read:
-                self._read = None
-                self._ahead.clear()
+        for number in itertools.count(first_step * accumulation):
+            before = time.perf_counter()
+            batch = next(read, None)
+            self.throughput.waited(time.perf_counter() - before)
+            if batch is None:
+                return
+            if "first" in config.stages:
+                # Noted only here: a row is read on several ranks.
+                epoch = number // accumulation // config.order.steps_per_epoch
+                self.skipped.add(config.train_source, batch.skipped, "training", epoch)
+                if isinstance(batch.images, Crops) and config.task.augment.decode == "fast":
+                    TALLY["loader"] += sum(crop.file is None for crop in batch.images.crops)
+                self._log_samples(number, batch)
+            shared = self._share(self._finish(fields, batch, training=True))
+            if first_step == 0 and self.look is not None:
+                self.look(batch, shared)
+            # On the CPU too: masks are drawn there, without a wait for the device.
+            yield {**shared, "keys_on_host": batch.keys[: batch.num_rows]}
 
     def _log_samples(self, number: int, batch: MicroBatch) -> None:
         """Write down which samples a micro-batch is made of, counted over the run from 0."""

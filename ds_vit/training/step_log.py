@@ -92,7 +92,7 @@ class StepLog(Callback):
         memory = self.prediction.measured_bytes()
         gauges = config.task.gauges(self.engine.context)
         of_task = {**self._parameters(), **{name: float(value) for name, value in gauges.items()}}
-        skipped = {"skipped_images": self.inputs.skipped.gather()} if config.on_bad_image == "skip" else {}
+        skipped = {"skipped_images": self.inputs.skipped.gather()}
         if self.reporter is None:
             return
         tflops = self._training_flops(number) * rate / dist.get_world_size() / 1e12

@@ -11,8 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-import torch.distributed as dist
-
 from ds_vit.engine.base import Engine
 from ds_vit.fault_tolerance.errors import EndedTogether, UserError, is_out_of_memory
 from ds_vit.fault_tolerance.exit_codes import Diverged
@@ -114,8 +112,6 @@ class Trainer:
             for callback in self.callbacks:
                 callback.before_training(first)
             for step in range(first + 1, self.total_steps + 1):
-                if self.inputs.config.on_bad_image == "error":
-                    self._read_ahead()
                 self.train_step(step, watched)
                 self.step = step
                 if too_many := self.inputs.skipped.too_many():
@@ -210,20 +206,6 @@ class Trainer:
         self.evaluations.load_state_dict(state)
         for callback in self.callbacks:
             callback.after_rollback(back)
-
-    def _read_ahead(self) -> None:
-        """Read the next step's images before it begins, so that all ranks can end where one cannot be decoded.
-
-        Raises:
-            EndedTogether: the steps that are done are saved.
-        """
-        self.watchdog.beat(self.step, "reading images", patience=4)
-        error = self.inputs.read_ahead()
-        if not self.checkpoints.on_any_rank(error is not None):
-            return
-        errors: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(errors, error and str(error))
-        self._end_saved(next(filter(None, errors)))
 
     def _end_saved(self, why: str) -> NoReturn:
         """Save the steps that are done and end (a collective).

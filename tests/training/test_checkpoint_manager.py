@@ -221,22 +221,22 @@ def test_an_interruption_does_not_choose_the_step_to_return_to(manager):
     assert manager._rollback_to == manager.parent / "step-00000006"
 
 
-def test_a_disk_that_refuses_the_log_of_skipped_images(monkeypatch, tmp_path, capsys):
+@pytest.fixture
+def one_rank(monkeypatch):
+    gather = {"all_gather_object": lambda out, own: out.__setitem__(0, own)}
+    dist = SimpleNamespace(get_world_size=lambda: 1, get_rank=lambda: 0, **gather)
+    monkeypatch.setattr(skipped_images, "dist", dist)
+    return SimpleNamespace(describe=lambda number: f"{number}.jpg")
+
+
+def test_a_disk_that_refuses_the_log_of_skipped_images(one_rank, tmp_path, capsys):
     # Catches: a full disk in mid-run that ends as bad input (code 2), which no launcher restarts.
-    monkeypatch.setattr(
-        skipped_images,
-        "dist",
-        SimpleNamespace(
-            get_world_size=lambda: 1, get_rank=lambda: 0, all_gather_object=lambda out, own: out.__setitem__(0, own)
-        ),
-    )
     (tmp_path / "file").write_text("no folder")
-    images = SkippedImages(tmp_path / "file" / "skipped_images.jsonl", active=True, epoch_images=10, most=0.1)
-    source = SimpleNamespace(describe=lambda number: f"{number}.jpg")
-    images.add(source, [(3, "broken")], "training", epoch=0)
+    images = SkippedImages(tmp_path / "file" / "skipped_images.jsonl", epoch_images=10, most=0.1)
+    images.add(one_rank, [(3, "broken")], "training", epoch=0)
     assert images.gather() == 1
     assert images.too_many() == ""
-    images.add(source, [(3, "broken"), (4, "broken")], "training", epoch=1)
+    images.add(one_rank, [(3, "broken"), (4, "broken")], "training", epoch=1)
     assert images.gather() == 3
     assert "2 of the 10 images of epoch 1 (0.2)" in images.too_many()
     assert capsys.readouterr().err.count("could not be written") == 1
@@ -245,9 +245,10 @@ def test_a_disk_that_refuses_the_log_of_skipped_images(monkeypatch, tmp_path, ca
 @pytest.mark.parametrize(
     ("images", "most", "allowed"), [(6, 0.01, 1), (60, 0.01, 1), (300, 0.01, 3), (6, 0.0, 0), (6, 1.0, 6)]
 )
-def test_one_damaged_image_is_a_share_of_nothing(images, most, allowed):
+def test_one_damaged_image_is_a_share_of_nothing(one_rank, images, most, allowed):
     # Catches: a run of few images that one missing caption ends by the default limit; a limit of 0 that allows one.
     for number, ends in ((allowed, False), (allowed + 1, True)):
-        skipped = SkippedImages(None, active=True, epoch_images=images, most=most)
-        skipped.load_state_dict({"skipped_towards_limit": {"0": number}})
-        assert ("--max-bad-images" in skipped.too_many()) == ends
+        skipped = SkippedImages(None, epoch_images=images, most=most)
+        skipped.add(one_rank, [(3, "broken")] * number, "training", epoch=0)
+        skipped.gather()
+        assert ("(3.jpg: broken)" in skipped.too_many()) == ends

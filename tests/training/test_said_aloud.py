@@ -96,19 +96,6 @@ def test_counts_beyond_what_is_there(folder, capsys):
         assert [(figure.name, figure.label) for figure in figures[:2]] == [("top1", "top-1"), ("top5", label)]
 
 
-def test_a_class_of_which_nothing_is_readable(tmp_path, folder, capsys):
-    # Catches: a class that is replaced by others without a word, all of its images read though the first is sound.
-    argv = words("--data-dir", folder, "--on-bad-image", "skip")
-    (folder / "train" / "cat" / "0.png").write_bytes(b"x")
-    assert resolved(argv)
-    for path in (folder / "train" / "cat").iterdir():
-        path.write_bytes(b"not a picture")
-    line = refusal(capsys, argv)
-    assert "train: of 1 of 2 classes (cat) no image can be decoded; the first is" in line
-    assert f"{folder / 'train' / 'cat' / '0.png'}: 13 bytes" in line
-    assert "of 1 of 2 classes (cat)" in "".join(resolved([*argv, "--allow-empty-classes"]).notes)
-
-
 def test_class_folders_without_images(folder, capsys):
     # Catches: a class that vanishes and shifts the numbers of the others; a folder of notes taken for a class.
     argv = words("--data-dir", folder)

@@ -26,7 +26,7 @@ import numpy as np
 from PIL import Image
 
 from ds_vit import randomness
-from ds_vit.data.decode import ImageDecodeError, Jpeg, decode, open_image, orientation, upright
+from ds_vit.data.decode import Jpeg, decode, open_image, orientation, upright
 from ds_vit.data.sources.captions import Captions
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.run_folder import written_whole
@@ -362,32 +362,6 @@ def check_labels(source: Source, labels: np.ndarray, valid: np.ndarray, classes:
         f"{source.describe(first)} has the label {label!r}; the {len(classes)} classes are {shortened(classes)}, with "
         f"the numbers 0 to {len(classes) - 1}; {int((~valid).sum())} of {len(labels)} samples have such a label"
     )
-
-
-def unreadable_classes(source: Source) -> dict[str, str]:
-    """The classes none of whose images can be decoded, each with its first file and what is wrong with that.
-
-    Args:
-        source: with one class an image. Of a class whose first image is sound, no other one is decoded.
-    """
-    targets = np.array([source.target(number) for number in range(len(source))])
-    order = np.argsort(targets, kind="stable")
-    classes, starts = np.unique(targets[order], return_index=True)
-
-    def first_error(members: np.ndarray) -> str:
-        first = ""
-        for number in members:
-            try:
-                source.image(int(number))
-                return ""
-            except ImageDecodeError as error:
-                first = first or f"{source.describe(int(number))}: {error.reason}"
-        return first
-
-    with ThreadPoolExecutor(_THREADS) as pool:
-        errors = pool.map(first_error, np.split(order, starts[1:]))
-        names = source.class_names or ("all",)
-        return {names[number]: error for number, error in zip(classes, errors, strict=True) if error}
 
 
 def headers_of_some(source: Source) -> list[tuple[str, int]]:

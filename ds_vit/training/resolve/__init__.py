@@ -245,7 +245,7 @@ def resolve_run(
     data = resolve_data(config, deepspeed, layout, resume, sources)
     deepspeed = sum_micro_batches(deepspeed, data.batch)
     if process.rank == 0:
-        data = describe_images(config, data, resumes=resume is not None)
+        data = describe_images(config, data)
     model = resolve_model(config, explicit, task_type, data, resumes=resume is not None, with_weights=with_weights)
     _check_recomputation(deepspeed, model)
     model = find_fastest_stages(model, deepspeed, layout, data.batch)

@@ -24,7 +24,6 @@ from ds_vit.data.sources.source import (
     headers_of_some,
     is_image,
     shortened,
-    unreadable_classes,
 )
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.parallel.layout import Layout
@@ -318,38 +317,15 @@ def _open_each(
     return found
 
 
-def describe_images(config: RunConfig, data: DataConfig, *, resumes: bool) -> DataConfig:
-    """The data with lines for people about its images, a few of which are read; errors as of `_check_readable`."""
-    notes = _check_readable(config, data) if config.on_bad_image == "skip" and not resumes else []
+def describe_images(config: RunConfig, data: DataConfig) -> DataConfig:
+    """The data with lines for people about its images, a few of which are read."""
     found = [] if config.eval_only else headers_of_some(data.train_source)
     way_out = "" if config.exif_rotation == "on" else ", which is ignored; --exif-rotation on turns them upright"
     counts = Counter(f"are of mode {mode} ({describe_depth(mode)})" for mode, _ in found if describe_depth(mode))
     counts[f"have an EXIF orientation other than 1{way_out}"] = sum(turn > 1 for _, turn in found)
     of = f"of {len(found)} files of {config.train_split} drawn by key"
-    notes += [f"{count} {of} {what}" for what, count in counts.items() if count]
+    notes = [f"{count} {of} {what}" for what, count in counts.items() if count]
     return replace(data, notes=(*data.notes, *notes))
-
-
-def _check_readable(config: RunConfig, data: DataConfig) -> list[str]:
-    """Check that under --on-bad-image skip each class keeps an image; one of each is decoded, more only if it is bad.
-
-    Returns:
-        Lines for people about classes that have none, where that is allowed.
-
-    Raises:
-        UserError: names the classes and the first bad file.
-    """
-    notes = []
-    for split, source in ((config.train_split, data.train_source), (config.val_split, data.val_source)):
-        if source is None or source.multi_label or not (bad := unreadable_classes(source)):
-            continue
-        names = ", ".join([*bad][:5]) + (", ..." if len(bad) > 5 else "")
-        whose = f"of {len(bad)} of {source.num_classes} classes ({names}) " if source.class_names else ""
-        message = f"{split}: {whose}no image can be decoded; the first is {next(iter(bad.values()))}"
-        if not config.allow_empty_classes:
-            raise UserError(f"{message}; repair the files, remove the folders, or pass --allow-empty-classes")
-        notes.append(message)
-    return notes
 
 
 def _held_out(config: RunConfig, train: Source, val: Source) -> str:
