@@ -9,7 +9,6 @@ ds-vit export RUN --to hf            weights for timm, Hugging Face or ONNX, che
 ds-vit import SOURCE --to FILE       another tool's weights under timm's names
 ds-vit bench step --against timm     training steps compared with timm, DDP and FSDP2, interleaved
 ds-vit bench data --data-dir DIR     images per second of the loader by stage, and what would make it faster
-ds-vit bench ladder                  what each step towards a fast ViT brings, added one after the other
 ds-vit plan --model M --gpus 64      which layouts of a model fit on GPUs, how fast each would be, and the files of one
 ds-vit hosts --from slurm            a DeepSpeed hostfile from what the scheduler says
 ds-vit doctor --hostfile hostfile    what would keep a run on these hosts from starting, and the remedy
@@ -34,7 +33,6 @@ ds-vit bench step --deepspeed_config ds_configs/zero1_bf16.json --model vit_base
 ds-vit bench step --deepspeed_config ds_configs/cpu_zero{0,1,3}_fp32.json --against timm ddp --drop-path 0.4
 torchrun --nproc_per_node 2 -m ds_vit.cli bench step --deepspeed_config ds_configs/cpu_zero3_fp32.json --against fsdp2
 ds-vit bench data --deepspeed_config ds_configs/zero1_bf16.json --data-dir photos --workers 8
-ds-vit bench ladder --deepspeed_config ds_configs/cpu_zero0_fp32.json
 ds-vit plan --model vit_22b_patch14_224 --gpus 256 --gpu h200
 ds-vit plan --model vit_giant_patch14_224 --gpus 64 --gpu a100 --link ib200 --global-batch 4096 --write plans/g
 ds-vit hosts --from slurm --output hostfile
@@ -63,7 +61,6 @@ from typing import Any
 
 from ds_vit.config.parser import Parser, at_least, show_examples
 from ds_vit.config.schema import FIELDS, spelling
-from ds_vit.config.units import parse_bytes
 from ds_vit.fault_tolerance import exit_codes
 from ds_vit.fault_tolerance.errors import UserError, did_you_mean, written
 from ds_vit.launching.process import Process
@@ -134,27 +131,18 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
     kinds = bench.add_subparsers(dest="kind", required=True)
     text = "one training step without data loading; other flags are those of launch/train.py"
     step = _add(kinds, "step", text, _bench)
-    step.add_argument("--output", metavar="FILE", help="draw the rates into a png, svg or pdf")
     against = "timm, ddp, fsdp2 (default: timm or ddp); clip, siglip: open_clip; dino: lightly; NAME-compiled of each"
     step.add_argument("--against", nargs="+", metavar="PEER", help=against)
-    text = "published steps towards a fast ViT, one after the other; other flags as in training"
-    ladder = _add(kinds, "ladder", text, _bench)
-    text = "scaling or bridgetower: the rungs of that publication; else a recipe of training"
-    ladder.add_argument("--recipe", default="", metavar="scaling|bridgetower|FILE", help=text)
-    text = "plan the deepest model that fits so much memory of a rank, on each rung"
-    ladder.add_argument("--memory", default="", metavar="BYTES", help=text)
-    for kind in (step, ladder):
-        add = kind.add_argument
-        add("--model", default="vit_tiny_patch16_224", help="timm name [%(default)s]")
-        add("-b", "--batch-size", type=at_least(1), default=16, help="images of a rank's micro-batch [%(default)s]")
-        several: dict[str, Any] = {"nargs": "+"} if kind is step else {}
-        add("--deepspeed_config", "--deepspeed-config", required=True, metavar="FILE", **several)
-        add("--turns", type=at_least(1), default=12, help="turns of each side; the fastest counts [%(default)s]")
-        add("--steps", type=at_least(1), default=3, help="steps per turn [%(default)s]")
+    add = step.add_argument
+    add("--model", default="vit_tiny_patch16_224", help="timm name [%(default)s]")
+    add("-b", "--batch-size", type=at_least(1), default=16, help="images of a rank's micro-batch [%(default)s]")
+    add("--deepspeed_config", "--deepspeed-config", required=True, metavar="FILE", nargs="+")
+    add("--turns", type=at_least(1), default=12, help="turns of each side; the fastest counts [%(default)s]")
+    add("--steps", type=at_least(1), default=3, help="steps per turn [%(default)s]")
     text = "the loader on your own images, by stage; other flags are those of launch/train.py"
     data = _add(kinds, "data", text, _bench_data)
     data.add_argument("--images", type=at_least(1), default=256, help="how many to load [%(default)s]")
-    for kind in (step, ladder, data):
+    for kind in (step, data):
         kind.allow_abbrev = False  # of a flag of training
         kind.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
 
@@ -224,12 +212,20 @@ def _run_into_pipe(argv: Sequence[str]) -> int:
 _REMOVED = {
     "completion": "nothing replaces it",
     "gradients": "`ds-vit report RUN` shows gradients by power of two",
+    "bench ladder": "docs/benchmarks/ladder.py measures it, in a clone",
+    "bench step --output": "--json has the rates of all turns",
+    "plan --output": "--json has memory, seconds and stages",
+    "plan --calibrate": "docs/benchmarks/calibrate.py FILE.yaml measures it, in a clone",
+    "plan --goodput": "docs/planning.md has the formula of the best interval between checkpoints",
 }
 
 
 def _run(argv: Sequence[str]) -> int:
-    if argv[0] in _REMOVED:
-        raise UserError(f"the command {argv[0]} was removed; {_REMOVED[argv[0]]}")
+    given = [word.partition("=")[0] for word in argv]
+    for name, replacement in _REMOVED.items():
+        command, _, flag = name.partition(" --")
+        if given[: len(command.split())] == command.split() and (not flag or f"--{flag}" in given):
+            raise UserError(f"ds-vit {name} was removed; {replacement}")
     if argv[0] in _WITH_FLAGS:
         return _main_of(argv[0])(argv)
     arguments, words = build_parser(planning=argv[0] == "plan").parse_known_args(argv)
@@ -252,29 +248,15 @@ def _launch(arguments: argparse.Namespace) -> int:
 
 
 def _bench(arguments: argparse.Namespace) -> int:
-    """`bench step` or `bench ladder`."""
     with without_collection():
         from ds_vit.launching.process import discover
-        from ds_vit.monitoring.figures import save_figure
-        from ds_vit.tools import bench, ladder
+        from ds_vit.tools import bench
 
-    process, turns, steps = discover(), arguments.turns, arguments.steps
-    words = ["--model", arguments.model, *arguments.words]
-    if arguments.kind == "ladder":
-        config, size = arguments.deepspeed_config, arguments.batch_size
-        recipe = arguments.recipe if arguments.recipe in ladder.LADDERS else ""
-        words += ["--recipe", arguments.recipe] if arguments.recipe and not recipe else []
-        memory = parse_bytes(arguments.memory, "--memory") if arguments.memory else 0
-        result = ladder.climb_ladder(words, config, size, recipe=recipe, memory=memory, turns=turns, steps=steps)
-    else:
-        words += ["--batch-size", str(arguments.batch_size)]
-        against, configs = arguments.against or (), arguments.deepspeed_config
-        result = bench.bench_step(words, configs, against, turns=turns, steps=steps)
-    if process.rank != 0:
-        return exit_codes.OK
-    _print_result(bench, result, arguments)
-    if arguments.kind == "step" and arguments.output is not None:
-        save_figure(bench.draw(result), Path(arguments.output))
+    words = ["--model", arguments.model, *arguments.words, "--batch-size", str(arguments.batch_size)]
+    against, configs = arguments.against or (), arguments.deepspeed_config
+    result = bench.bench_step(words, configs, against, turns=arguments.turns, steps=arguments.steps)
+    if discover().rank == 0:
+        _print_result(bench, result, arguments)
     return exit_codes.OK
 
 

@@ -20,7 +20,7 @@ _COMMANDS = """
     train launch eval predict embed export import hosts doctor report compare shards plan bench from-timm
     from-open-clip
 """
-COMMANDS = [*_COMMANDS.split(), "bench step", "bench data", "bench ladder"]
+COMMANDS = [*_COMMANDS.split(), "bench step", "bench data"]
 
 
 def help_of(capsys, command="", flag="--help"):
@@ -103,13 +103,14 @@ def test_help_begins_with_what_matters(capsys):
     [
         ("trian", "there is no command 'trian'"),
         ("trian", "the nearest is train"),
-        ("gradients runs/a", "the command gradients was removed; `ds-vit report RUN` shows"),
+        ("gradients runs/a", "ds-vit gradients was removed; `ds-vit report RUN` shows"),
         ("report runs/a --otput 3", "there is no flag --otput; the nearest is --output"),
         ("train --deepspeed_config x --sched cosin", "the nearest is cosine"),
         ("compare runs/a runs/b --otput x", "the nearest is --output"),
         ("bench step --deepspeed_config x --turns 0", "--turns: must be at least 1, not 0"),
         ("bench step --deepspeed_config x --turns many", "--turns: invalid int value: 'many'"),
-        ("plan --gpus 8 --goodput --host-hours 0", "--host-hours: must be above 0, not 0"),
+        ("bench ladder --deepspeed_config x", "ds-vit bench ladder was removed; docs/benchmarks/ladder.py"),
+        ("bench step --deepspeed_config x --output a.png", "ds-vit bench step --output was removed; --json"),
         ("shards a b --wrkrs 3", "the nearest is --workers"),
         ("eval runs/a --knm 3", "the nearest is --knn"),
         ("predict runs/a b.jpg --topk 3", "the nearest is --top-k"),

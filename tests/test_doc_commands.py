@@ -101,7 +101,7 @@ def cheap_run(words: list[str]) -> list[str] | None:
             rest = words[at + 1 :]
             if "train" in rest[:4] and rest[0] in ("train", "launch"):
                 return dry_run(rest[rest.index("train") + 1 :])
-            return rest if rest[0] in CHEAP and "--calibrate" not in rest else None
+            return rest if rest[0] in CHEAP else None
     return None
 
 

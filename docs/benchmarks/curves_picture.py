@@ -18,7 +18,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from ds_vit.monitoring.figures import new_figure, save_figure
 from ds_vit.run_folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,7 +73,9 @@ def curves(parent: Path, steps: int) -> dict[str, list[float]]:
 
 def draw(found: dict[str, list[float]], path: Path) -> None:
     """The curves above, the deviations below."""
-    figure = new_figure(8.5, 5.2)
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.5, 5.2), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[1.5, 1])
     (_, first), *_ = found.items()
     for number, (name, losses) in enumerate(found.items()):
@@ -92,7 +93,7 @@ def draw(found: dict[str, list[float]], path: Path) -> None:
     below.set_xlabel("optimizer step")
     below.grid(alpha=0.3)
     above.grid(alpha=0.3)
-    save_figure(figure, path)
+    figure.savefig(path, dpi=120)
 
 
 def main() -> int:

@@ -8,6 +8,7 @@ A part is a program of this project with fixed arguments. `--rehearse` takes the
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import io
 import itertools
@@ -157,12 +158,13 @@ def bench(words: Sequence[object], names: Sequence[str], peers: Sequence[str]) -
 
 
 def ladder(rehearse: bool, *, recipe: str = "") -> dict[str, Any]:
-    """`ds-vit bench ladder --json`; one rank leaves out the rungs between ranks."""
+    """ladder.py; one rank leaves out the rungs between ranks."""
     words = ["--deepspeed_config", CONFIGS / "zero1_fp32.json", "--model", "vit_base_patch16_224", "-b", "64"]
     if rehearse:
         words = ["--deepspeed_config", CONFIGS / "cpu_zero1_fp32.json", *TINY, "-b", "2", "--steps", "1"]
     words += ["--recipe", recipe] if recipe else []
-    return {"bench": json_of("bench", "ladder", "--json", *words, "--turns", "1" if rehearse else "6")}
+    said = run(FOLDER / "ladder.py", "--json", *words, "--turns", "1" if rehearse else "6")
+    return {"bench": json.loads(said.splitlines()[-1])}
 
 
 def recorded(rehearse: bool, *, script: str, words: Sequence[str] = (), small: Sequence[str] = ()) -> dict[str, Any]:
@@ -177,7 +179,7 @@ def recorded(rehearse: bool, *, script: str, words: Sequence[str] = (), small: S
 
 
 def plan(rehearse: bool) -> dict[str, Any]:
-    """`ds-vit plan --calibrate`, and with its figures the planned memory and step next to measured ones."""
+    """calibrate.py, and with its figures the planned memory and step next to measured ones."""
     from ds_vit.launching.process import Process
     from ds_vit.planner.hardware import accelerator
     from ds_vit.tools.bench import resolve_engine
@@ -190,7 +192,7 @@ def plan(rehearse: bool) -> dict[str, Any]:
         models = [[*TINY, "-b", "2"]]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "here.yaml"
-        figures = json_of("plan", "--calibrate", file, "--json")
+        run(FOLDER / "calibrate.py", file)
         calibrated = accelerator(str(file))
     found = []
     turns = ["--turns", "1", "--steps", "1"] if rehearse else ["--turns", "6"]
@@ -211,7 +213,7 @@ def plan(rehearse: bool) -> dict[str, Any]:
                     "measured_bytes": side["memory_bytes"],
                 }
             )
-    return {"calibrated": figures, "steps": found}
+    return {"calibrated": dataclasses.asdict(calibrated), "steps": found}
 
 
 PARTS: dict[str, Callable[..., dict[str, Any]]] = {

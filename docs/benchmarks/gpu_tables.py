@@ -173,7 +173,7 @@ KINDS = {
     "ladder": (of_ladder, "The ladder"),
     "amp": (lambda part: part["markdown"], "A run in each number format, on the digits"),
     "layout": (lambda part: part["markdown"], "A block with tokens first, next to timm's"),
-    "plan": (of_plan, "Planned with the figures of `ds-vit plan --calibrate`, and measured"),
+    "plan": (of_plan, "Planned with the figures of calibrate.py, and measured"),
 }
 
 

@@ -17,7 +17,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from ds_vit.monitoring.figures import new_figure, save_figure
 
 LADDERS = {
     "faster_vit_ladder": "Meta AI's faster ViT training",
@@ -39,7 +38,9 @@ def main() -> None:
         record = json.loads(Path(__file__).with_name(f"{stem}.json").read_text())
         benches += [(title, bench) for bench in record["benches"]]
     heights = [len(bench["ours"]) for _, bench in benches]
-    figure = new_figure(8.5, 1.2 + 0.3 * sum(heights) + 0.5 * len(heights))
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.5, 1.2 + 0.3 * sum(heights) + 0.5 * len(heights)), layout="constrained")
     for axes, (title, bench) in zip(figure.subplots(len(benches), 1, height_ratios=heights), benches, strict=True):
         pixels = IMG_SIZE.findall(bench["options"])
         for number, name in enumerate(bench["ours"]):
@@ -62,7 +63,7 @@ def main() -> None:
     axes.plot([], [], "D", color="#c23b22", markersize=5, label="published, in all, on GPUs or Gaudi2")
     axes.legend(loc="upper center", bbox_to_anchor=(0.2, -0.35), ncols=2, fontsize=8, frameon=False)
     axes.set_xlabel("images per second over those of the first rung", fontsize=8)
-    save_figure(figure, output)
+    figure.savefig(output, dpi=120)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The largest model that fits a rank's memory on each rung of `ds-vit bench ladder --recipe scaling`.
+"""The largest model that fits a rank's memory on each rung of `ladder.py --recipe scaling`.
 
     DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 .venv/bin/python docs/benchmarks/largest_model.py
 
@@ -25,13 +25,13 @@ sys.path.extend(
 )
 
 import simulated_device
+from ladder import flags_of_rungs, largest_model  # in this folder
 from ranks import RankFailure, RankPool
 from runs import run_quietly
 from ten_epochs import machine  # in this folder
 
 from ds_vit.launching.process import Process
 from ds_vit.tools.bench import versions
-from ds_vit.tools.ladder import flags_of_rungs, largest_model
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = "scaling"

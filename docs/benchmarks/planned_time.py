@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 .venv/bin/python docs/benchmarks/planned_time.py [--turns 20]
 
 On two ranks that it starts itself; all layouts are held at the same time. A turn measures what
-`ds-vit plan --calibrate` measures, then a step of each layout: machines are noisy, and a step is held against what the
+calibrate.py measures, then a step of each layout: machines are noisy, and a step is held against what the
 machine could do in the same turn. Prints each layout's planned and measured time (fastest turns), their ratio (median,
 least and most of the turns), what the planned one is made of, and the rank correlation (Spearman) of images per second.
 """
@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from calibrate import Calibration  # in this folder
 from rich.console import Console
 from rich.table import Table
 from scipy.stats import spearmanr
@@ -28,7 +29,6 @@ from scipy.stats import spearmanr
 from ds_vit.launching.process import discover
 from ds_vit.planner.cost import StepTime
 from ds_vit.tools.bench import make_ours, ranks_met, resolve_engine, seconds_of, versions
-from ds_vit.tools.calibrate import Calibration
 from ds_vit.training.build_engine import EngineConfig
 from ds_vit.training.cost import Cost
 

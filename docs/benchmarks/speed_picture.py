@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from ds_vit.monitoring.figures import new_figure, save_figure
 
 PAGE = Path(__file__).with_name("step_cpu.md")
 RATIO = re.compile(r"([\d.]+) \(([\d.]+) to ([\d.]+)\)")
@@ -65,7 +64,9 @@ def main() -> int:
     arguments = parser.parse_args()
     cells = recorded(PAGE.read_text())
     rows = list(dict.fromkeys(cell.row for cell in cells))
-    figure = new_figure(8.5, 1.0 + 0.42 * len(rows))
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.5, 1.0 + 0.42 * len(rows)), layout="constrained")
     axes = figure.subplots()
     for number, row in enumerate(rows):
         own = [cell for cell in cells if cell.row == row]
@@ -85,7 +86,7 @@ def main() -> int:
     axes.set_title(
         "images per second of a training step, over the peer's (CPU)", loc="left", fontsize=10, fontweight="bold"
     )
-    save_figure(figure, arguments.output)
+    figure.savefig(arguments.output, dpi=120)
     return 0
 
 

@@ -28,7 +28,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from ten_epochs import machine  # in this folder
 
-from ds_vit.monitoring.figures import new_figure, save_figure
 from ds_vit.monitoring.report.record import Record
 from ds_vit.run_folder import RunFolder
 from ds_vit.tools.bench import versions
@@ -154,7 +153,9 @@ def of_control(folder: Path) -> dict[str, Any]:
 
 def draw(found: dict[str, Any], path: Path) -> None:
     """Loss above, accuracy below, by epoch; the segments shaded by their layout."""
-    figure = new_figure(8.5, 5.6)
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.5, 5.6), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[1.2, 1])
     epoch, segments = found["steps_an_epoch"], found["segments"]
     layouts = list(dict.fromkeys(segment["layout"] for segment in segments))
@@ -178,7 +179,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
     below.legend(fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=3)
     for axes in (above, below):
         axes.grid(alpha=0.3)
-    save_figure(figure, path)
+    figure.savefig(path, dpi=120)
 
 
 def write(found: dict[str, Any], options: str = "") -> None:

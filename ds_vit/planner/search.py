@@ -320,27 +320,3 @@ def json_at_stage(json: Mapping[str, Any], stage: int) -> dict[str, Any]:
     elif (json.get("bf16") or {}).get("enabled") is True and stage == 1:
         changed.setdefault("data_types", {"grad_accum_dtype": "fp32"})
     return changed
-
-
-def why_slower(best: Candidate, other: Candidate) -> str:
-    """One sentence that names the largest cause of the difference."""
-    causes = {
-        "computing": "smaller products of matrices",
-        "recomputing": "recomputed blocks",
-        "tensor": "sums over the tensor-parallel group",
-        "bubble": "the pipeline's bubble",
-        "sending": "tokens sent from stage to stage",
-        "data": "gradients and weights between replicas",
-        "copying": "copies of gradients and weights",
-        "update": "the update of more parameters per rank",
-    }
-    more = {name: getattr(other.time, name) - getattr(best.time, name) for name in causes}
-    name = max(more, key=lambda name: more[name])
-    total = other.time.seconds / best.time.seconds - 1
-    longer = (other.time.seconds - best.time.seconds) * 1e3
-    if total < 0.005:
-        return f"{other} is as fast as the best, within half a percent."
-    return (
-        f"{other} takes {longer:,.0f} ms ({total:.0%}) longer a step, above all for {causes[name]}, "
-        f"{more[name] * 1e3:,.0f} ms more."
-    )

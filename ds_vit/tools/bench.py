@@ -15,7 +15,7 @@ import json
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -29,7 +29,6 @@ from ds_vit.engine.start import device_of, quiet_deepspeed
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import Process, discover
 from ds_vit.models.compiled import compiler_settings
-from ds_vit.monitoring.figures import new_figure
 from ds_vit.monitoring.throughput import peak_tflops
 from ds_vit.planner.counting import count_flops
 from ds_vit.tasks import find_task
@@ -41,14 +40,10 @@ from ds_vit.training.memory_advice import MemoryAdvice
 from ds_vit.training.program import process_group
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from ds_vit.engine.base import Engine
     from ds_vit.engine.step_guard import StepResult
     from ds_vit.tasks.metrics import Batch
-    from ds_vit.training.build import Parts
     from ds_vit.training.build_engine import EngineConfig
-    from ds_vit.training.inputs import InputConfig
 
 # As many micro-batches of other samples take turns: what drop-path leaves out of a step is then no single draw's luck,
 # and the same in turns of as many steps.
@@ -110,9 +105,7 @@ class Bench:
         options: flags of the runs.
         global_batch, precision: of the first of ours.
         ours, peers: name → side.
-        ratios: one of ours → what it is compared with (a peer; "the one before", "the first") → ratio.
-        published: one of ours → its published gain over the one before.
-        largest: one of ours → parameters of the largest model that fits, planned.
+        ratios: one of ours → the name of what it is compared with → ratio.
     """
 
     model: str
@@ -126,8 +119,6 @@ class Bench:
     ours: dict[str, Side]
     peers: dict[str, Side]
     ratios: dict[str, dict[str, Ratio]]
-    published: dict[str, str]
-    largest: dict[str, int]
 
     def to_json(self) -> str:
         """One line for a file of figures."""
@@ -179,7 +170,7 @@ def measure_sides(
     process: Process,
     turns: int,
     steps: int,
-    feeds: Mapping[str, InputConfig] | None = None,
+    make: Callable[[EngineConfig, torch.device, contextlib.ExitStack], Step] | None = None,
 ) -> Bench:
     """Measure all sides, which are held at the same time (a collective).
 
@@ -191,9 +182,9 @@ def measure_sides(
         process: this rank.
         turns: how often each side is measured; they alternate.
         steps: steps per turn.
-        feeds: one of ours → the run's inputs; without, it steps on random pixels.
+        make: a step of ours; `make_ours`, on random pixels, by default.
     """
-    config, feeds = next(iter(ours.values())), feeds or {}
+    config, make = next(iter(ours.values())), make or make_ours
     configs = {**ours, **dict.fromkeys(peers, config)}
     with ranks_met(process) as device, contextlib.ExitStack() as stack:
         free = memory_of_rank("", process, on_cpu=not is_accelerator(device))
@@ -202,11 +193,7 @@ def measure_sides(
         prepared: dict[str, Prepared] = {}
         for name, own in configs.items():
             before = allocated_bytes(device)
-            step: Step
-            if name in feeds:
-                step = FedStep(own, feeds[name], device, stack)
-            else:
-                step = make_ours(own, device, stack) if name in ours else make_peer(name, own, device)
+            step = make(own, device, stack) if name in ours else make_peer(name, own, device)
             prepared[name] = prepare(step, own, before, device)
         sides = measure(prepared, turns, steps, device)
     return Bench(
@@ -224,8 +211,6 @@ def measure_sides(
             name: {label: _ratio(sides[name], sides[other]) for label, other in others.items()}
             for name, others in compared.items()
         },
-        published={},
-        largest={},
     )
 
 
@@ -287,116 +272,70 @@ def ranks_met(process: Process) -> Iterator[torch.device]:
 
 
 def resolve_engine(words: Sequence[str], process: Process) -> EngineConfig:
-    """The engine of a run with these flags.
+    """The engine of a run with these flags; its data only say how many classes there are.
 
     Raises:
         UserError: what training with these flags would raise.
-    """
-    return resolve_all(words, process).engine
-
-
-def resolve_all(words: Sequence[str], process: Process, *, fed: bool = False, depth: int | None = None) -> Parts:
-    """The parts of a run with these flags, and of a model of so many blocks if `depth` is given.
-
-    Unless it is `fed`, its data only say how many classes there are.
     """
     quiet_deepspeed(False)
     from deepspeed.accelerator import get_accelerator
 
     from ds_vit.training.build import resolve_parts
 
-    words = ["--max-steps", "10000" if fed else "10", *words]
-    if not fed:
-        task = find_task(*flags.parse(["--dataset", "digits", *words]))
-        classes = ("--num-classes", "1000") if task.has_classes else ()
-        words = ["--dataset", "glyphs" if task.has_text else "digits", *classes, *words]
-    config, explicit = flags.parse(words)
-    if depth is not None:
-        config = replace(config, model_kwargs={**config.model_kwargs, "depth": depth})
-    return resolve_parts(config, explicit, process, on_cpu=get_accelerator().device_name() == "cpu")
+    words = ["--max-steps", "10", *words]
+    task = find_task(*flags.parse(["--dataset", "digits", *words]))
+    classes = ("--num-classes", "1000") if task.has_classes else ()
+    config, explicit = flags.parse(["--dataset", "glyphs" if task.has_text else "digits", *classes, *words])
+    return resolve_parts(config, explicit, process, on_cpu=get_accelerator().device_name() == "cpu").engine
 
 
-def make_ours(config: EngineConfig, device: torch.device, stack: contextlib.ExitStack) -> Step:
-    """A step of ours on random pixels, as the trainer takes it: it asks for the result of the one before.
+def make_ours(
+    config: EngineConfig,
+    device: torch.device,
+    stack: contextlib.ExitStack,
+    feed: Callable[[Engine], Iterator[Batch]] | None = None,
+) -> Step:
+    """A step of ours, as the trainer takes it: it asks for the result of the one before.
 
     A collective; the engine is closed with the stack.
+
+    Args:
+        config: of the engine.
+        device: of this rank.
+        stack: see above.
+        feed: gives the micro-batches; random pixels by default.
     """
     from ds_vit.parallel.groups import build_groups
     from ds_vit.training.build_engine import build_engine
 
     engine = build_engine(config, device, build_groups(config.layout))
     stack.callback(engine.close)
-    batch = _random_batch(config, config.batch.micro_batch, engine.dtype, device)
+    batches = feed(engine) if feed else _random_batches(config, engine, device)
+    assert config.optimizer is not None, "training has an optimizer"
+    task, numbers = config.model.task, itertools.count(1)
     before: list[StepResult] = []
-    keys = torch.arange(_SETS_OF_KEYS * config.batch.micro_batch).split(config.batch.micro_batch)
-    batches = itertools.cycle([{**batch, "keys": own.to(device), "keys_on_host": own} for own in keys])
-
-    begin_step = _scheduled(config, engine)
+    horizon = Horizon(_SCHEDULED_STEPS, 1, config.optimizer.weight_decay)
 
     def step() -> None:
-        begin_step()
+        number = next(numbers)
+        engine.begin_step(number, task.schedules(number, horizon), task.held_names(number, horizon))
         micro_batches = itertools.islice(batches, engine.accumulation)
         before.append(engine.train_step(micro_batches, lambda: before and before.pop().verdict()))
 
     return step
 
 
-def _scheduled(config: EngineConfig, engine: Engine) -> Callable[[], None]:
-    """What sets the task's scheduled values of each next step, in epochs of one step."""
-    assert config.optimizer is not None, "training has an optimizer"
-    task, numbers = config.model.task, itertools.count(1)
-    horizon = Horizon(_SCHEDULED_STEPS, 1, config.optimizer.weight_decay)
-
-    def begin_step() -> None:
-        number = next(numbers)
-        engine.begin_step(number, task.schedules(number, horizon), task.held_names(number, horizon))
-
-    return begin_step
-
-
-class FedStep:
-    """A step of ours on batches of the run's loader, which reads only while it is `running`.
-
-    Args:
-        config: of the engine, which is closed with the stack (a collective).
-        inputs: of the run.
-        device: of this rank.
-        stack: see above.
-    """
-
-    def __init__(
-        self, config: EngineConfig, inputs: InputConfig, device: torch.device, stack: contextlib.ExitStack
-    ) -> None:
-        from ds_vit.monitoring.throughput import Throughput
-        from ds_vit.parallel.groups import build_groups
-        from ds_vit.training.build_engine import build_engine
-        from ds_vit.training.inputs import InputPipeline
-
-        self._engine = build_engine(config, device, build_groups(config.layout))
-        stack.callback(self._engine.close)
-        self._begin_step = _scheduled(config, self._engine)
-        self._inputs = InputPipeline(inputs, self._engine, Throughput())
-        self._batches: Iterator[Batch] = iter(())
-        self._before: list[StepResult] = []
-
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        """Start the loader, and take the steps on what its processes read while nothing was measured."""
-        with contextlib.closing(self._inputs.training()) as self._batches:
-            for _ in range(2 * self._inputs.config.workers + 1):
-                self()
-            yield
-
-    def __call__(self) -> None:
-        """One step, as the trainer takes it."""
-        self._begin_step()
-        self._before.append(
-            self._engine.train_step(self._batches, lambda: self._before and self._before.pop().verdict())
-        )
+def _random_batches(config: EngineConfig, engine: Engine, device: torch.device) -> Iterator[Batch]:
+    """The same random pixels with other keys in turn, without end."""
+    rows = config.batch.micro_batch
+    batch = _random_batch(config, rows, engine.dtype, device)
+    keys = torch.arange(_SETS_OF_KEYS * rows).split(rows)
+    return itertools.cycle([{**batch, "keys": own.to(device), "keys_on_host": own} for own in keys])
 
 
 def _running(step: Step) -> contextlib.AbstractContextManager[None]:
-    return step.running() if isinstance(step, FedStep) else contextlib.nullcontext()
+    """A step that reads data has a context in which it reads."""
+    return getattr(step, "running", contextlib.nullcontext)()
 
 
 def make_peer(name: str, config: EngineConfig, device: torch.device) -> Step:
@@ -481,15 +420,6 @@ def _host_and_wall(call: Step, times: int, clock: Callable[[], float] = time.per
     return (queued - start) / times, (clock() - start) / times
 
 
-def mean_over_ranks(value: float, device: torch.device) -> float:
-    """Of all ranks; the value itself where they have not met (a collective)."""
-    if not dist.is_initialized():
-        return value
-    together = torch.tensor(value, dtype=torch.float64, device=device)
-    dist.all_reduce(together)
-    return float(together) / dist.get_world_size()
-
-
 # ---- output ----------------------------------------------------------------------------------------------------------
 
 
@@ -508,7 +438,7 @@ def table(result: Bench) -> list[tuple[str, ...]]:
     Columns without a value are left out.
     """
     labels = list(dict.fromkeys(label for ratios in result.ratios.values() for label in ratios))
-    sides, rows, published = {**result.peers, **result.ours}, [], result.published
+    sides, rows = {**result.peers, **result.ours}, []
     differ = len({side.images for side in sides.values()}) > 1
     for name, side in sides.items():
         ratios = result.ratios.get(name, {})
@@ -522,8 +452,6 @@ def table(result: Bench) -> list[tuple[str, ...]]:
                 **{
                     f"of {k}": f"{r.images_per_second:.3f} ({r.low:.3f} to {r.high:.3f})" if r else "" for k, r in cells
                 },
-                "published": published.get(name, ""),
-                "largest model, planned": f"{result.largest[name] / 1e6:,.1f} M" if name in result.largest else "",
                 **{column: f"{1e3 * own:.1f}" if side.device_seconds else "" for column, own in times.items()},
                 "Python calls": str(side.calls) if side.calls else "",
                 "operations": str(side.counts.operations),
@@ -535,22 +463,3 @@ def table(result: Bench) -> list[tuple[str, ...]]:
         )
     known = [column for column in rows[0] if any(row[column] for row in rows)]
     return [tuple(known), *(tuple(row[column] for column in known) for row in rows)]
-
-
-def draw(result: Bench) -> Figure:
-    """The rates of all sides as bars, ours in another colour.
-
-    Raises:
-        UserError: matplotlib is not installed.
-    """
-    sides = {**result.peers, **result.ours}
-    figure = new_figure(7, 1.2 + 0.35 * len(sides))
-    axes = figure.subplots()
-    colours = ["#b0b0b0"] * len(result.peers) + ["#4a7fb5"] * len(result.ours)
-    bars = axes.barh(list(sides), [side.images_per_second for side in sides.values()], color=colours)
-    axes.bar_label(bars, fmt="%.1f", padding=3)
-    axes.invert_yaxis()
-    axes.margins(x=0.12)
-    axes.set_xlabel("images/s, fastest turn")
-    axes.set_title(title(result).partition(";")[0], fontsize=10)
-    return figure

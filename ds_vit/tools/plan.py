@@ -11,7 +11,7 @@ import json
 import math
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,9 @@ from ds_vit.launching.launchers import RANK_PY
 from ds_vit.models.zoo import ModelSpec
 from ds_vit.monitoring.metrics import make_console, print_columns, say
 from ds_vit.planner.cost import Machine
-from ds_vit.planner.goodput import Goodput, Reliability, simulate
 from ds_vit.planner.hardware import accelerator, link
 from ds_vit.planner.memory import PARTS
-from ds_vit.planner.search import Candidate, Planned, PlanRequest, Search, json_at_stage, why_slower
+from ds_vit.planner.search import Candidate, Planned, PlanRequest, Search, json_at_stage
 from ds_vit.run_folder import RunFolder, write_json
 from ds_vit.tasks.classification import Classification
 
@@ -40,13 +39,6 @@ _BF16 = {
     "communication_data_type": "fp32",
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.05}},
 }
-_RELIABILITY = (
-    ("host_hours", "HOURS", "mean time between failures of a host"),
-    ("checkpoint_seconds", "SECONDS", "pause of training for a checkpoint"),
-    ("restart_seconds", "SECONDS", "from a failure to the next step"),
-    ("repair_hours", "HOURS", "until a failed host is back"),
-    ("spread", "SHARE", "standard deviation of a host's step time"),
-)
 # Keys of a recipe that memory or time depends on.
 _OF_RECIPE = ("model", "img_size", "epochs", "model_ema", "deepspeed_config", "model_kwargs", "num_classes")
 
@@ -76,32 +68,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top", type=int, default=8, help="layouts to show [%(default)s]")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.add_argument("--write", metavar="DIR", help="write the best layout's JSON, host file and command there")
-    parser.add_argument("--output", metavar="FILE", help="with --goodput: draw it into a png, svg or pdf")
-    parser.add_argument(
-        "--calibrate", metavar="FILE", help="measure this machine's accelerator instead, and write a file for --gpu"
-    )
-    reliability = parser.add_argument_group("goodput, instead of layouts")
-    reliability.add_argument("--goodput", action="store_true", help="what failures cost on 8 GPUs up to --gpus")
-    for flag, unit, text in _RELIABILITY:
-        default = getattr(Reliability, flag)
-        name = f"--{flag.replace('_', '-')}"
-        number = at_least(0, float, above=flag in ("host_hours", "checkpoint_seconds"))
-        reliability.add_argument(name, type=number, default=default, metavar=unit, help=f"{text} [%(default).4g]")
-    reliability.add_argument("--wait-for-repair", action="store_true", help="the other hosts wait for a failed one")
 
 
 def plan(arguments: argparse.Namespace) -> int:
     """Carry the command out."""
-    if arguments.calibrate:
-        return _calibrate(arguments)
     if arguments.gpus is None:
         raise UserError("--gpus is missing: how many there would be, for example --gpus 8")
-    if arguments.goodput:
-        return _goodput(arguments)
-    if arguments.output:
-        raise UserError(
-            "--output draws --goodput only: plans have no picture any more; --json has memory, seconds and stages"
-        )
     with_recipe(arguments)
     request = request_of(arguments)
     if arguments.of_task:
@@ -118,76 +90,6 @@ def plan(arguments: argparse.Namespace) -> int:
         _show(found, arguments)
     if arguments.write:
         write(found, found.fitting[0], Path(arguments.write), arguments)
-    return 0
-
-
-def _goodput(arguments: argparse.Namespace) -> int:
-    """Print the table of goodput by the number of GPUs."""
-    per_host = arguments.gpus_per_node or accelerator(arguments.gpu).gpus_per_node
-    figures = {flag: getattr(arguments, flag) for flag, *_ in _RELIABILITY}
-    how = Reliability(**figures, elastic=not arguments.wait_for_repair)
-    counts = [2**i for i in range(max(1, arguments.gpus // per_host).bit_length())]
-    found = [simulate(hosts, how) for hosts in counts]
-    if arguments.json:
-        print(json.dumps([{"gpus": one.hosts * per_host, **dataclasses.asdict(one)} for one in found]))
-    else:
-        lines = [["GPUs", "hosts", "a failure every", "checkpoint every", "by Daly's formula", "goodput"]]
-        for one in found:
-            minutes = (f"{seconds / 60:,.1f} min" for seconds in (one.interval_seconds, one.young_daly_seconds))
-            row = [f"{one.hosts * per_host:,}", f"{one.hosts:,}", f"{one.failure_hours:,.1f} h", *minutes]
-            lines.append([*row, f"{one.share:.1%}"])
-        print_columns(make_console(), f"goodput, simulated: a host fails every {how.host_hours:,.0f} h", lines)
-    if arguments.output:
-        _draw_goodput(found, per_host, Path(arguments.output))
-    return 0
-
-
-def _draw_goodput(found: Sequence[Goodput], per_host: int, path: Path) -> None:
-    """Draw goodput and the best interval between checkpoints, by the number of GPUs."""
-    from ds_vit.monitoring.figures import new_figure, save_figure
-
-    figure = new_figure(8, 4)
-    axes = figure.subplots()
-    gpus = [one.hosts * per_host for one in found]
-    axes.plot(gpus, [100 * one.share for one in found], marker="o")
-    axes.set(xscale="log", xlabel="GPUs", ylabel="goodput, %")
-    right = axes.twinx()
-    right.plot(gpus, [one.interval_seconds / 60 for one in found], marker="s", color="tab:orange")
-    right.plot(gpus, [one.young_daly_seconds / 60 for one in found], linestyle=":", color="black")
-    right.set(yscale="log", ylabel="checkpoint every … minutes (dotted: Daly)")
-    save_figure(figure, path)
-
-
-def _calibrate(arguments: argparse.Namespace) -> int:
-    """Measure this machine on all ranks, write the file, and print it on rank 0."""
-    from ds_vit.launching.process import discover
-    from ds_vit.tools.bench import ranks_met
-    from ds_vit.tools.calibrate import calibrate
-
-    path, process = Path(arguments.calibrate), discover()
-    if path.suffix not in (".yaml", ".yml"):
-        raise UserError(f"--calibrate {path}: a file for --gpu ends in .yaml; for example {path.stem}.yaml")
-    with written(f"--calibrate {path}"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.open("a").close()
-    if process.spans_hosts:
-        raise UserError(
-            f"--calibrate with {process.world_size} ranks, {process.local_world_size} of them here: measure one host's "
-            "ranks (LOCAL_WORLD_SIZE says how many a host has); the link between hosts is --link"
-        )
-    with ranks_met(process) as device:
-        found = calibrate(path, device)
-    if process.rank:
-        return 0
-    if arguments.json:
-        print(json.dumps(found))
-        return 0
-    lines = [["figure", "measured"]]
-    for name, value in found.items():
-        if isinstance(value, Mapping):
-            value = ", ".join(f"{key} {share:.2f}" for key, share in value.items())
-        lines.append([name, f"{value:.4g}" if isinstance(value, float) else str(value)])
-    print_columns(make_console(), f"written to {path}, for --gpu {path}", lines)
     return 0
 
 
@@ -279,14 +181,12 @@ def _row(found: Planned, one: Candidate, arguments: argparse.Namespace) -> dict[
 
 def as_json(found: Planned, arguments: argparse.Namespace) -> dict[str, Any]:
     """The whole plan."""
-    best = found.fitting[0]
     return {
         "model": arguments.model,
         "num_parameters": found.parameters,
         "training_flops_an_image": found.flops,
         "global_batch": arguments.global_batch,
         "layouts": [_row(found, one, arguments) for one in found.fitting],
-        "why": [why_slower(best, one) for one in found.fitting[1 : arguments.top]],
         "too_large": [
             {**_row(found, one, arguments), "short_of_bytes": int(one.needs - one.room)} for one in found.too_large
         ],
@@ -315,14 +215,12 @@ def _show(found: Planned, arguments: argparse.Namespace) -> None:
     if arguments.images:
         days = f"{arguments.epochs or _EPOCHS:g} epochs of {arguments.images:,} images (--epochs, --images)"
     notes = [
-        "predicted from published rates: real steps take 1 to 3 times as long; --calibrate measures this machine's.",
+        "predicted from published rates: real steps take 1 to 3 times as long (docs/planning.md).",
         f"a step is {arguments.global_batch:,} images (--global-batch); days and MWh are those of {days}. "
         "--top N shows more layouts, --write DIR writes the files of the best.",
     ]
     if arguments.of_task:
         notes.append("memory is that of the task's run; the time leaves out its loss and what its ranks gather for it.")
-    if len(found.fitting) > 1:
-        notes.append(f"next best: {why_slower(best, found.fitting[1])}")
     if found.too_large:
         one = found.too_large[0]
         short = in_words(one.needs - one.room)

@@ -1,16 +1,20 @@
-"""`ds-vit plan --calibrate FILE`: the rates of this machine's accelerator, measured, as a file for `--gpu FILE`.
+"""Measure the rates of this machine's accelerator, and write them as a file for `ds-vit plan --gpu FILE`.
+
+    python docs/benchmarks/calibrate.py FILE.yaml
 
 Products of matrices by their least dimension, fused attention, a copy, everything else of a timm block, the host's time
-for one small operation, and the rate of a loader's worker. With several ranks (`torchrun -m ds_vit.cli plan
---calibrate …`) all of them measure at the same time, because they share memory and caches in a run too, and the link
-between them is measured as well. A busy machine makes all figures worse. Each measured call is long compared with the
-host's time for it.
+for one small operation, and the rate of a loader's worker. With several ranks (`torchrun --nproc_per_node 2
+docs/benchmarks/calibrate.py FILE.yaml`) all of them measure at the same time, because they share memory and caches in a
+run too, and the link between them is measured as well. A busy machine makes all figures worse. Each measured call is
+long compared with the host's time for it.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import statistics
+import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -25,14 +29,15 @@ import yaml
 from PIL import Image
 from torch.nn import functional as F
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 from ds_vit.device import hardware_name, is_accelerator, total_bytes
-from ds_vit.fault_tolerance.errors import written
-from ds_vit.launching.process import Process
+from ds_vit.launching.process import Process, discover
 from ds_vit.models.layers import take_apart
 from ds_vit.models.zoo import ModelSpec, create_model
 from ds_vit.planner.counting import Pass, work_of_layers
 from ds_vit.planner.hardware import Accelerator, Link, accelerator, accelerator_of_device
-from ds_vit.tools.bench import device_name, mean_over_ranks, seconds_of
+from ds_vit.tools.bench import device_name, ranks_met, seconds_of
 
 Call = Callable[[], object]
 
@@ -81,9 +86,6 @@ def calibrate(path: Path, device: torch.device, *, widths: tuple[int, ...] = (),
 
     Returns:
         The figures, of the mean rank.
-
-    Raises:
-        UserError: a file cannot be written.
     """
     of_worker = images_per_worker(device)
     calibration = Calibration(device, widths=widths)
@@ -219,11 +221,8 @@ class Calibration:
             path: of the file.
             seconds: from `turn`.
             images_per_worker: measured separately.
-
-        Raises:
-            UserError: a file cannot be written.
         """
-        source = f"measured by ds-vit plan --calibrate, torch {torch.__version__}, {torch.get_num_threads()} threads"
+        source = f"measured by calibrate.py, torch {torch.__version__}, {torch.get_num_threads()} threads"
         source += f", {self.ranks} ranks at the same time" if self.ranks > 1 else ""
         taken = f"not measured: as {self.known.name}" if self.known else "not measured, and not known of this one"
         others = dict.fromkeys(("watts", "inside", "reserved_bytes", "hidden_share"), taken)
@@ -246,8 +245,7 @@ def _write(path: Path, figures: Mapping[str, Any], source: str, others: Mapping[
     }
     if dist.is_initialized() and dist.get_rank():
         return
-    with written(f"--calibrate {path}"):
-        path.write_text(yaml.safe_dump(table, sort_keys=False))
+    path.write_text(yaml.safe_dump(table, sort_keys=False))
 
 
 def _seconds(call: Call, device: torch.device, seconds: float) -> float:
@@ -258,6 +256,15 @@ def _seconds(call: Call, device: torch.device, seconds: float) -> float:
     call()
     calls = max(3, min(200, int(seconds / mean_over_ranks(seconds_of(call), device))))
     return mean_over_ranks(statistics.median(seconds_of(call) for _ in range(calls)), device)
+
+
+def mean_over_ranks(value: float, device: torch.device) -> float:
+    """Of all ranks; the value itself where they have not met (a collective)."""
+    if not dist.is_initialized():
+        return value
+    together = torch.tensor(value, dtype=torch.float64, device=device)
+    dist.all_reduce(together)
+    return float(together) / dist.get_world_size()
 
 
 def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
@@ -335,3 +342,24 @@ def _picture(seed: int) -> Image.Image:
         pixels += weight / 128 * (np.asarray(small) - 128.0)
     pixels += draws.normal(128.0, 19.0, pixels.shape)
     return Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
+
+
+def main() -> None:
+    """Measure on all ranks of this host, write, and print what was written."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", metavar="FILE.yaml", type=Path)
+    path, process = parser.parse_args().file, discover()
+    if path.suffix != ".yaml":
+        parser.error(f"{path}: the name of a file for --gpu ends in .yaml")
+    if process.spans_hosts:
+        parser.error(f"{process.world_size} ranks on several hosts: measure those of one; --link is between hosts")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    with ranks_met(process) as device:
+        found = calibrate(path, device)
+    if not process.rank:
+        print("\n".join(f"{name}: {value}" for name, value in found.items()))
+
+
+if __name__ == "__main__":
+    main()
