@@ -154,7 +154,6 @@ def _run_ranks(
                 rank=process.rank,
                 world_size=process.world_size,
                 local_rank=process.local_rank,
-                folder=folder.path,
             )
         )
         resolved = _agree(resolved, watchdog, on_cpu=on_cpu)

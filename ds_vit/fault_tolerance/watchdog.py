@@ -1,11 +1,11 @@
-"""A rank that makes no progress, or is lost, ends the run on every rank in bounded time, with a message.
+"""Heartbeats, a stall timer and stacks: a rank that stalls or is lost ends the run on every rank, with a message.
 
 Each rank has two daemon threads. One sends heartbeats through the process group's store and reads whether a rank has
-ended the run. The other has the clocks: it decides when this rank's main thread, or the store, has been silent for too
+ended the run. The other is the timer: it decides when this rank's main thread, or the store, has been silent for too
 long. Only rank 0 reads all heartbeats, so a thousand ranks cost the store a few hundred requests per second.
 
-In a stall every rank prints its place and the stacks of its threads, and ends with code 71. A rank that died, or whose
-host or link is gone, is named, and the others end with code 72.
+In a stall every rank prints its place and the stacks of its threads, and ends with code 71. A rank that died, failed,
+or whose host or link is gone, is named, and the others end with code 72.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import asdict
-from pathlib import Path
+from dataclasses import asdict, dataclass, field
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -30,8 +29,6 @@ import torch.distributed as dist
 
 from ds_vit.fault_tolerance import exit_codes
 from ds_vit.fault_tolerance.errors import first_line
-from ds_vit.fault_tolerance.roll_call import GRACE_SECONDS, RAISED_SECONDS, Place, Roll, Sign, Verdict
-from ds_vit.fault_tolerance.stack import innermost, pending_collectives
 
 LOST_SECONDS = 60.0
 """Longest time without a heartbeat; half of `stall_seconds` if that is shorter.
@@ -39,6 +36,8 @@ LOST_SECONDS = 60.0
 A frozen rank stalls the others too, and must be found before they time out.
 """
 
+_RAISED_SECONDS = 5.0  # for ranks that raise the same error at different times
+_STORE_SECONDS = 10.0  # for a store to come back
 _FALLBACK_SECONDS = 60.0  # additional time for a main thread that never releases the GIL
 _COMMUNICATION = re.compile(
     # Not a bare "timed out": DataLoader and CUDA kernels say that too.
@@ -56,8 +55,120 @@ def is_communication_error(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and _COMMUNICATION.search(str(error)) is not None
 
 
-def _described(error: BaseException) -> str:
-    return f"{type(error).__name__}: {first_line(error)}"[:300]
+# ---- rank 0's record of the heartbeats -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank is. `micro_batch` counts from 1 within the step; 0 where this rank takes none."""
+
+    step: int = 0
+    micro_batch: int = 0
+    phase: str = "start"
+
+    def __str__(self) -> str:
+        micro = f", micro-batch {self.micro_batch}" if self.micro_batch else ""
+        return f"step {self.step}{micro}, {self.phase}"
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """One message of a living rank.
+
+    Attributes:
+        number: counts the heartbeats of this rank.
+        state: "runs", "left" (finished) or "raised" (it ends with `error`).
+        host: of the rank.
+        place: where it is.
+        error: see `state`.
+    """
+
+    number: int = 0
+    state: str = "runs"
+    host: str = ""
+    place: Place = field(default_factory=Place)
+    error: str = ""
+
+    def pack(self) -> str:
+        """JSON for the store."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def unpack(cls, text: str | bytes) -> Heartbeat:
+        """The counterpart of `pack`."""
+        values = json.loads(text)
+        return cls(**{**values, "place": Place(**values["place"])})
+
+
+@dataclass(frozen=True)
+class Shutdown:
+    """The decision to end the run: its exit code, and the message."""
+
+    code: int
+    line: str
+
+
+class Heartbeats:
+    """Each rank's last heartbeat (pure, except for the times that it receives).
+
+    Args:
+        world_size: number of ranks.
+        lost_seconds: silence after which a rank counts as lost.
+        now: when the run began, in seconds of any clock.
+    """
+
+    def __init__(self, world_size: int, lost_seconds: float, now: float) -> None:
+        self.lost_seconds = lost_seconds
+        self.last: dict[int, Heartbeat] = {}
+        self._received = dict.fromkeys(range(world_size), now)
+        self._raised_at: float | None = None
+
+    def record(self, rank: int, heartbeat: Heartbeat, now: float) -> None:
+        """Record a heartbeat; one that was read before does not count."""
+        if rank not in self.last or heartbeat.number != self.last[rank].number:
+            self._received[rank] = now
+        self.last[rank] = heartbeat
+
+    def find_failure(self, now: float) -> Shutdown | None:
+        """Check whether a rank is lost, or ended with an error while others wait."""
+        running = [r for r in self._received if r not in self.last or self.last[r].state == "runs"]
+        raised = [r for r, heartbeat in self.last.items() if heartbeat.state == "raised"]
+        if raised and running:
+            self._raised_at = now if self._raised_at is None else self._raised_at
+            if now - self._raised_at >= _RAISED_SECONDS:
+                line = f"{self._names(raised[:1])} ended with an error: {self.last[raised[0]].error}"
+                return Shutdown(exit_codes.LOST, line)
+        lost = [r for r in running if now - self._received[r] >= self.lost_seconds]
+        if not lost:
+            return None
+        silent = max(now - self._received[r] for r in lost)
+        return Shutdown(
+            exit_codes.LOST,
+            f"{self._names(lost)} {'is' if len(lost) == 1 else 'are'} lost: no sign of life for {silent:.0f} s "
+            f"(killed, out of memory, or the host or its network is gone); last seen at {self._place(lost[0])}",
+        )
+
+    def describe_slowest(self) -> str:
+        """The ranks that are furthest behind, for the message about a stall."""
+        running = {r: heartbeat.place for r, heartbeat in self.last.items() if heartbeat.state == "runs"}
+        spots = {r: (place.step, place.micro_batch) for r, place in running.items()}
+        last = [r for r in running if spots[r] == min(spots.values())]
+        if len(last) == len(running):
+            waiting = [r for r in running if running[r].phase == "waiting for data"]
+            last = waiting if len(waiting) < len(running) else []
+        return f"; furthest back: {self._names(last)} at {self._place(last[0])}" if last else ""
+
+    def _names(self, ranks: list[int]) -> str:
+        hosts = sorted({self.last[r].host for r in ranks if r in self.last})
+        listed = ", ".join(map(str, ranks[:16])) + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")
+        where = f" (host{'s' * (len(hosts) > 1)} {', '.join(hosts[:8])})" if any(hosts) else ""
+        return f"rank{'s' * (len(ranks) > 1)} {listed}{where}"
+
+    def _place(self, rank: int) -> str:
+        return str(self.last[rank].place) if rank in self.last else "the start"
+
+
+# ---- the threads of a rank -------------------------------------------------------------------------------------------
 
 
 class Watchdog:
@@ -68,7 +179,6 @@ class Watchdog:
         rank: of this process.
         world_size: the number of ranks.
         local_rank: of this process on its host.
-        folder: for the flight recorder's dump (`stall/` in it).
         store: for heartbeats (default: the process group's, on a separate connection).
         end: ends the process with a code; tests replace it.
     """
@@ -80,29 +190,26 @@ class Watchdog:
         rank: int = 0,
         world_size: int = 1,
         local_rank: int = 0,
-        folder: Path | None = None,
         store: Any | None = None,
         end: Callable[[int], Any] = os._exit,
     ) -> None:
         self.stall_seconds = stall_seconds
         self.rank, self.world_size, self.local_rank = rank, world_size, local_rank
         self.lost_seconds = min(stall_seconds / 2, LOST_SECONDS)
-        self._folder = folder
         self._store: Any = store  # created in `__enter__`, unless given
         self._end = end
         self._host = socket.gethostname()
         self._period = min(2.0, max(0.2, self.lost_seconds / 10))
-        self._main = threading.get_ident()
         self._place = Place()
         self._patience = 1.0
-        self._progress = time.monotonic()
+        self._progress = self._contact = time.monotonic()
         self._state, self._error = "runs", ""
-        self._contact = self._progress
         self._number = 0
+        self._stalled: Shutdown | None = None
         self._stopped = threading.Event()
         self._ending = threading.Lock()
         self._threads: list[threading.Thread] = []
-        self._roll: Roll | None = None
+        self._heartbeats: Heartbeats | None = None  # of rank 0
 
     # ---- for the training loop ------------------------------------------------------------------------------------
 
@@ -134,14 +241,14 @@ class Watchdog:
         if self.stall_seconds <= 0:
             return self
         self._progress = self._contact = time.monotonic()
+        if self.rank == 0:
+            self._heartbeats = Heartbeats(self.world_size, self.lost_seconds, self._progress)
         if self.world_size > 1:
             number = next(_run_number)
             store = self._store or dist.distributed_c10d._get_default_store().clone()
             self._store = dist.PrefixStore(f"ds_vit/watchdog/{number}", store)
-            if self.rank == 0:
-                self._roll = Roll(self.world_size, self.lost_seconds, time.monotonic())
-            self._start(self._talk, "watchdog-talk")
-        self._start(self._watch, "watchdog-clock")
+            self._start(self._exchange, "watchdog-store")
+        self._start(self._watch, "watchdog-timer")
         return self
 
     def __exit__(
@@ -149,119 +256,87 @@ class Watchdog:
     ) -> None:
         if self.stall_seconds <= 0:
             return
-        if error is not None and self.world_size > 1 and is_communication_error(error):
-            # The lost rank is known after a time of silence; the threads then end this process.
-            self._state, self._error = "cut off", _described(error)
-            self._stopped.wait(self.lost_seconds + 4 * GRACE_SECONDS)
-        elif error is not None:
-            self._state, self._error = "raised", _described(error)
-            self._leave(RAISED_SECONDS + 5 * self._period)
-        else:
+        if error is None:
             self._state = "left"
             self.beat(self._place.step, "end")
             self._leave(self.stall_seconds)
+        else:
+            if self.world_size > 1 and is_communication_error(error):
+                # The lost rank is known after a time of silence; the threads then end this process.
+                self.beat(self._place.step, self._place.phase, micro_batch=self._place.micro_batch, patience=4)
+                self._stopped.wait(self.lost_seconds + _STORE_SECONDS)
+            self._state, self._error = "raised", f"{type(error).__name__}: {first_line(error)}"[:300]
+            self._leave(_RAISED_SECONDS + 5 * self._period)
         self._stopped.set()
         for thread in self._threads:
             thread.join(2 * self._period)
         faulthandler.cancel_dump_traceback_later()
 
-    # ---- the store: signs of life out, verdicts in -----------------------------------------------------------------
+    # ---- the store -------------------------------------------------------------------------------------------------
 
     def _start(self, function: Callable[[], None], name: str) -> None:
         thread = threading.Thread(target=function, name=name, daemon=True)
         thread.start()
         self._threads.append(thread)
 
-    def _talk(self) -> None:
-        """Until the run ends: send heartbeats and check for a decision to end it."""
+    def _exchange(self) -> None:
+        """Until the run ends: send heartbeats, publish a failure (the first one counts), and end when there is one."""
         broken: float | None = None
         while not self._stopped.wait(self._period if self._number else 0.0):
             try:
-                self._tell()
-                if self._state != "raised" and self._store.check(["verdict"]):
-                    self._carry_out(Verdict(**json.loads(self._store.get("verdict"))))
-                elif self._roll is not None and (verdict := self._call_roll(self._roll)) is not None:
-                    self._give_up(verdict)
+                self._send()
+                failure = self._read_heartbeats()
+                if found := self._stalled or failure:
+                    self._store.compare_set("shutdown", "", json.dumps(asdict(found)))
+                if self._state != "raised" and self._store.check(["shutdown"]):
+                    self._shut_down(Shutdown(**json.loads(self._store.get("shutdown"))))
             except RuntimeError:  # the store's errors: rank 0 or the way to it is gone
-                if self._state in ("left", "raised"):
+                if self._state != "runs":
                     return
                 broken = broken or time.monotonic()
-                if time.monotonic() - broken >= GRACE_SECONDS:
+                if time.monotonic() - broken >= _STORE_SECONDS:
                     self._contact = -float("inf")
                     return
             else:
                 broken = None
                 self._contact = time.monotonic()
 
-    def _tell(self) -> None:
+    def _send(self) -> None:
         self._number += 1
-        sign = Sign(self._number, self._state, self._host, self._place, self._error)
-        self._store.set(f"rank/{self.rank}", sign.pack())
+        heartbeat = Heartbeat(self._number, self._state, self._host, self._place, self._error)
+        self._store.set(f"rank/{self.rank}", heartbeat.pack())
 
-    def _call_roll(self, roll: Roll) -> Verdict | None:
-        """Read all heartbeats (rank 0)."""
-        known = [r for r in range(self.world_size) if r in roll.signs or self._store.check([f"rank/{r}"])]
+    def _read_heartbeats(self) -> Shutdown | None:
+        """On rank 0, read all heartbeats and find a failure."""
+        if self._heartbeats is None:
+            return None
+        last = self._heartbeats.last
+        known = [r for r in range(self.world_size) if r in last or self._store.check([f"rank/{r}"])]
         now = time.monotonic()
         for rank, text in zip(known, self._store.multi_get([f"rank/{r}" for r in known]), strict=True):
-            roll.hear(rank, Sign.unpack(text), now)
-        return roll.judge(now)
+            self._heartbeats.record(rank, Heartbeat.unpack(text), now)
+        return self._heartbeats.find_failure(now)
 
     def _leave(self, seconds: float) -> None:
-        """Send the last heartbeat; rank 0, whose process may hold the store, waits for the others."""
+        """Send the last heartbeat; rank 0, whose process may hold the store, waits for the others'."""
         if self.world_size == 1:
             return
         deadline = time.monotonic() + seconds
+        keys = [f"rank/{rank}" for rank in range(1, self.world_size)]
         pause = 0.01  # the others come within milliseconds of each other, mostly
         with contextlib.suppress(RuntimeError):
-            self._tell()
-            while self._roll is not None and time.monotonic() < deadline and not self._stopped.is_set():
-                if self._others_have_left():
+            self._send()
+            while self.rank == 0 and time.monotonic() < deadline and not self._stopped.is_set():
+                texts = self._store.multi_get(keys) if self._store.check(keys) else None
+                if texts and all(Heartbeat.unpack(text).state != "runs" for text in texts):
                     return
-                if self._state == "raised" and self._store.check(["verdict"]):
+                if self._state == "raised" and self._store.check(["shutdown"]):
                     self._stopped.wait(2 * self._period)  # the others read it before the store goes with this process
                     return
                 self._stopped.wait(pause)
                 pause = min(2 * pause, self._period / 4)
 
-    def _others_have_left(self) -> bool:
-        """Whether all other ranks have sent their last heartbeat."""
-        keys = [f"rank/{rank}" for rank in range(1, self.world_size)]
-        if not self._store.check(keys):
-            return False
-        return all(Sign.unpack(text).state in ("left", "raised") for text in self._store.multi_get(keys))
-
-    def _give_up(self, verdict: Verdict) -> None:
-        """Publish the decision to end the run; the first one counts."""
-        packed = json.dumps(asdict(verdict))
-        mine = self._store.compare_set("verdict", "", packed) == packed.encode()
-        if mine and verdict.kind == "lost":
-            self._say(f"{verdict.line}; the other ranks end with code {exit_codes.LOST}")
-
-    def _carry_out(self, verdict: Verdict) -> None:
-        """Print the message, wait until all ranks have read the decision, and end."""
-        if not self._ending.acquire(blocking=False):
-            return
-        if verdict.kind == "stall":
-            if self._roll is not None:
-                with contextlib.suppress(RuntimeError):
-                    self._call_roll(self._roll)
-                self._say(f"{verdict.line}{self._roll.behind()}; every rank ends with code {exit_codes.STALLED}")
-            self._show_place()
-        with contextlib.suppress(RuntimeError):
-            read = self._store.add("read", 1)
-            deadline = time.monotonic() + GRACE_SECONDS
-            # No rank ends before all have read it: the store may end with rank 0's process, and a closed socket
-            # raises errors in the peers' collectives.
-            while not self._store.check(["go"]) and time.monotonic() < deadline:
-                if self._roll and read >= self._roll.present(time.monotonic() - 3 * self._period - 1.0):
-                    self._store.set("go", "1")
-                time.sleep(0.1)
-                read = self._store.add("read", 0)
-            if self.rank == 0:
-                time.sleep(0.5)
-        self._finish(exit_codes.STALLED if verdict.kind == "stall" else exit_codes.LOST)
-
-    # ---- the clocks ------------------------------------------------------------------------------------------------
+    # ---- the timer -------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
         """Until the run ends: check this rank's progress and the store's answers."""
@@ -270,31 +345,24 @@ class Watchdog:
             limit = self.stall_seconds * self._patience
             # A main thread that never releases the GIL stops this loop too; then C code ends the process.
             faulthandler.dump_traceback_later(limit + _FALLBACK_SECONDS, exit=True, file=2)
-            if now - self._progress >= limit and self._state == "runs":
+            if self._state != "runs":
+                continue
+            if now - self._progress >= limit:
                 self._stall(now - self._progress)
-            if self.world_size > 1 and now - self._contact >= self.lost_seconds and self._state in ("runs", "cut off"):
-                self._store_lost()
+            if self.world_size > 1 and now - self._contact >= self.lost_seconds:
+                self._lose_store()
 
     def _stall(self, seconds: float) -> None:
-        place = f"rank {self.rank} (host {self._host}) has made no progress for {seconds:.0f} s at {self._place}"
-        verdict = Verdict("stall", f"{place} (--stall-seconds {self.stall_seconds:g})")
-        if self.world_size > 1:
-            # The other thread reads the decision; a store that hangs is found in the next rounds.
-            asked = threading.Thread(target=self._ask_all_to_stop, args=(verdict,), daemon=True)
-            asked.start()
-            asked.join(GRACE_SECONDS)
-            if self._stopped.wait(2 * GRACE_SECONDS):
-                return
-        if self._ending.acquire(blocking=False):
-            self._say(f"{verdict.line}; ending with code {exit_codes.STALLED}")
-            self._show_place()
-            self._finish(exit_codes.STALLED)
+        self._stalled = Shutdown(
+            exit_codes.STALLED,
+            f"rank {self.rank} (host {self._host}) has made no progress for {seconds:.0f} s at {self._place} "
+            f"(--stall-seconds {self.stall_seconds:g})",
+        )
+        # The other thread publishes it and ends this rank, unless the store hangs.
+        if self.world_size == 1 or not self._stopped.wait(3 * _STORE_SECONDS):
+            self._shut_down(self._stalled)
 
-    def _ask_all_to_stop(self, verdict: Verdict) -> None:
-        with contextlib.suppress(RuntimeError):
-            self._give_up(verdict)
-
-    def _store_lost(self) -> None:
+    def _lose_store(self) -> None:
         """Rank 0's process, its host or the connection is gone; each host prints it."""
         if not self._ending.acquire(blocking=False):
             return
@@ -307,39 +375,27 @@ class Watchdog:
 
     # ---- the end ---------------------------------------------------------------------------------------------------
 
+    def _shut_down(self, found: Shutdown) -> None:
+        """Print the message and end."""
+        if not self._ending.acquire(blocking=False):
+            return
+        is_stall = found.code == exit_codes.STALLED
+        if self._heartbeats is not None:
+            slowest = self._heartbeats.describe_slowest() if is_stall else ""
+            self._say(f"{found.line}{slowest}; the run ends with code {found.code}")
+        if is_stall:
+            idle = time.monotonic() - self._progress
+            self._say(f"rank {self.rank} (host {self._host}): {self._place} for {idle:.0f} s; stacks follow")
+            with contextlib.suppress(OSError, ValueError):
+                faulthandler.dump_traceback(file=2, all_threads=True)
+        if self.world_size > 1:
+            # No rank ends before all have read the decision: the store may end with rank 0's process, and a closed
+            # socket raises errors in the peers' collectives.
+            time.sleep(2 * self._period + (2.5 if self.rank == 0 else 2.0))
+        self._finish(found.code)
+
     def _say(self, line: str) -> None:
         print(f"train.py: error: {line}", file=sys.stderr, flush=True)
-
-    def _show_place(self) -> None:
-        """Print this rank's place, the collective of its main thread, all stacks and pending collectives."""
-        idle = time.monotonic() - self._progress
-        where = innermost(sys._current_frames().get(self._main))
-        self._say(f"rank {self.rank} (host {self._host}): {self._place} for {idle:.0f} s{where}; stacks follow")
-        with contextlib.suppress(OSError, ValueError):
-            faulthandler.dump_traceback(file=2, all_threads=True)
-        for line in self._flight_recorder():
-            self._say(f"rank {self.rank}: {line}")
-
-    def _flight_recorder(self) -> list[str]:
-        """Write torch's record of collectives to `stall/`, and return the unfinished ones as lines."""
-        import torch._C._distributed_c10d as c10d
-
-        text, entries = b"", []
-        for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):  # NCCL's, and since torch 2.9 everybody's
-            if not entries and hasattr(c10d, name):
-                with contextlib.suppress(RuntimeError, ValueError):
-                    text = getattr(c10d, name)()
-                    entries = json.loads(text).get("entries", [])
-        if not entries:
-            return []
-        lines = pending_collectives(entries)
-        if self._folder is not None:
-            with contextlib.suppress(OSError):
-                path = self._folder / "stall" / f"rank-{self.rank:05d}.json"
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(text if isinstance(text, bytes) else text.encode())
-                lines.append(f"torch's flight recorder is in {path}")
-        return lines
 
     def _finish(self, code: int) -> None:
         self._stopped.set()
