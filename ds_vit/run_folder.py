@@ -25,12 +25,15 @@ reconstruction.png              with --task mae: images, what was hidden and wha
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 import math
+import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -124,33 +127,49 @@ def weights_in(folder: Path, kind: str) -> Path | None:
 
 
 class LineLog:
-    """Appends lines to a file of the run; lines that the disk refuses are kept, and written when there is room.
+    """Appends lines to a file of the run; a line that the disk refuses is dropped, with one warning.
 
     Args:
-        path: of the file; its folder is made with the first line.
+        path: of the file; its folder is made with the first line, and half a line of a killed run is removed.
+        warn: prints the warning; by default to stderr.
+
+    Attributes:
+        num_lost: lines that were dropped.
+        is_refused: whether the last line was.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, warn: Callable[[str], None] | None = None) -> None:
         self._path = path
+        self._warn = warn or partial(print, file=sys.stderr, flush=True)
         self._file: io.FileIO | None = None
-        self._unwritten = b""
-        self._has_warned = False
+        self.num_lost = 0
+        self.is_refused = False
 
     def add(self, contents: Mapping[str, Any]) -> None:
         """Append a JSON object."""
-        self._unwritten += to_json(contents).encode() + b"\n"
+        line = to_json(contents).encode() + b"\n"
         try:
             if self._file is None:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = io.FileIO(self._path, "a")
-            while self._unwritten:
-                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+                self._file = self._open()
+            size = self._file.seek(0, os.SEEK_END)
+            if self._file.write(line) < len(line):
+                self._file.truncate(size)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self.is_refused = False
         except OSError as error:
-            if not self._has_warned:
-                self._has_warned = True
-                reason = error.strerror or error
-                text = f"WARNING: {self._path} could not be written ({reason}); its lines are kept until there is room"
-                print(text, file=sys.stderr, flush=True)
+            if not self.num_lost:
+                why = error.strerror or error
+                self._warn(f"WARNING: {self._path} could not be written ({why}); lines that do not fit are lost")
+            self.num_lost += 1
+            self.is_refused = True
+
+    def _open(self) -> io.FileIO:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        file = io.FileIO(self._path, "a+")
+        file.seek(0)
+        data = file.readall()
+        file.truncate(data.rfind(b"\n") + 1)
+        return file
 
 
 def to_json(contents: Mapping[str, Any] | Sequence[Any], indent: int | None = None) -> str:

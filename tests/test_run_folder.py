@@ -75,8 +75,9 @@ def test_what_is_not_finite_is_null(tmp_path):
     assert json.loads(to_json(written)) == read
 
 
-def test_lines_wait_for_room_on_a_full_disk(tmp_path, monkeypatch, capsys):
-    # Catches: a run that ends over a log, a line that is lost or torn, a file opened for each line.
+def test_lines_that_a_full_disk_refuses_are_dropped_whole(tmp_path, monkeypatch, capsys):
+    # Catches: a run that ends over a log; a line that is torn, by a full disk or a kill, which no reader parses; a
+    # line that is lost in silence, or warned of each time; a file opened for each line.
     write, room, opened = io.FileIO.write, [10], []
 
     class Disk(io.FileIO):
@@ -92,13 +93,14 @@ def test_lines_wait_for_room_on_a_full_disk(tmp_path, monkeypatch, capsys):
             return write(self, data[:count])
 
     monkeypatch.setattr(run_folder.io, "FileIO", Disk)
-    log = LineLog(tmp_path / "samples" / "rank-00000.jsonl")
-    for number in range(3):
+    path = tmp_path / "samples" / "rank-00000.jsonl"
+    path.parent.mkdir()
+    path.write_bytes(b'{"number":7}\n{"num')
+    log = LineLog(path)
+    for number, (free, is_refused) in enumerate([(10, True), (0, True), (1000, False), (3, True), (1000, False)]):
+        room[0] = free
         log.add({"number": number})
-    assert (tmp_path / "samples" / "rank-00000.jsonl").read_bytes() == b'{"number":'
-    room[0] = 1000
-    log.add({"number": 3})
-    lines = (tmp_path / "samples" / "rank-00000.jsonl").read_text().splitlines()
-    assert [json.loads(line)["number"] for line in lines] == [0, 1, 2, 3]
-    assert len(opened) == 1
+        assert log.is_refused == is_refused
+    assert [json.loads(line)["number"] for line in path.read_text().splitlines()] == [7, 2, 4]
+    assert (log.num_lost, len(opened)) == (3, 1)
     assert capsys.readouterr().err.count("No space left on device") == 1

@@ -1,7 +1,6 @@
 """Reports of a run: metrics.jsonl, TensorBoard, DeepSpeed's monitors, and a progress bar or plain lines.
 
-Only rank 0 has a `Reporter`. Rows of metrics.jsonl are written one at a time; rows that a full disk rejects are kept
-until there is room.
+Only rank 0 has a `Reporter`. Rows of metrics.jsonl are written one at a time; a row that a full disk rejects is lost.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from ds_vit.data.settings import ImageConfig
 from ds_vit.data.sources.source import Source
 from ds_vit.monitoring.progress import Line
 from ds_vit.monitoring.sheets import TrainingSheet, write_pairs, write_predictions
-from ds_vit.run_folder import RunFolder, to_json, written_whole
+from ds_vit.run_folder import LineLog, RunFolder, written_whole
 from ds_vit.tasks.metrics import Figure, Pairs
 
 if TYPE_CHECKING:
@@ -74,7 +73,7 @@ class Reporter:
         self._listeners = listeners
         self._events: Events | None = None
         self._global_batch = 1  # an evaluation without training has seen no images
-        self._unwritten = b""
+        self._rows = LineLog(folder.metrics, self.say)
         self._refused: set[Path] = set()  # files with a printed warning
         self._written: list[Path] = []  # files of the start
         self.line = Line(console)
@@ -92,9 +91,7 @@ class Reporter:
         self._events = events
         self._num_rows = 0  # the first row includes the start of the loader
         self._warned_of_waiting = False
-        _cut_torn_line(self._folder.metrics)
-        # Without a buffer, the bytes that a full disk rejects are known exactly.
-        self._file = self._folder.metrics.open("ab", buffering=0)
+        self._folder.metrics.touch()
         files = (self._folder.config, self._folder.deepspeed, self._folder.metrics)
         self._written = [path for path in files if path.exists()]
         # Hide the points that an interrupted run drew after the step that this one resumes from.
@@ -264,13 +261,13 @@ class Reporter:
 
     @property
     def unwritten(self) -> set[Path]:
-        """Files of which the disk refused a part for good."""
-        return {path for path in self._refused if path != self._folder.metrics or self.num_lost}
+        """Files that lack their last part because the disk refused it."""
+        return self._refused | ({self._folder.metrics} if self._rows.is_refused else set())
 
     @property
-    def num_lost(self) -> int:
-        """Rows of metrics.jsonl that are not written yet, plus files of the start that were removed."""
-        return self._unwritten.count(b"\n") + len(self._removed())
+    def lacks_files(self) -> bool:
+        """Whether metrics.jsonl lacks its last row, or a file of the start was removed."""
+        return self._rows.is_refused or bool(self._removed())
 
     def _removed(self) -> list[str]:
         return [path.name for path in self._written if not path.exists()]
@@ -279,29 +276,18 @@ class Reporter:
         """Finish the bar and the files."""
         self.line.close()
         self._on_board(lambda board: board.close())
-        self._write_rows()
-        self._file.close()
         if removed := self._removed():
             names = ", ".join(removed)
             self.say(f"WARNING: {self._folder.path} lacks {names}: the folder was removed while the run wrote to it")
-        elif self.num_lost:
-            with contextlib.suppress(OSError):
-                _cut_torn_line(self._folder.metrics)
-            self.say(f"WARNING: {self.num_lost} rows of {self._folder.metrics} are lost")
+        elif self._rows.num_lost:
+            self.say(f"WARNING: {self._rows.num_lost} rows of {self._folder.metrics} are lost")
 
     def _write(self, row: Mapping[str, Any]) -> None:
         row = {**row, **self._stamp(row["step"])}
-        self._unwritten += to_json(row).encode() + b"\n"
-        self._write_rows()
+        self._rows.add(row)
         if row["kind"] in self._listeners and "error" not in row:
             path = {"path": self._folder.checkpoint(row["step"])} if row["kind"] == "checkpoint" else {}
             self._listeners[row["kind"]]({**row, **path})
-
-    def _write_rows(self) -> None:
-        """Write the rows that the disk accepts; the rest is kept."""
-        with self._refusable(self._folder.metrics, "its rows are kept until there is room"):
-            while self._unwritten:
-                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
     def _on_board(self, action: Callable[[SummaryWriter], None]) -> None:
         """Call TensorBoard; after a write error nothing more is sent to it."""
@@ -331,16 +317,6 @@ def _ignore_full_disk(args: threading.ExceptHookArgs, hook: Any = threading.exce
     """Keep TensorBoard's thread from printing a traceback of a full disk: the next call raises the same error."""
     if not (isinstance(args.exc_value, OSError) and type(args.thread).__name__ == "_AsyncWriterThread"):
         hook(args)
-
-
-def _cut_torn_line(path: Path) -> None:
-    """Remove the last row if the run that wrote it was killed within it."""
-    if not path.exists():
-        return
-    with path.open("rb+") as file:
-        data = file.read()
-        if data and not data.endswith(b"\n"):
-            file.truncate(data.rfind(b"\n") + 1)
 
 
 def save_picture(pixels: torch.Tensor, path: Path) -> None:

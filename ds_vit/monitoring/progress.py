@@ -10,17 +10,15 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from datetime import timedelta
 from typing import TypeVar
 
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
-from rich.table import Column
-from rich.text import Text
+from rich.progress import BarColumn, Progress, ProgressColumn, TaskID, TaskProgressColumn, TextColumn
 
 T = TypeVar("T")
 Counted = Callable[[Iterable[T]], Iterator[T]]
 _RECENT_STEPS = 50  # for the means of loss and speed
+_DONE = ("{task.completed:.0f}/{task.total:.0f}", "{task.elapsed:.0f} s")  # the second where the total is unknown
 _ROOM_FOR_CTRL_C = 3  # the terminal writes ^C into the line, which must not wrap
 
 
@@ -105,8 +103,12 @@ class Line:
 
     def _shown(self, console: Console) -> _Progress:
         if self._progress is None:
-            columns = (_text("{task.description}", "bold"), BarColumn(bar_width=None), _Done(Column(no_wrap=True)))
-            self._progress = _Progress(*columns, _text("{task.fields[figures]}"), console=console)
+            columns = (
+                TextColumn("{task.description}", "bold", markup=False),
+                BarColumn(bar_width=None),
+                TaskProgressColumn(*_DONE),
+            )
+            self._progress = _Progress(*columns, TextColumn("{task.fields[figures]}", markup=False), console=console)
             self._progress.start()
         return self._progress
 
@@ -174,17 +176,3 @@ class _Progress(Progress):
         table = self.make_tasks_table(self.tasks)
         table.width = max(1, self._terminal.width - _ROOM_FOR_CTRL_C)
         yield table
-
-
-def _text(form: str, style: str = "none") -> TextColumn:
-    """A text that is cropped instead of wrapped."""
-    return TextColumn(form, style=style, markup=False, table_column=Column(no_wrap=True))
-
-
-class _Done(ProgressColumn):
-    """The items that are done; the time, if their number is unknown."""
-
-    def render(self, task: Task) -> Text:
-        return Text(
-            f"{task.completed:.0f}/{task.total:.0f}" if task.total else str(timedelta(seconds=int(task.elapsed or 0)))
-        )

@@ -239,8 +239,8 @@ class Training:
             self.engine.on_close.close()
             if self.reporter:
                 self.reporter.close()
-        lost = self.reporter.num_lost if self.reporter else 0
-        if self.engine.sum(torch.tensor(lost, device=self.engine.device)) and exit_word == "completed":
+        lacks_files = int(self.reporter is not None and self.reporter.lacks_files)
+        if self.engine.sum(torch.tensor(lacks_files, device=self.engine.device)) and exit_word == "completed":
             return "not all saved"
         return exit_word
 

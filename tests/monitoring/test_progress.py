@@ -76,7 +76,7 @@ def test_what_is_over_leaves_nothing():
     with line.doing("reading the checkpoint"):
         pass
     assert any("reading the checkpoint" in drawn for drawn in lines(file))
-    assert "\x1b[2K" in file.getvalue().rpartition("0:00:00")[2], "it is erased"
+    assert "\x1b[2K" in file.getvalue().rpartition("0 s")[2], "it is erased"
     assert "\n" not in file.getvalue(), "and no empty line is left"
     line.train(2, 0)
     with line.doing("evaluation", 2):
