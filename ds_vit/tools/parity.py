@@ -10,6 +10,7 @@ metrics.jsonl and final weights are compared with the reference's. The result is
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import re
@@ -21,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,7 +35,6 @@ from ds_vit.config import deepspeed_json
 from ds_vit.config.batch import KEYS as BATCH_KEYS
 from ds_vit.config.deepspeed_json import overlay
 from ds_vit.config.parser import at_least
-from ds_vit.config.schema import is_asked_for
 from ds_vit.config.units import parse_set
 from ds_vit.engine.start import quiet_deepspeed
 from ds_vit.fault_tolerance import exit_codes
@@ -75,20 +75,16 @@ _PROBE_REPLACES = frozenset({"lr", "weight_decay", "clip_grad", "epochs"})
 _SMALL_TENSOR = 1e-3
 
 _EVERY_RUN = {"val_split": "", "log_interval": 1, "checkpoint_interval": "0", "log_images": 0}
-_WITHOUT_EFFECT = frozenset({"set", "output", "keep_checkpoints", "rollback"})
-_LAYOUT_FLAGS = (
-    *("sequence_parallel", "class_parallel", "pp_partition", "grad_checkpointing", "batch_size", "workers"),
+_OF_LAYOUT = ("sequence_parallel", "class_parallel", "pp_partition", "grad_checkpointing", "batch_size", "workers")
+_NOT_TAKEN = frozenset(
+    ("pp", "tp", *_OF_LAYOUT[:3], "eval_only", "check_replicas", "dry_run", "max_steps", "resume", "auto_batch")
 )
-_REFUSED = {
-    **dict.fromkeys(("pp", "tp", "sequence_parallel", "class_parallel", "pp_partition"), "--layouts"),
-    **dict.fromkeys(("eval_only", "check_replicas", "dry_run"), "train.py"),
-    **{"max_steps": "--steps", "resume": "--initial-checkpoint", "auto_batch": "-b"},
-}
-"""Flags that are refused, with what to use instead."""
+"""Flags that the parser refuses: a layout or --steps decides them, or they are only train.py's. A recipe's are idle."""
+_WITHOUT_EFFECT = _NOT_TAKEN | {"set", "output", "keep_checkpoints", "rollback"}
 
 
 @dataclass
-class Layout:
+class LayoutRun:
     """A layout, its run, and how far that is from the reference's.
 
     Attributes:
@@ -134,38 +130,7 @@ class Layout:
         return "DEVIATES" if self.failed else "same"
 
 
-@dataclass(frozen=True)
-class Request:
-    """What the command line asks for.
-
-    Attributes:
-        values: flags of train.py that were given, by their recipe names.
-        layouts: what to compare; None for the default list.
-        reference: what to compare with; None for the default.
-        steps: optimizer steps in each layout.
-        rtol: largest relative deviation that passes; None for that of the number format.
-        own_optimizer: train with the JSON's optimizer, schedule and clipping instead of the probe.
-        ranks: of every run; None for one per accelerator.
-        launcher: what starts `launch/train.py` on all ranks; None for torchrun on this machine.
-    """
-
-    values: Mapping[str, Any]
-    layouts: tuple[Layout, ...] | None
-    reference: Layout | None
-    steps: int
-    rtol: float | None
-    own_optimizer: bool
-    ranks: int | None
-    launcher: str | None
-
-    @property
-    def deepspeed(self) -> dict[str, Any]:
-        """The JSON with the values of --set."""
-        path = self.values["deepspeed_config"]
-        return overlay(deepspeed_json.load_json(path), parse_set(self.values.get("set", ())), path)
-
-
-class Failure(UserError):
+class RunFailed(UserError):
     """A run failed; the text is its error."""
 
     exit_code = exit_codes.BUG
@@ -190,24 +155,30 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         for number in (signal.SIGTERM, signal.SIGUSR1):  # an exit that ends the training too
             signal.signal(number, lambda number, frame: sys.exit(exit_codes.INTERRUPTED))
-        request = parse(argv)
-        quiet_deepspeed(bool(request.values.get("verbose")))
+        options, values = parse(argv)
+        quiet_deepspeed(bool(values.get("verbose")))
         # With a launcher there may be several hosts, which share the working folder.
-        parent = "." if request.launcher else None
+        parent = "." if options.launcher else None
         with tempfile.TemporaryDirectory(prefix="ds_vit-parity-", dir=parent) as folder:
-            return int(compare(request, Path(folder).absolute()))
+            return int(compare(options, values, Path(folder).absolute()))
 
     return guarded("parity.py", body, "nothing was compared")
 
 
-def parse(argv: Sequence[str] | None = None) -> Request:
+def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, dict[str, Any]]:
     """Read the command line.
 
+    Returns:
+        The tool's own arguments, with layouts for `layouts` (None for the default list) and `reference`; and the flags
+        of train.py that were given, by their recipe names.
+
     Raises:
-        UserError: as `config.parse`, an invalid layout, or a flag that the layouts decide.
+        UserError: as `config.parse`, or an invalid layout.
     """
     description = "Train a few steps in each layout, and compare loss, gradient norm and weights with one reference. "
-    parser = flags.build_parser("parity.py", description + "Takes the flags of train.py too.", only=flags.FIELDS)
+    parser = flags.build_parser(
+        "parity.py", description + "Takes the flags of train.py too.", only=flags.FIELDS.keys() - _NOT_TAKEN
+    )
     parser.usage = "parity.py -n RANKS --deepspeed_config FILE [--layouts LIST] [flags]"
     parser.add_argument(
         "-n", "--ranks", type=at_least(1), metavar="N", help="ranks of each run [one per accelerator; CPU: 2]"
@@ -221,20 +192,19 @@ def parse(argv: Sequence[str] | None = None) -> Request:
     )
     parser.add_argument("--own-optimizer", action="store_true", help="the JSON's optimizer instead of clipped SGD")
     words = flags.read_words(parser, argv)
-    own = {field.name: words.pop(field.name, None) for field in fields(Request) if field.name != "values"}
-    if own["launcher"] and not own["ranks"]:
+    own = {"ranks", "launcher", "layouts", "reference", "steps", "rtol", "own_optimizer"}
+    options = argparse.Namespace(**{name: words.pop(name, None) for name in sorted(own)})
+    if options.launcher and not options.ranks:
         raise UserError("--launcher needs -n N: how many ranks it starts")
     config, explicit = flags.from_values(words)
-    for name, instead in _REFUSED.items():
-        if is_asked_for(name, config, explicit):
-            raise UserError(f"{flags.spelling(name)} has no place in parity.py; use {instead}")
-    values = {name: getattr(config, name) for name in sorted(explicit)}
-    for name, read in (("layouts", parse_layouts), ("reference", parse_layout)):
-        own[name] = read(own[name]) if own[name] is not None else None
-    return Request(values=values, **own)
+    path = config.deepspeed_config
+    options.json = overlay(deepspeed_json.load_json(path), parse_set(config.set), path)
+    options.layouts = None if options.layouts is None else parse_layouts(options.layouts)
+    options.reference = None if options.reference is None else parse_layout(options.reference)
+    return options, {name: getattr(config, name) for name in sorted(explicit)}
 
 
-def parse_layout(text: str) -> Layout:
+def parse_layout(text: str) -> LayoutRun:
     """Read one layout.
 
     Raises:
@@ -242,25 +212,20 @@ def parse_layout(text: str) -> Layout:
     """
     words = [(word, re.fullmatch(r"(pp|tp|zero|fp(?=32$))(\d+)", word)) for word in shlex.split(text)]
     degrees = {match[1]: int(match[2]) for _, match in words if match}
+    parser = flags.build_parser("layout", only=_OF_LAYOUT)
     try:
-        given, unknown = flags.build_parser().parse_known_args([word for word, match in words if not match])
+        if not words:
+            raise UserError("it has no words")
+        own = flags.read_words(parser, [word for word, match in words if not match])
     except UserError as error:
-        raise UserError(f"layout {text!r}: {error}") from None
-    own, problems = flags.read_values(vars(given), f"layout {text!r}: ")
-    if problems:
-        raise UserError(*problems)
-    foreign = [*unknown, *(flags.spelling(name) for name in own if name not in _LAYOUT_FLAGS)]
-    if foreign or not text.strip():
-        hint = " (dp follows from the number of ranks)" if foreign and foreign[0].startswith("dp") else ""
-        raise UserError(
-            f"layout {text!r}: {foreign[0] if foreign else 'nothing'} is not part of a layout{hint}; it is made of "
-            f"ppN, tpN, zeroN, fp32, {', '.join(map(flags.spelling, _LAYOUT_FLAGS))}"
-        )
+        made_of = f"a layout is made of ppN, tpN, zeroN, fp32, {', '.join(map(flags.spelling, _OF_LAYOUT))}"
+        problems = (f"layout {text!r}: {problem}" for problem in error.problems)
+        raise UserError(*problems, remedy=f"{made_of}; dp follows from the number of ranks") from None
     stage, fp32 = degrees.pop("zero", None), bool(degrees.pop("fp", 0))
-    return Layout(text, {**degrees, **own}, stage, fp32)
+    return LayoutRun(text, {**degrees, **own}, stage, fp32)
 
 
-def parse_layouts(text: str) -> tuple[Layout, ...]:
+def parse_layouts(text: str) -> tuple[LayoutRun, ...]:
     """Read a list of layouts, commas between them; a comma before a digit is part of `--pp-partition 0,2,7`.
 
     Raises:
@@ -273,7 +238,7 @@ def parse_layouts(text: str) -> tuple[Layout, ...]:
     return layouts
 
 
-def default_layouts(world_size: int, *, stage: int) -> tuple[Layout, ...]:
+def default_layouts(world_size: int, *, stage: int) -> tuple[LayoutRun, ...]:
     """What is compared by default: ZeRO stages, then degrees of 2, 3, 4 and 8 that divide the world.
 
     Args:
@@ -294,46 +259,52 @@ def default_layouts(world_size: int, *, stage: int) -> tuple[Layout, ...]:
 # ---- the runs --------------------------------------------------------------------------------------------------------
 
 
-def compare(request: Request, folder: Path) -> bool:
+def compare(options: argparse.Namespace, values: Mapping[str, Any], folder: Path) -> bool:
     """Train the reference and each layout, and print the matrix.
+
+    Args:
+        options: as from `parse`.
+        values: flags of train.py, by their recipe names.
+        folder: for the runs.
 
     Returns:
         Whether a layout deviates or failed.
 
     Raises:
         UserError: the reference is invalid, or a layout that was asked for.
-        Failure: the reference failed.
+        RunFailed: the reference failed.
     """
     from deepspeed.accelerator import get_accelerator
 
     console = make_console()
     say = partial(print_lines, console)
-    accelerators = 2 if get_accelerator().device_name() == "cpu" else get_accelerator().device_count()
-    ranks = request.ranks or accelerators
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-    launcher = shlex.split(request.launcher) if request.launcher else torchrun
-    verbose = bool(request.values.get("verbose"))
-    reference, layouts, engine = resolve_layouts(request, ranks, folder)
+    if options.ranks is None:
+        options.ranks = 2 if get_accelerator().device_name() == "cpu" else get_accelerator().device_count()
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(options.ranks)]
+    launcher = shlex.split(options.launcher) if options.launcher else torchrun
+    verbose = bool(values.get("verbose"))
+    reference, layouts, engine = resolve_layouts(options, values, folder)
     batch = engine.batch.global_batch
-    say(f"{engine.model.spec.name}, {ranks} ranks, global batch {batch}, {request.steps} steps")
-    if not request.own_optimizer:
+    say(f"{engine.model.spec.name}, {options.ranks} ranks, global batch {batch}, {options.steps} steps")
+    if not options.own_optimizer:
         say("SGD, learning rate 0.3, norm clipped to 0.1 (a probe; --own-optimizer keeps the JSON's optimizer)")
-    dropped = _WITHOUT_EFFECT - {"set"} | (frozenset() if request.own_optimizer else _PROBE_REPLACES)
-    for name in sorted(dropped & set(request.values)):
-        say(f"idle here: {flags.spelling(name)}")
+    if idle := values.keys() & (
+        _WITHOUT_EFFECT - {"set"} | (frozenset() if options.own_optimizer else _PROBE_REPLACES)
+    ):
+        say(f"idle here: {', '.join(map(flags.spelling, sorted(idle)))}")
     say(f"reference: {reference.name} ({reference.text})")
     legal = [layout for layout in layouts if not layout.problem]
     # Adam scales rounding in gradients that should be zero.
-    compare_weights = not request.own_optimizer or request.deepspeed["optimizer"]["type"].lower() == "sgd"
+    compare_weights = not options.own_optimizer or options.json["optimizer"]["type"].lower() == "sgd"
     say(f"training the reference and {len(legal)} layouts, each in new processes that import torch first:")
-    train(reference, f"training the reference, {reference.name}", launcher, request.steps, verbose=verbose)
+    train(reference, f"training the reference, {reference.name}", launcher, options.steps, verbose=verbose)
     for number, layout in enumerate(legal, 1):
         started = time.perf_counter()
         what = f"training {layout.name}, layout {number} of {len(legal)}"
         try:
-            train(layout, what, launcher, request.steps, verbose=verbose)
+            train(layout, what, launcher, options.steps, verbose=verbose)
             measure_deviations(layout, reference.run, compare_weights=compare_weights)
-        except Failure as error:
+        except RunFailed as error:
             layout.problem, layout.failed = str(error), True
         shutil.rmtree(layout.run.path, ignore_errors=True)
         say(f"{layout.name} ({layout.text}): {layout.verdict}, {time.perf_counter() - started:.0f} s")
@@ -347,7 +318,9 @@ def compare(request: Request, folder: Path) -> bool:
     return any(layout.failed for layout in layouts)
 
 
-def resolve_layouts(request: Request, ranks: int, folder: Path) -> tuple[Layout, list[Layout], EngineConfig]:
+def resolve_layouts(
+    options: argparse.Namespace, values: Mapping[str, Any], folder: Path
+) -> tuple[LayoutRun, list[LayoutRun], EngineConfig]:
     """Check every layout and write its flags and JSON; nothing is started.
 
     Returns:
@@ -356,35 +329,39 @@ def resolve_layouts(request: Request, ranks: int, folder: Path) -> tuple[Layout,
     Raises:
         UserError: the reference is invalid, or a layout that was asked for.
     """
-    as_in_json = resolve_layout(request, parse_layout("zero1"), None, ranks, folder / "json")
+    as_in_json = resolve_layout(options, values, parse_layout("zero1"), None, folder / "json")
     # fp16 skips steps while it looks for its loss scale: only fp16 does the same.
     in_fp16 = as_in_json.precision.name.endswith("fp16")
-    reference, layouts = request.reference or parse_layout("zero1" if in_fp16 else "zero1 fp32"), []
-    engine = resolve_layout(request, reference, None, ranks, folder / "reference")
-    stage = request.deepspeed.get("zero_optimization", {}).get("stage", 0)
-    for number, layout in enumerate(request.layouts or default_layouts(ranks, stage=stage)):
+    reference, layouts = options.reference or parse_layout("zero1" if in_fp16 else "zero1 fp32"), []
+    engine = resolve_layout(options, values, reference, None, folder / "reference")
+    stage = options.json.get("zero_optimization", {}).get("stage", 0)
+    for number, layout in enumerate(options.layouts or default_layouts(options.ranks, stage=stage)):
         try:
-            data = resolve_layout(request, layout, engine, ranks, folder / str(number)).json
+            data = resolve_layout(options, values, layout, engine, folder / str(number)).json
         except UserError as error:
             layout.problem, data = str(error), {}
         # A default layout that is the reference's would be compared with itself.
-        if request.layouts is not None or data != engine.json or layout.text != reference.text:
+        if options.layouts is not None or data != engine.json or layout.text != reference.text:
             layouts.append(layout)
-    if request.layouts is not None and any(layout.problem for layout in layouts):
+    if options.layouts is not None and any(layout.problem for layout in layouts):
         raise UserError("; ".join(f"layout {layout.name!r}: {layout.problem}" for layout in layouts if layout.problem))
     return reference, layouts, engine
 
 
 def resolve_layout(
-    request: Request, layout: Layout, reference: EngineConfig | None, ranks: int, folder: Path
+    options: argparse.Namespace,
+    values: Mapping[str, Any],
+    layout: LayoutRun,
+    reference: EngineConfig | None,
+    folder: Path,
 ) -> EngineConfig:
     """One layout: the user's flags and JSON with what this layout changes, written to files and checked.
 
     Args:
-        request: the command line.
+        options: as for `compare`.
+        values: as for `compare`.
         layout: of this run; its folder, text, precision and limits are filled in.
         reference: whose global batch it gets; None for the reference itself.
-        ranks: of every run.
         folder: of this layout.
 
     Raises:
@@ -394,9 +371,9 @@ def resolve_layout(
 
     from ds_vit.training.build import resolve_parts
 
-    data = request.deepspeed
-    own, dropped = {**_EVERY_RUN, "max_steps": request.steps}, _WITHOUT_EFFECT
-    if not request.own_optimizer:
+    data = dict(options.json)
+    own, dropped = {**_EVERY_RUN, "max_steps": options.steps}, _WITHOUT_EFFECT
+    if not options.own_optimizer:
         own, dropped = own | {"sched": "constant", "warmup_steps": 0}, dropped | _PROBE_REPLACES
         data = {key: value for key, value in data.items() if key != "scheduler"} | PROBE
     if layout.stage is not None:
@@ -405,36 +382,36 @@ def resolve_layout(
         data["zero_optimization"] = {k: v for k, v in block.items() if k not in cannot.get(layout.stage, ())}
     if layout.fp32:
         data = {key: value for key, value in data.items() if key not in ("bf16", "fp16", "torch_autocast")}
-    kept = {name: value for name, value in request.values.items() if name not in dropped}
-    values = flags.over_recipe(kept, {**own, **layout.flags})
+    kept = {name: value for name, value in values.items() if name not in dropped}
+    recipe = flags.over_recipe(kept, {**own, **layout.flags})
     if reference is not None:
         batch = reference.batch
-        values = {name: value for name, value in values.items() if name not in ("batch_size", "grad_accum_steps")}
+        recipe = {name: value for name, value in recipe.items() if name not in ("batch_size", "grad_accum_steps")}
         micro = layout.flags.get("batch_size", batch.micro_batch)
         data |= dict(zip(BATCH_KEYS, (batch.global_batch, micro, "auto"), strict=True))
     layout.folder = folder
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "layout.json"
     file.write_text(json.dumps(data))
-    values |= {"deepspeed_config": str(file), "output": str(layout.run.path)}
-    (folder / "layout.yaml").write_text(flags.to_yaml(values), encoding="utf-8")
+    recipe |= {"deepspeed_config": str(file), "output": str(layout.run.path)}
+    (folder / "layout.yaml").write_text(flags.to_yaml(recipe), encoding="utf-8")
     try:
-        rank = Process("env", 0, ranks, 0, ranks)
+        rank = Process("env", 0, options.ranks, 0, options.ranks)
         on_cpu = get_accelerator().device_name() == "cpu"
-        engine = resolve_parts(*flags.from_values(values), rank, on_cpu=on_cpu).engine
+        engine = resolve_parts(*flags.from_values(recipe), rank, on_cpu=on_cpu).engine
     except UserError as error:
-        text = str(error).replace(str(file), request.values["deepspeed_config"])
+        text = str(error).replace(str(file), values["deepspeed_config"])
         raise UserError(text if reference is not None else f"reference {layout.name!r}: {text}") from None
     layout.precision = engine.precision.name
     # Without --rtol those of the coarser number format.
     precisions = [one.precision.name for one in (engine, reference) if one]
-    layout.limits = (request.rtol,) * 3 if request.rtol is not None else max(TOLERANCES[name] for name in precisions)
+    layout.limits = (options.rtol,) * 3 if options.rtol is not None else max(TOLERANCES[name] for name in precisions)
     layout.text = f"{engine.text}, {engine.batch.micro_batch} x {engine.batch.accumulation} per replica"
     return engine
 
 
 def train(
-    layout: Layout, what: str, launcher: Sequence[str], steps: int, *, verbose: bool, console: Console | None = None
+    layout: LayoutRun, what: str, launcher: Sequence[str], steps: int, *, verbose: bool, console: Console | None = None
 ) -> None:
     """Train a layout in new processes, and show how far it is on stderr: a moving line, or one plain line in a file.
 
@@ -447,7 +424,7 @@ def train(
         console: where to show the line, other than stderr.
 
     Raises:
-        Failure: the run failed.
+        RunFailed: the run failed.
     """
     console = console or Console(file=sys.stderr, markup=False, soft_wrap=True)
     if not console.is_terminal:
@@ -468,13 +445,13 @@ def train(
         text = output.read().decode(errors="replace").rstrip()
     if child.returncode:
         errors = re.findall(r"^train\.py: error: .*", text, re.MULTILINE)
-        raise Failure(errors[-1] if errors else f"exit code {child.returncode}\n{text[-4000:]}")
+        raise RunFailed(errors[-1] if errors else f"exit code {child.returncode}\n{text[-4000:]}")
 
 
 # ---- the comparison --------------------------------------------------------------------------------------------------
 
 
-def measure_deviations(layout: Layout, reference: RunFolder, *, compare_weights: bool) -> None:
+def measure_deviations(layout: LayoutRun, reference: RunFolder, *, compare_weights: bool) -> None:
     """Compare a layout's run with the reference's, within its limits for loss, gradient norm and weights."""
     layout.loss, layout.norm = (
         deviation(curve(reference, key), curve(layout.run, key)) for key in ("loss", "grad_norm")
@@ -531,7 +508,7 @@ def worst_weight(reference: Mapping[str, torch.Tensor], tensors: Mapping[str, to
     return worst, relative[worst]
 
 
-def matrix(layouts: Sequence[Layout], *, compare_weights: bool) -> list[Sequence[str]]:
+def matrix(layouts: Sequence[LayoutRun], *, compare_weights: bool) -> list[Sequence[str]]:
     """The results as lines of a table, the header first.
 
     Args:
