@@ -21,7 +21,6 @@ from ds_vit.run_folder import RunFolder, weights_in
 
 if TYPE_CHECKING:
     from ds_vit.data.sources.source import Source
-    from ds_vit.tools.predict import Predictions
     from ds_vit.weights.export import Difference
 
 Row = Mapping[str, Any]
@@ -179,7 +178,7 @@ def evaluate(source: str | Path, data: Any = None, **settings: Any) -> Evaluatio
     return EvaluationResult(tool.evaluate_weights(source, again=True, **settings), output)
 
 
-def predict(source: str | Path, images: Sequence[str], **settings: Any) -> Predictions:
+def predict(source: str | Path, images: Sequence[str], **settings: Any) -> dict[str, Any]:
     """The most probable classes of images, with names and probabilities, as `ds-vit predict`.
 
     Args:
@@ -189,7 +188,7 @@ def predict(source: str | Path, images: Sequence[str], **settings: Any) -> Predi
             `ds_vit.tools.predict.predict`, and flags of the model and its pixels.
 
     Returns:
-        `Predictions`: each image with its classes, and the images that could not be read.
+        What `ds-vit predict --json` writes: "images", each with its "classes", and "unreadable".
 
     Raises:
         UserError: anything that the command line would refuse.

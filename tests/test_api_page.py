@@ -30,7 +30,7 @@ print("REPORT", json.dumps({
     "told": [str(path) for path in checkpoints],
     "checkpoints": [str(path) for path in second.checkpoints],
     "files": [str(path) for path in (result.weights, second.weights, figures.written_to) if Path(path).is_file()],
-    "predicted": predictions.images[0].classes[0].name,
+    "predicted": predictions["images"][0]["classes"][0]["name"],
     "evaluated": dict(figures),
     "within": exported.within,
 }))

@@ -17,7 +17,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -47,80 +47,21 @@ from ds_vit.weights.source import MODEL_FLAGS, Exported, load_source
 _MOST_WORKERS = 4  # timm's default
 
 
-@dataclass(frozen=True)
-class ClassProbability:
-    """A class that an image may be of.
+Row = dict[str, Any]
+"""An image: its path as "image", and its "classes", the most probable first, each with "number" (of its logit), "name"
+(LABEL_<number> where nothing says it) and "probability"; or the "reason" why it cannot be read."""
 
-    Attributes:
-        number: of its logit.
-        name: LABEL_<number> where nothing says it.
-        probability: from 0 to 1.
+
+def predict(source: str | Path, images: Sequence[str | os.PathLike[str]], **settings: Any) -> dict[str, Any]:
+    """The most probable classes of images; arguments and errors as of `predict_each`.
+
+    Returns:
+        The timm name as "model"; the file that was read as "weights"; "by": "softmax", or "sigmoid" for weights that
+        were trained with binary cross-entropy or SigLIP's loss (a probability is then only of its class, and they need
+        not sum to 1); the rows in the order given as "images", those that could not be read as "unreadable".
     """
-
-    number: int
-    name: str
-    probability: float
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """The most probable classes of an image, the first one first."""
-
-    image: str
-    classes: tuple[ClassProbability, ...]
-
-
-@dataclass(frozen=True)
-class Unreadable:
-    """An image file that could not be read or decoded, and why."""
-
-    image: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class Predictions:
-    """What `predict` gives.
-
-    Attributes:
-        model: its timm name.
-        weights: the file that was read.
-        by: "softmax", or "sigmoid" for weights that were trained with binary cross-entropy or SigLIP's loss: a
-            probability is then only of its class, and they need not sum to 1.
-        images: in the order given, without those that could not be read.
-        unreadable: those.
-    """
-
-    model: str
-    weights: str
-    by: str
-    images: tuple[Prediction, ...]
-    unreadable: tuple[Unreadable, ...]
-
-
-@dataclass(frozen=True)
-class Features:
-    """What `embed` gives.
-
-    Attributes:
-        images: N paths in the order given, without those that could not be read.
-        features: float32 [N, D], what the classifier gets: pooled, and normalised where the model does that. Of weights
-            with a text tower, of length 1 and comparable with the texts'.
-        unreadable: the images that could not be read.
-        texts: M texts in the order given.
-        text_features: float32 [M, D], of length 1.
-    """
-
-    images: tuple[str, ...]
-    features: np.ndarray
-    unreadable: tuple[Unreadable, ...]
-    texts: tuple[str, ...] = ()
-    text_features: np.ndarray | None = None
-
-
-def predict(source: str | Path, images: Sequence[str | os.PathLike[str]], **settings: Any) -> Predictions:
-    """The most probable classes of images; arguments and errors as of `predict_each`."""
-    return collect(*predict_each(source, images, **settings))
+    exported, rows = predict_each(source, images, **settings)
+    return _collect(exported, rows)
 
 
 def predict_each(
@@ -135,7 +76,7 @@ def predict_each(
     workers: int | None = None,
     device: str = "auto",
     **settings: Any,
-) -> tuple[Exported, Iterator[Prediction | Unreadable]]:
+) -> tuple[Exported, Iterator[Row]]:
     """Predict images one after the other.
 
     Args:
@@ -152,7 +93,7 @@ def predict_each(
             config.yaml.
 
     Returns:
-        The model; and of each image, in the order given, its classes, or why it cannot be read.
+        The model, and a row for each image in the order given.
 
     Raises:
         UserError: invalid input.
@@ -192,13 +133,18 @@ def embed(
     workers: int | None = None,
     device: str = "auto",
     **settings: Any,
-) -> Features:
+) -> dict[str, Any]:
     """The features of images: what the model's classifier gets. Weights need not have one.
 
     Args:
         source, images: as of `predict_each`; without images, of texts only.
         texts: for weights with a text tower: their features too; or a file with one per line.
         weights, checkpoint, batch_size, workers, device, settings: as of `predict_each`.
+
+    Returns:
+        The paths of N images in the order given, without those that could not be read, as "images"; "features" float32
+        [N, D], pooled, and normalised where the model does that (of weights with a text tower, of length 1); the rows
+        of the others as "unreadable"; with texts, "texts" and "text_features" float32 [M, D], of length 1.
 
     Raises:
         UserError: invalid input, or no image that can be read.
@@ -216,14 +162,15 @@ def embed(
     forward = _Forward(batch_size, workers, device)
     of_texts = forward.of_texts(exported, words)[0].numpy() if words else None
     found = list(forward.of_images(exported, files, pre_logits=not has_text)) if files else []
-    unreadable = tuple(one for one in found if isinstance(one, Unreadable))
-    read = [one for one in found if not isinstance(one, Unreadable)]
+    unreadable = [one for one in found if isinstance(one, dict)]
+    read = [one for one in found if not isinstance(one, dict)]
     if files and not read:
-        raise UserError(f"none of {len(files)} images can be read; the first, {files[0]}: {unreadable[0].reason}")
+        raise UserError(f"none of {len(files)} images can be read; the first, {files[0]}: {unreadable[0]['reason']}")
     width = model.common_dim if isinstance(model, ContrastiveModel) else model.num_features
     rows = torch.stack([row for _, row in read]) if read else torch.empty(0, width)
     rows = F.normalize(rows, dim=1) if has_text else rows
-    return Features(tuple(name for name, _ in read), rows.numpy(), unreadable, words, of_texts)
+    result = {"images": [name for name, _ in read], "features": rows.numpy(), "unreadable": unreadable}
+    return result | ({"texts": list(words), "text_features": of_texts} if words else {})
 
 
 def _texts_of(labels: str | Path | Sequence[str] | None) -> tuple[tuple[str, ...], str | Path | None]:
@@ -239,7 +186,7 @@ def _texts_of(labels: str | Path | Sequence[str] | None) -> tuple[tuple[str, ...
 
 def _predict_texts(
     exported: Exported, texts: Sequence[str], files: Sequence[str], top_k: int | None, forward: _Forward
-) -> tuple[Exported, Iterator[Prediction | Unreadable]]:
+) -> tuple[Exported, Iterator[Row]]:
     """Which of some texts each image resembles, by the model's own logit scale and bias."""
     if not texts:
         raise UserError(f'{exported.weights.path} has no classes: give texts, --labels "a cat" "a dog", or a file')
@@ -249,7 +196,7 @@ def _predict_texts(
 
     def logits() -> Outputs:
         for one in outputs:
-            if isinstance(one, Unreadable):
+            if isinstance(one, dict):
                 yield one
             else:
                 similarities = F.normalize(one[1], dim=0) @ features.T
@@ -260,7 +207,7 @@ def _predict_texts(
 
 # ---- images and texts through the model ------------------------------------------------------------------------------
 
-Outputs = Iterator[tuple[str, torch.Tensor] | Unreadable]
+Outputs = Iterator[tuple[str, torch.Tensor] | Row]
 
 
 class _Forward:
@@ -321,7 +268,7 @@ class _Forward:
                 reasons = dict(batch.skipped)
                 for output, valid, index in zip(outputs, batch.valid.tolist(), indices, strict=False):
                     image = source.describe(index)
-                    yield (image, output) if valid else Unreadable(image, reasons[index])
+                    yield (image, output) if valid else {"image": image, "reason": reasons[index]}
 
 
 def _find_device(name: str) -> torch.device:
@@ -339,29 +286,30 @@ def _find_device(name: str) -> torch.device:
     return device
 
 
-def _predictions(exported: Exported, top_k: int, outputs: Outputs) -> Iterator[Prediction | Unreadable]:
+def _predictions(exported: Exported, top_k: int, outputs: Outputs) -> Iterator[Row]:
     """The most probable classes of each image, from its logits."""
     names = exported.labels or tuple(f"LABEL_{number}" for number in range(exported.model.num_classes))
     for one in outputs:
-        if isinstance(one, Unreadable):
+        if isinstance(one, dict):
             yield one
             continue
         image, logits = one
         probabilities = (logits.sigmoid() if exported.bce else logits.softmax(0)).topk(top_k)
         pairs = zip(probabilities.indices.tolist(), probabilities.values.tolist(), strict=True)
-        yield Prediction(image, tuple(ClassProbability(number, names[number], value) for number, value in pairs))
+        classes = [{"number": number, "name": names[number], "probability": value} for number, value in pairs]
+        yield {"image": image, "classes": classes}
 
 
-def collect(exported: Exported, found: Iterable[Prediction | Unreadable]) -> Predictions:
-    """All that `predict_each` gives."""
-    found = list(found)
-    return Predictions(
-        model=exported.model.pretrained_cfg["architecture"],
-        weights=str(exported.weights.path),
-        by="sigmoid" if exported.bce else "softmax",
-        images=tuple(one for one in found if isinstance(one, Prediction)),
-        unreadable=tuple(one for one in found if isinstance(one, Unreadable)),
-    )
+def _collect(exported: Exported, rows: Iterable[Row]) -> dict[str, Any]:
+    """What `predict` returns."""
+    rows = list(rows)
+    return {
+        "model": exported.model.pretrained_cfg["architecture"],
+        "weights": str(exported.weights.path),
+        "by": "sigmoid" if exported.bce else "softmax",
+        "images": [row for row in rows if "classes" in row],
+        "unreadable": [row for row in rows if "reason" in row],
+    }
 
 
 # ---- the command line ------------------------------------------------------------------------------------------------
@@ -434,9 +382,16 @@ def _predict(source: str, images: Sequence[str], output: str | None = None, **wo
     # Names of files need not be UTF-8.
     with _opened(output, mode="w", newline="", encoding="utf-8", errors="surrogateescape") as file:
         print(weights_line(source, **words), file=sys.stderr, flush=True)
-        tally = _Tally()
-        _WRITE[form](exported, tally.count(rows), file)
-    return tally.report(output)
+        if form == "csv":
+            num_read, unreadable = _write_csv(rows, file)
+        else:
+            found = _collect(exported, rows)
+            num_read, unreadable = len(found["images"]), found["unreadable"]
+            if form == "json":
+                file.write(to_json(found, indent=2) + "\n")
+            else:
+                _print_table(found)
+    return _report(num_read, unreadable, output)
 
 
 def _embed(source: str, output: str, images: Sequence[str] = (), **words: Any) -> int:
@@ -446,12 +401,10 @@ def _embed(source: str, output: str, images: Sequence[str] = (), **words: Any) -
         words["texts"] = Path(words["texts"])
     with _opened(output, mode="wb") as file:
         found = embed(source, images, **words)
-        arrays: dict[str, Any] = {"features": found.features, "images": np.array(found.images)}
-        if found.text_features is not None:
-            arrays |= {"text_features": found.text_features, "texts": np.array(found.texts)}
-        np.savez(file, **arrays)
+        unreadable = found.pop("unreadable")
+        np.savez(file, **found)
     print(weights_line(source, **words), file=sys.stderr)
-    return _Tally(len(found.images), [*found.unreadable]).report(output, len(found.texts))
+    return _report(len(found["images"]), unreadable, output, len(found.get("texts", ())))
 
 
 def _form(images: Sequence[str], as_json: bool, output: str | None) -> str:
@@ -481,64 +434,46 @@ def _opened(output: str | None, **how: Any) -> Iterator[Any]:
             yield file
 
 
-def _write_csv(exported: Exported, rows: Iterable[Prediction | Unreadable], file: TextIO) -> None:
-    """A line per image, as it comes: image,class1,probability1,class2,…"""
-    writer = csv.writer(file, lineterminator="\n")
-    for number, row in enumerate(row for row in rows if isinstance(row, Prediction)):
-        if not number:
-            header = ["image", *(f"{w}{n}" for n in range(1, len(row.classes) + 1) for w in ("class", "probability"))]
-            writer.writerow(header)
-        writer.writerow([row.image, *(v for one in row.classes for v in (one.name, f"{one.probability:.6f}"))])
+def _write_csv(rows: Iterable[Row], file: TextIO) -> tuple[int, list[Row]]:
+    """A line per image, as it comes: image,class1,probability1,class2,…; gives their number, and the other rows."""
+    writer, num_read, unreadable = None, 0, []
+    for row in rows:
+        if "reason" in row:
+            unreadable.append(row)
+            continue
+        cells = {"image": row["image"]}
+        for place, one in enumerate(row["classes"], 1):
+            cells |= {f"class{place}": one["name"], f"probability{place}": f"{one['probability']:.6f}"}
+        if writer is None:
+            writer = csv.DictWriter(file, cells, lineterminator="\n")
+            writer.writeheader()
+        writer.writerow(cells)
+        num_read += 1
+    return num_read, unreadable
 
 
-def _write_json(exported: Exported, rows: Iterable[Prediction | Unreadable], file: TextIO) -> None:
-    """The fields of `Predictions`."""
-    file.write(to_json(asdict(collect(exported, rows)), indent=2) + "\n")
-
-
-def _write_table(exported: Exported, rows: Iterable[Prediction | Unreadable], file: TextIO) -> None:
-    found = collect(exported, rows)
-    separately = ", each class by itself" if found.by == "sigmoid" else ""
-    title = f"{found.model}, probabilities by {found.by}{separately}"
+def _print_table(found: dict[str, Any]) -> None:
+    separately = ", each class by itself" if found["by"] == "sigmoid" else ""
+    title = f"{found['model']}, probabilities by {found['by']}{separately}"
     table = Table("image", "class", title=title, title_justify="left", title_style="bold")
     table.columns[0].overflow = table.columns[1].overflow = "fold"
     table.add_column("probability", justify="right")
-    for prediction in found.images:
-        for place, one in enumerate(prediction.classes):
-            last = place == len(prediction.classes) - 1
-            name = "" if place else prediction.image
-            table.add_row(name, one.name, f"{100 * one.probability:.2f} %", end_section=last)
-    if found.images:
+    for row in found["images"]:
+        for place, one in enumerate(row["classes"], 1):
+            name = row["image"] if place == 1 else ""
+            last = place == len(row["classes"])
+            table.add_row(name, one["name"], f"{100 * one['probability']:.2f} %", end_section=last)
+    if found["images"]:
         make_console().print(table, markup=False)
 
 
-_WRITE = {"csv": _write_csv, "json": _write_json, "table": _write_table}
-
-
-@dataclass
-class _Tally:
-    """How many images there are, and those that could not be read."""
-
-    num_images: int = 0
-    unreadable: list[Unreadable] = field(default_factory=list)
-
-    def count(self, rows: Iterable[Prediction | Unreadable]) -> Iterator[Prediction | Unreadable]:
-        """The rows, counted as they pass."""
-        for row in rows:
-            if isinstance(row, Unreadable):
-                self.unreadable.append(row)
-            else:
-                self.num_images += 1
-            yield row
-
-    def report(self, output: str | None, num_texts: int = 0) -> int:
-        """Say on stderr where the result is and what could not be read, and give the exit code."""
-        for one in self.unreadable:
-            print(f"{one.image}: cannot be read ({one.reason})", file=sys.stderr)
-        if num_bad := len(self.unreadable):
-            total = self.num_images + num_bad
-            print(f"{num_bad:,} of {total:,} images could not be read and are left out", file=sys.stderr)
-        if output:
-            texts = f", {num_texts:,} texts" if num_texts else ""
-            print(f"{output}: {self.num_images:,} images{texts}", file=sys.stderr)
-        return exit_codes.UNREADABLE if self.unreadable else exit_codes.OK
+def _report(num_read: int, unreadable: Sequence[Row], output: str | None, num_texts: int = 0) -> int:
+    """Say on stderr where the result is and what could not be read, and give the exit code."""
+    for row in unreadable:
+        print(f"{row['image']}: cannot be read ({row['reason']})", file=sys.stderr)
+    if num_bad := len(unreadable):
+        print(f"{num_bad:,} of {num_read + num_bad:,} images could not be read and are left out", file=sys.stderr)
+    if output:
+        texts = f", {num_texts:,} texts" if num_texts else ""
+        print(f"{output}: {num_read:,} images{texts}", file=sys.stderr)
+    return exit_codes.UNREADABLE if unreadable else exit_codes.OK

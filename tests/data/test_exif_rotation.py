@@ -264,10 +264,10 @@ def test_a_run_and_what_reads_it_follow_the_setting(ranks, folders, tmp_path):
     assert [evaluations[0][name] for name in ("top1", "loss")] == [evaluations[1][name] for name in ("top1", "loss")]
 
     files = [[str(path) for path in sorted(folder.rglob("*.*g"))] for folder in folders]
-    features = [embed(run, of_run, device="cpu").features for run, of_run in zip(runs, files, strict=True)]
+    features = [embed(run, of_run, device="cpu")["features"] for run, of_run in zip(runs, files, strict=True)]
     assert np.array_equal(*features)
     on, upright, off = (
-        [[(one.number, one.probability) for one in image.classes] for image in predict(run, of_run, **how).images]
+        [image["classes"] for image in predict(run, of_run, **how)["images"]]
         for run, of_run, how in (
             (runs[0], files[0], {}),
             (runs[1], files[1], {}),
@@ -280,7 +280,7 @@ def test_a_run_and_what_reads_it_follow_the_setting(ranks, folders, tmp_path):
     config = (runs[0] / "config.yaml").read_text()
     assert "exif_rotation: 'on'\n" in config
     (runs[0] / "config.yaml").write_text(config.replace("exif_rotation: 'on'\n", ""))
-    old = [[(one.number, one.probability) for one in image.classes] for image in predict(runs[0], files[0]).images]
+    old = [image["classes"] for image in predict(runs[0], files[0])["images"]]
     assert old == off, "a run from before the flag"
     (runs[0] / "config.yaml").write_text(config)
     [note] = export(runs[0], "timm").notes

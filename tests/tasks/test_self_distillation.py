@@ -264,10 +264,10 @@ def test_the_teacher_is_evaluated_and_exported(ranks, tmp_path, folder):
     assert head.keys() == of_teacher.keys()
     assert all(torch.equal(head[name], tensor) for name, tensor in of_teacher.items()), "the teacher's head too"
     images = sorted((folder / "train" / "all").iterdir())[:3]
-    of_run = embed(output, images).features
-    assert of_run == pytest.approx(embed(output / "teacher.safetensors", images).features)
-    assert of_run == pytest.approx(embed(output, images, checkpoint="latest").features)
-    assert of_run != pytest.approx(embed(output / "model.safetensors", images).features, rel=1e-3)
+    of_run = embed(output, images)["features"]
+    assert of_run == pytest.approx(embed(output / "teacher.safetensors", images)["features"])
+    assert of_run == pytest.approx(embed(output, images, checkpoint="latest")["features"])
+    assert of_run != pytest.approx(embed(output / "model.safetensors", images)["features"], rel=1e-3)
 
 
 NO_BEST = "no weights are marked as the best: the feature deviation of random weights is the largest; --eval-knn"

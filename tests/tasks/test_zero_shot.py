@@ -474,14 +474,14 @@ def test_the_best_weights_are_those_of_both_towers(ranks, folder, tmp_path):
     found = {key: embed(run, [images], texts=["a cat"], **which) for key, which in TOWERS_OF.items()}
     for one, other, same in (("", "checkpoint", True), ("last", "end", True), ("", "last", False)):
         for name in ("features", "text_features"):
-            assert np.allclose(getattr(found[one], name), getattr(found[other], name), atol=1e-6) == same, (one, name)
+            assert np.allclose(found[one][name], found[other][name], atol=1e-6) == same, (one, name)
     # A run from before best-text.safetensors: its best checkpoint, else its last weights, have both towers.
     (run / "best-text.safetensors").unlink()
     why = f" ({run / 'best.safetensors'} lacks best-text.safetensors, its text tower)"
     assert weights_line(run).startswith(f"weights: {run / 'checkpoints' / 'step-00000002' / 'model.safetensors'}{why}")
     again = embed(run, [images], texts=["a cat"])
-    assert np.array_equal(again.features, found["checkpoint"].features)
-    assert np.array_equal(again.text_features, found["checkpoint"].text_features)
+    assert np.array_equal(again["features"], found["checkpoint"]["features"])
+    assert np.array_equal(again["text_features"], found["checkpoint"]["text_features"])
     (run / "checkpoints" / "best").unlink()
     assert weights_line(run).startswith(f"weights: {run / 'model.safetensors'}{why}")
     with pytest.raises(ValueError, match=f"there is no best.safetensors .*{re.escape(why)}"):

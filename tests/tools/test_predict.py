@@ -192,15 +192,15 @@ def test_weights_of_a_timm_name(tmp_path, by_timm, capsys):
 
 
 def test_from_python(run, data, by_timm):
-    """A result that is not typed, and a second call in one process."""
+    """Other results than the command's, and a second call in one process."""
     files = list(by_timm)[:2]
     for _ in range(2):
         found = predict(run, files, top_k=1, device="cpu")
-    assert (found.by, found.unreadable, found.weights) == ("softmax", (), str(run / "model.safetensors"))
-    assert [one.image for one in found.images] == files
-    best = found.images[0].classes[0]
-    assert best.name == NAMES[best.number]
-    assert best.number == int(by_timm[files[0]][0].argmax())
+    assert (found["by"], found["unreadable"], found["weights"]) == ("softmax", [], str(run / "model.safetensors"))
+    assert [one["image"] for one in found["images"]] == files
+    best = found["images"][0]["classes"][0]
+    assert best["name"] == NAMES[best["number"]]
+    assert best["number"] == int(by_timm[files[0]][0].argmax())
     assert predict(run / "model.safetensors", files, top_k=1) == found, "the file finds its run"
     with pytest.raises(ValueError, match='there is no setting "topk"; the nearest is top_k'):
         predict(run, files, topk=1)
