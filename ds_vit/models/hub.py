@@ -11,8 +11,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
-from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, HTTPError
+from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RemoteEntryNotFoundError,
+)
 from timm.models import parse_model_name
 from timm.models._hub import load_model_config_from_path
 
@@ -87,28 +92,17 @@ def hub_file(repository: str, files: Sequence[str], what: str, way_out: str = ""
         raise UserError(f"{what} in no repository: {first_line(error)}") from None
     if path := next((path for path in cached if isinstance(path, str)), None):
         return Path(path)
-    reasons = [reason] if (reason := _no_hub(repository, files[0])) else []
-    for file in files if not reasons else []:
+    for file in files:
         try:
             return Path(hf_hub_download(repository, file, revision=revision or None))
-        except (EntryNotFoundError, HfHubHTTPError, OSError) as error:
-            reasons.append(first_line(error.__cause__ or error))
+        except RemoteEntryNotFoundError as error:
+            reason = first_line(error)
+        except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:  # no other file can be downloaded either
+            reason = first_line(error.__cause__ or error)
+            break
     folder = Path(constants.HF_HUB_CACHE, f"models--{repository.replace('/', '--')}", "snapshots", revision or "main")
     address = f"{constants.ENDPOINT}/{repository}/resolve/{revision or 'main'}/{files[0]}"
     raise UserError(
-        f"{what} not in the Hugging Face cache and cannot be downloaded ({reasons[0]}): download {address} to "
+        f"{what} not in the Hugging Face cache and cannot be downloaded ({reason}): download {address} to "
         f"{folder / files[0]}{way_out}"
     )
-
-
-def _no_hub(repository: str, file: str) -> str:
-    """Why the Hub cannot be reached; empty if it answers. One try: `hf_hub_download` retries each file for minutes."""
-    if constants.HF_HUB_OFFLINE:
-        return "HF_HUB_OFFLINE is set"
-    try:
-        get_hf_file_metadata(hf_hub_url(repository, file))
-    except HfHubHTTPError:
-        return ""  # an answer
-    except (HTTPError, OSError) as error:
-        return first_line(error)
-    return ""

@@ -150,11 +150,6 @@ def rules_of(cls: type[torch.optim.Optimizer]) -> OptimizerRules:
     return getattr(cls, "rules", _ELEMENTWISE)
 
 
-def identity_remedies() -> dict[str, str]:
-    """For all optimizers: key of `OptimizerRules.identity` → what to do where a checkpoint has another value."""
-    return {key: remedy for cls in _OURS.values() for key, remedy in rules_of(cls).remedies.items()}
-
-
 def _try(cls: type[torch.optim.Optimizer], params: Mapping[str, Any], path: str) -> None:
     """Let the optimizer check its arguments before a process group exists; rate and decay are checked elsewhere."""
     others = {"lr", "weight_decay", *rules_of(cls).own_arguments}

@@ -66,7 +66,6 @@ class MuonRules(OptimizerRules):
         }
     )
     shown_to_deepspeed = False  # it would orthogonalize gradients itself, before this Muon does
-    remedies = MappingProxyType({"left_to_adamw": "give the same fallback_list"})
 
     def notes(self, arguments: Mapping[str, Any]) -> list[str]:
         """Where DeepSpeed's Muon would do something else."""

@@ -18,13 +18,11 @@ class OptimizerRules:
         own_arguments: arguments of the JSON that are for these rules, and not for the constructor.
         spelled_otherwise: arguments of DeepSpeed's optimizer of this name, and what to write instead.
         shown_to_deepspeed: the JSON's block may be read by DeepSpeed, which then knows the optimizer by its name.
-        remedies: key of `identity` → what to do where a checkpoint has another value.
     """
 
     own_arguments: ClassVar[frozenset[str]] = frozenset()
     spelled_otherwise: ClassVar[Mapping[str, str]] = MappingProxyType({})
     shown_to_deepspeed: ClassVar[bool] = True
-    remedies: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
     def notes(self, arguments: Mapping[str, Any]) -> list[str]:
         """Lines for people about what these arguments of the JSON mean here."""

@@ -15,34 +15,13 @@ from ds_vit.config.flag import Scope
 from ds_vit.config.schema import HELD, names_with
 from ds_vit.data.sampler import SampleOrder
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.optim.build import identity_remedies
 from ds_vit.optim.schedules import Schedule
 from ds_vit.run_folder import RunFolder
 from ds_vit.tasks import TASKS
 
-# What to do where something differs that must be the same in the run that resumes; a flag's is to give it.
-_REMEDIES = {
-    "img_size_schedule": "give the same --img-size-schedule, --epochs and --max-steps, say --allow-schedule-change",
-    "train_img_sizes": "give the same --train-img-sizes, say --allow-schedule-change",
-    "task_schedules": "give the same --epochs and --max-steps, say --allow-schedule-change",
-    "shapes": "give the same --model-kwargs",
-    "teacher": "give the same teacher by --kd-model-name or --kd-checkpoint (of a run that has trained since, the "
-    "checkpoint that this run named at its start)",
-    "images": "give the same training data",
-    "class_names": "give the same training data, with the same names of class folders",
-    "mixture": "give the same folders in --data-dir, with the same --data-weights",
-    "samples": "give the same images under the same names with the same labels and captions (the folder may be "
-    "another), or say --allow-schedule-change to resume with these, such as those of a table that was repaired",
-    "optimizer": "name the same optimizer in the JSON",
-    **identity_remedies(),
-    "trained": "give the same --freeze or --linear-probe",
-}
-# What --allow-schedule-change and --allow-batch-change may change, for the note that says so.
-_MAY_CHANGE = {
-    "img_size_schedule": "the size of the images changes",
-    "train_img_sizes": "the sizes of the images change",
-    "task_schedules": "the schedules of the task change",
-}
+# They may change with --allow-schedule-change, and the first three with --allow-batch-change.
+_SCHEDULES = ("img_size_schedule", "train_img_sizes", "task_schedules")
+_ALLOWED = (*_SCHEDULES, "samples")
 _FREE = frozenset(names_with(Scope.FREE))  # flags that may change without a note
 
 
@@ -178,15 +157,15 @@ def check_same_run(resume: Resume, identity: Mapping[str, Any], config: Mapping[
     may_change = allow or config.get("allow_batch_change")
     for key in {**identity, **saved["run"]}:  # those of the task first
         old, new = saved["run"].get(key, _default_of(key, None)), identity.get(key)
-        if old != new and key in _MAY_CHANGE and old and new and may_change:
-            notes.append(f"{_MAY_CHANGE[key]} from {old} to {new}; the curve changes with it")
-        elif old != new and key == "samples" and allow:
-            notes.append(f"{_difference(key, old, new)}; the curve changes with it")
-        elif old != new:
-            raise UserError(
-                f"--resume {resume.checkpoint.path}: {key.replace('_', ' ')}: {_difference(key, old, new)}; "
-                f"{_REMEDIES.get(key) or f'give the same {spelling(key)}'}, or start a new run"
-            )
+        if old == new:
+            continue
+        difference = f"{key.replace('_', ' ')}: {_difference(key, old, new)}"
+        if key in _ALLOWED and (allow or (key in _SCHEDULES and may_change and old and new)):
+            notes.append(f"{difference}; the curve changes with it")
+            continue
+        same = f"give the same{f' {spelling(key)}' if key in FIELDS else ''}"
+        allowed = ", say --allow-schedule-change" if key in _ALLOWED else ""
+        raise UserError(f"--resume {resume.checkpoint.path}: {difference}; {same}{allowed}, or start a new run")
     config, old = json.loads(json.dumps(config)), saved["config"]  # through JSON, which has no tuples
     before = {name: old.get(name, _default_of(name, config.get(name))) for name in {*config, *(FIELDS.keys() & old)}}
     changed = [name for name in sorted(before.keys() - _FREE) if before[name] != config.get(name)]
@@ -220,7 +199,7 @@ def _difference(key: str, old: Any, new: Any) -> str:
     if key == "samples":  # hashes, which say nothing to people
         return "the number of images is the same, and the name, label or a caption of at least one is another"
     if key == "teacher" and old and new:
-        return "its weights are others"
+        return "its weights are others (of a run that has trained since, name the checkpoint that this run named)"
     if key == "class_names":
         old, new = ({f"class {number}": name for number, name in enumerate(names)} for names in (old, new))
     if not isinstance(new, dict):

@@ -82,10 +82,8 @@ def _import_parser() -> argparse.ArgumentParser:
         only=MODEL_FLAGS,
         show_defaults=False,
         examples="ds-vit import google/checkpoint-folder --to weights.safetensors\n"
-        "ds-vit import deepspeed-checkpoint --to weights.safetensors --model vit_base_patch16_224",
+        "ds-vit import weights.pth --to weights.safetensors --model vit_base_patch16_224",
     )
-    parser.add_argument(
-        "source", metavar="SOURCE", help="a Hugging Face, open_clip or timm folder, a DeepSpeed checkpoint, or a file"
-    )
+    parser.add_argument("source", metavar="SOURCE", help="a Hugging Face, open_clip or timm folder, or a file")
     parser.add_argument("--to", metavar="FILE", required=True, help="the .safetensors file to write")
     return parser

@@ -45,7 +45,6 @@ _OF_MODEL = re.compile(
     r"|(?:vit\.|deit\.)?embeddings\.patch_embeddings\.projection\.weight$)"
 )
 _AVERAGES = ("teacher", "ema", "target")
-_DEEPSPEED = ("*_optim_states.pt", "mp_rank_*_model_states.pt")
 
 
 def read_torch(path: Path) -> dict[str, Any]:
@@ -59,27 +58,18 @@ def read_torch(path: Path) -> dict[str, Any]:
         return load_state_dict(str(path))  # written by torch < 1.6
 
 
-def deepspeed_checkpoint(folder: Path) -> Path | None:
-    """The folder of ranks' files of a checkpoint that DeepSpeed's own `save_checkpoint` wrote, or None.
-
-    Args:
-        folder: that folder, or the one around it with the file `latest`.
-    """
-    latest = folder / "latest"
-    inner = folder / latest.read_text().strip() if latest.is_file() else folder
-    return inner if any(True for pattern in _DEEPSPEED for _ in inner.glob(pattern)) else None
-
-
 def _file_of(path: Path) -> Path:
     """The file to open for a path; UserError if there is none."""
     if path.is_dir():
         ours = (weights_in(path, kind) for kind in (BEST, "teacher", "raw"))
         if found := [file for file in (*ours, *(path / name for name in _OF_OTHERS)) if file and file.is_file()]:
             return found[0]
-        if deepspeed_checkpoint(path):
+        if states := [*path.glob("*_states.pt"), *path.glob("*/*_states.pt")]:
+            folder = states[0].parent.parent
             raise UserError(
-                f"initial checkpoint {path} is one of DeepSpeed's own, which are pickles; if you trust it, convert it: "
-                f"ds-vit import {path} --to weights.safetensors"
+                f"initial checkpoint {path} is one of DeepSpeed's own, which are pickles; if you trust it, run python "
+                f"{folder}/zero_to_fp32.py {folder} weights --safe_serialization and give the folder weights; without "
+                f"ZeRO give {states[0].with_name('mp_rank_00_model_states.pt')}"
             )
         raise UserError(f"initial checkpoint {path} is a folder without model.safetensors or its index.json")
     if not path.is_file():

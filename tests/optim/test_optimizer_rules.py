@@ -12,7 +12,6 @@ from project import ROOT
 from ds_vit.optim import build
 from ds_vit.optim.build import (
     build_optimizer,
-    identity_remedies,
     optimizer_class,
     parameter_groups,
     rules_of,
@@ -24,7 +23,6 @@ from ds_vit.optim.rules import OptimizerRules
 class HalfRules(OptimizerRules):
     own_arguments = frozenset({"slow"})
     spelled_otherwise = MappingProxyType({"rate": 'write it as "lr"'})
-    remedies = MappingProxyType({"slowed": "give the same slow"})
 
     def notes(self, arguments):
         return [f"slow: {arguments['slow']}"]
@@ -64,7 +62,6 @@ def test_a_new_optimizer_needs_its_class_and_a_line(monkeypatch):
     optimizer = build_optimizer(cls, groups, arguments, torch.device("cpu"))
     assert optimizer.defaults["lr"] == 0.2
     assert rules.identity(apart) == {"slowed": ["head.bias", "head.weight"]}
-    assert identity_remedies()["slowed"] == "give the same slow"
     with pytest.raises(ValueError, match=re.escape('params.rate: write it as "lr"')):
         optimizer_class({"type": "Half", "params": {"rate": 1, "slow": "x"}}, "c")
 

@@ -221,14 +221,14 @@ def test_a_run_resumes_in_another_layout_without_the_teacher_in_its_files(ranks,
     train(ranks, weights, tmp_path / "run", first, *words, "--max-steps", 5)
     write_teacher(tmp_path / "other")
     argv = command(weights, tmp_path / "run", kind, BATCH, 1, 1, "--resume", "auto")
-    with pytest.raises(ValueError, match="teacher: its weights are others; give the same teacher"):
+    with pytest.raises(ValueError, match="teacher: its weights are others "):
         resolved([*argv, "--kd-model-name", f"local-dir:{tmp_path / 'other'}"])
     student = command(weights, tmp_path / "student", "soft", BATCH, 1, 1, "--kd-model-name", "", "--kd-checkpoint")
     student += [str(tmp_path / "run"), "--max-steps", "1", "--checkpoint-interval", "1", "--resume", "auto"]
     assert ranks.run(1, train_on_rank, student) == [0]
     rows = train(ranks, weights, tmp_path / "run", second, *words, "--resume", "auto")
     assert_same_curve(expected(kind), rows, rtol=1e-5)
-    with pytest.raises(ValueError, match=r"its weights are others; .* the checkpoint that this run named at its start"):
+    with pytest.raises(ValueError, match="name the checkpoint that this run named"):
         resolved(student)
     resolved([*student, "--kd-checkpoint", tmp_path / "run" / "checkpoints" / "step-00000005"])
     names = set(timm.create_model(NAME, num_classes=10, img_size=16, **STUDENT).state_dict())

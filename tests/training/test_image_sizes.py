@@ -110,7 +110,7 @@ def test_a_size_stays_at_its_step_when_a_run_goes_on(monkeypatch):
     monkeypatch.setattr("ds_vit.training.resolve.find_resume", lambda config: resume)
     words = ["--max-steps", 10, "--resume", "step-5", "--allow-schedule-change"]
     [note, *_] = resolved([*run, *words]).changes
-    assert "the size of the images changes from 8 from step 1, 12 from step 3" in note
+    assert "img size schedule: 8 from step 1, 12 from step 3" in note
 
 
 def test_flops_are_those_of_all_steps_of_a_row():

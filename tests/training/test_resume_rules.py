@@ -148,17 +148,17 @@ OTHERS = {
     "one parameter less for Muon": (
         {"left_to_adamw": HEAD},
         {"left_to_adamw": HEAD | {"head.weight": "AdamW's"}},
-        "head.weight is absent there and AdamW's here; give the same fallback_list",
+        "head.weight is absent there and AdamW's here; give the same, or start",
     ),
     "a class's name": (
         NAMES,
         NAMES | {"class_names": ["cat", "hound"]},
-        "class 1 is dog there and hound here; give the",
+        "class 1 is dog there and hound here; give the same, or start",
     ),
     "an image's label": (
         NAMES,
         NAMES | {"samples": "5678"},
-        "label or a caption of at least one is another; give the same images",
+        "caption of at least one is another; give the same, say --allow-schedule-change",
     ),
 }
 
@@ -309,7 +309,7 @@ REFUSED = {
     "num classes": (("--num-classes", 12), ["10 there and 12 here; give the same --num-classes"]),
     "seed": (("--seed", 7), ["42 there and 7 here"]),
     "shapes": (OTHER_SHAPES, ["cls_token is [1, 1, 32]"]),
-    "trained": (("--linear-probe",), ["give the same --freeze or --linear-probe"]),
+    "trained": (("--linear-probe",), ["trained: ", "here; give the same, or start a new run"]),
     "optimizer": (("--deepspeed_config", "sgd.json"), ["AdamW there and SGD here"]),
     "schedule": (
         ("--epochs", 2),

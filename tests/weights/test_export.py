@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 import sys
 from dataclasses import replace
 
@@ -183,43 +185,38 @@ def _settings():
     return {"model_kwargs": dict(SPEC.model_kwargs), "img_size": 64, "num_classes": 10}
 
 
-def save_with_deepspeed(folder, stage, dtype):
-    """On a rank: a plain timm module, one DeepSpeed step, DeepSpeed's own checkpoint, and rank 0's fp32 weights."""
+def save_with_deepspeed(folder, stage):
+    """On a rank: a plain timm module, one DeepSpeed step, DeepSpeed's own checkpoint; the weights of the end."""
     import deepspeed
-    from deepspeed.utils import safe_get_full_fp32_param
 
     torch.manual_seed(0)
     model = timm_model(SPEC)
-    config = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 1.0, "bf16": {"enabled": dtype == "bf16"}}
-    config |= {"zero_optimization": {"stage": stage, "reduce_bucket_size": 100000, "allgather_bucket_size": 100000}}
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}}
     config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-    kind = torch.bfloat16 if dtype == "bf16" else torch.float32
-    loss = torch.nn.functional.cross_entropy(engine(images(SPEC).to(kind)[:2]).float(), torch.tensor([1, 2]))
-    engine.backward(loss)
+    engine.backward(torch.nn.functional.cross_entropy(engine(images(SPEC)[:2]), torch.tensor([1, 2])))
     engine.step()
     engine.save_checkpoint(folder, tag="global_step1")
-    full = {}
-    for name, parameter in engine.module.named_parameters():
-        value = safe_get_full_fp32_param(parameter) if stage else parameter.detach()
-        full[name] = value.float().cpu().numpy().copy()
-    return full
+    return {name: parameter.detach().numpy().copy() for name, parameter in engine.module.named_parameters()}
 
 
-@pytest.mark.parametrize(("stage", "dtype"), [(0, "fp32"), (1, "bf16"), (2, "fp32"), (3, "fp32")])
-def test_deepspeeds_own_checkpoints_are_converted(ranks, tmp_path, stage, dtype):
-    """Weights of one rank only, of 16 bits, or of the step before."""
-    full, _ = ranks.run(2, save_with_deepspeed, str(tmp_path / "ds"), stage, dtype)
-    with pytest.raises(ValueError, match=r"are pickles; if you trust it, convert it: ds-vit import"):
-        InitialCheckpoint(tmp_path / "ds", create_model(SPEC))
-    for number, source in enumerate((tmp_path / "ds", tmp_path / "ds" / "global_step1")):
-        to = tmp_path / f"{number}.safetensors"
-        assert "which fits vit_tiny" in import_weights(source, to, model=SPEC.name, **_settings())
-        state = load_file(to)
-        assert state.keys() == full.keys()
-        for name, tensor in state.items():
-            np.testing.assert_allclose(tensor.float().numpy(), full[name], rtol=0, atol=0)
+@pytest.mark.parametrize("stage", [0, 1])
+def test_deepspeeds_own_checkpoints_are_read(ranks, tmp_path, stage):
+    """The way out that the error names leads to no weights, or to others."""
+    [full] = ranks.run(1, save_with_deepspeed, str(tmp_path / "ds"), stage)
+    for folder in (tmp_path / "ds", tmp_path / "ds" / "global_step1"):
+        with pytest.raises(ValueError, match="are pickles; if you trust it, run python") as error:
+            InitialCheckpoint(folder, create_model(SPEC))
+        command, file = re.search("run python (.* --safe_serialization) .* give (.*)$", str(error.value)).groups()
+    if stage:
+        file = tmp_path / "weights"
+        subprocess.run([sys.executable, *command.split()], cwd=tmp_path, check=True, capture_output=True)
+    model = create_model(SPEC, for_training=False, device="cpu")
+    InitialCheckpoint(file, create_model(SPEC)).load(model)
+    state = model.state_dict()
+    assert state.keys() == full.keys()
+    assert all(np.array_equal(state[name].numpy(), value) for name, value in full.items())
 
 
 def test_import_refuses_in_one_line(tmp_path, capsys):
