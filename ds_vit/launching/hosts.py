@@ -9,9 +9,12 @@ A slot is a rank's place: one accelerator, or one CPU rank. `.deepspeed_env` is 
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +23,12 @@ from ds_vit.fault_tolerance.errors import UserError, read_text, text_lines
 SCHEDULERS = ("slurm", "pbs")
 """What `read_hosts` takes besides a file."""
 
-# Names reach ssh and pdsh as arguments: no leading dash (an option), nothing that a shell or pdsh's own lists expand.
+_SSH_OPTIONS = (
+    *("-oBatchMode=yes", "-oConnectTimeout=15", "-oServerAliveInterval=15", "-oServerAliveCountMax=3"),
+    "-oControlMaster=no",  # a shared connection that outlives this ssh would keep its output open
+)
+
+# Names reach ssh as arguments: no leading dash (an option), nothing that a shell expands.
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:%@-]*")
 _HOSTFILE_LINE = re.compile(r"(\S+)\s+slots=(\d+)(?:\s.*)?")  # DeepSpeed's runner.py: ^(\S+)\s+slots=(\d+)
 
@@ -248,6 +256,68 @@ def collected(environ: Mapping[str, str], cwd: Path, files: Sequence[str | Path]
     for file in files:
         variables |= read_environment(file)
     return variables
+
+
+# ---- Programs on the hosts -------------------------------------------------------------------------------------------
+
+TIMED_OUT = -9
+"""`Ended.code` of a program whose time was up."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A program that has ended on a host: its exit code, the lines of its output, and when (`time.monotonic()`)."""
+
+    code: int
+    lines: Sequence[str]
+    at: float = 0.0
+
+    def marked(self, mark: str) -> str:
+        """The rest of the first line with this mark, which a login script cannot have printed; "" for none."""
+        return next((line.partition(mark)[2] for line in self.lines if mark in line), "")
+
+
+def ssh_command(host: str, words: Sequence[str], environ: Mapping[str, str], port: int | None = None) -> list[str]:
+    """The arguments that run a command on a host; nothing in it reaches the shell there unquoted."""
+    # DeepSpeed's launcher has its ssh options in this variable; ssh uses the first of a repeated option.
+    own = [*shlex.split(environ.get("PDSH_SSH_ARGS_APPEND", "")), *_SSH_OPTIONS, *(["-p", str(port)] if port else [])]
+    return ["ssh", *own, "--", host, shlex.join(words)]
+
+
+def on_hosts(
+    programs: Sequence[tuple[str, Sequence[str]]], environ: Mapping[str, str], seconds: float, port: int | None = None
+) -> list[Ended]:
+    """Run programs at once until they end or their time is up.
+
+    Args:
+        programs: each its host, or "" for this machine, and its words.
+        environ: of ssh, or of a program on this machine.
+        seconds: for each.
+        port: of every sshd; None for ssh's own choice.
+    """
+
+    def run(program: tuple[str, Sequence[str]]) -> Ended:
+        host, words = program
+        command = ssh_command(host, words, environ, port) if host else words
+        try:
+            done = subprocess.run(
+                command,
+                env=dict(environ),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                timeout=seconds,
+            )
+            code, output = done.returncode, done.stdout
+        except subprocess.TimeoutExpired as error:
+            code, output = TIMED_OUT, error.stdout or b""
+        except OSError as error:  # no ssh, or no open files left
+            code, output = 127, f"cannot start {command[0]}: {error.strerror}".encode()
+        lines = [line.strip() for line in output.decode(errors="replace").splitlines() if line.strip()]
+        return Ended(code, lines, time.monotonic())
+
+    with ThreadPoolExecutor(max_workers=max(1, len(programs))) as pool:
+        return list(pool.map(run, programs))
 
 
 def numbered_lines(text: str) -> Iterator[tuple[int, str]]:

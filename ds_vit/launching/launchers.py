@@ -18,13 +18,12 @@ import sys
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.launching.hosts import Host, first_host, read_hosts
+from ds_vit.launching.hosts import Ended, Host, first_host, on_hosts, read_hosts, ssh_command
 from ds_vit.launching.process import RUN_ID
 from ds_vit.launching.rank import PROBED, Job, signal_ranks
 from ds_vit.launching.this_host import free_port, listed_gpus
@@ -33,10 +32,6 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 _SHIPPED = _PACKAGE / "shipped"  # of a wheel
 RANK_PY = (_SHIPPED if _SHIPPED.is_dir() else _PACKAGE.parent) / "launch" / "rank.py"
 _SSH_SECONDS = 60
-_SSH_OPTIONS = (
-    *("-oBatchMode=yes", "-oConnectTimeout=15", "-oServerAliveInterval=15", "-oServerAliveCountMax=3"),
-    "-oControlMaster=no",  # a shared connection that outlives this ssh would keep its output open
-)
 
 
 @dataclass(frozen=True)
@@ -143,19 +138,20 @@ class Hostfile(Launcher):
     def commands(self, job: Job) -> list[Command]:
         hosts = self.hosts()
         port = self._probe(hosts)
-        self._on_hosts(hosts, ["--signal=KILL"])  # processes of an earlier attempt
+        self._on_hosts(hosts, "--signal=KILL")  # processes of an earlier attempt
         address = self.address or next(iter(hosts)).rpartition("@")[2]
         world_size = sum(map(len, hosts.values()))
         commands: list[Command] = []
         first = 0
         for name, slots in hosts.items():
             words = self._rank_words(job, address, port, slots=slots, first=first, world_size=world_size)
-            commands.append(Command(self._ssh(name, words), Path("/"), self.environ, name))
+            argv = ssh_command(name, words, self.environ, self.ssh_port)
+            commands.append(Command(argv, Path("/"), self.environ, name))
             first += len(slots)
         return commands
 
     def send(self, pids: Sequence[int], signum: int) -> None:
-        self._on_hosts(self.hosts(), [f"--signal={signal.Signals(signum).name.removeprefix('SIG')}"])
+        self._on_hosts(self.hosts(), f"--signal={signal.Signals(signum).name.removeprefix('SIG')}")
 
     def _probe(self, hosts: Mapping[str, Sequence[int]]) -> int:
         """Find this clone on every host, and a free port on the first.
@@ -165,46 +161,22 @@ class Hostfile(Launcher):
         """
         first, *others = hosts
         port = [f"--port={self.port}"] if self.port else []
-        answers = self._on_hosts([first], ["--probe", *port]) | self._on_hosts(others, ["--probe"])
-        found = {name: re.search(rf"^{PROBED}(.*)$", text, re.MULTILINE) for name, text in answers.items()}
-        bad = {name: answers[name] for name, match in found.items() if match is None}
-        if bad:
-            lines = [f"{name}: {' '.join(text.split()) or 'no answer'}" for name, text in bad.items()]
+        answers = self._on_hosts([first], "--probe", *port) | self._on_hosts(others, "--probe")
+        facts = {name: json.loads(text) for name, ended in answers.items() if (text := ended.marked(PROBED))}
+        if bad := [name for name in hosts if name not in facts]:
+            lines = [f"{name}: {' '.join(answers[name].lines) or f'no answer in {_SSH_SECONDS} s'}" for name in bad]
             raise UserError(
                 f"{len(bad)} of {len(hosts)} hosts cannot be used; {'; '.join(lines)}. "
                 f"Check with: ssh HOST {shlex.quote(sys.executable)} {shlex.quote(str(RANK_PY))} --probe"
             )
-        facts = {name: json.loads(match.group(1)) for name, match in found.items() if match}
         check_hosts(hosts, facts)
         return facts[first]["port"]
 
-    def _ssh(self, host: str, words: Sequence[str]) -> list[str]:
-        """The arguments that run a command on a host; nothing in it reaches the shell there unquoted."""
-        # DeepSpeed's launcher has its ssh options in this variable; ssh uses the first of a repeated option.
-        own = shlex.split(self.environ.get("PDSH_SSH_ARGS_APPEND", ""))
-        port = ["-p", str(self.ssh_port)] if self.ssh_port else []
-        return ["ssh", *own, *_SSH_OPTIONS, *port, host, shlex.join(words)]
-
-    def _on_hosts(self, hosts: Iterable[str], words: Sequence[str]) -> dict[str, str]:
-        """Run launch/rank.py with these arguments on every host at once; host → its output."""
+    def _on_hosts(self, hosts: Iterable[str], *words: str) -> dict[str, Ended]:
+        """Run launch/rank.py with these arguments on every host at once."""
         remote = [sys.executable, str(RANK_PY), f"--run={self.run}", *words]
-
-        def ask(host: str) -> str:
-            try:
-                done = subprocess.run(
-                    self._ssh(host, remote),
-                    env=dict(self.environ),
-                    stdin=subprocess.DEVNULL,
-                    capture_output=True,
-                    text=True,
-                    timeout=_SSH_SECONDS,
-                )
-            except subprocess.TimeoutExpired:
-                return f"ssh has not answered within {_SSH_SECONDS} s"
-            return done.stdout + done.stderr
-
-        with ThreadPoolExecutor(max_workers=64) as pool:
-            return dict(zip(hosts, pool.map(ask, hosts), strict=True))
+        ended = on_hosts([(host, remote) for host in hosts], self.environ, _SSH_SECONDS, self.ssh_port)
+        return dict(zip(hosts, ended, strict=True))
 
 
 @dataclass

@@ -2,8 +2,7 @@
 
 facts.py      what one host reports: plain data, gathered on that host
 checks.py     pure functions: all hosts' facts and the network's figures → findings
-remote.py     programs on every host at once, over ssh as DeepSpeed's launcher does it, or here
-network.py    the ranks that time messages between hosts, and how they are started
+network.py    the ranks that time messages between hosts
 images.py     `--images`: decode a whole data set
-command.py    the command: table or JSON, exit code
+command.py    the command: ask the hosts, start the ranks; table or JSON, exit code
 """

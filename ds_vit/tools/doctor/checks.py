@@ -11,10 +11,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
+from ds_vit.launching.hosts import Host
 from ds_vit.tools.doctor.facts import CUDA, DRIVER, Facts, Interface, Port
-from ds_vit.tools.doctor.network import Figures
-from ds_vit.tools.doctor.remote import Answer
 
 MAX_LATENCY_SECONDS = 0.005
 """Between two hosts of one cluster: TCP takes 20 to 200 microseconds, InfiniBand 2 to 10."""
@@ -24,6 +24,32 @@ _MIN_OUTPUT_BYTES = 2 * _GIB  # a checkpoint of ViT-B with AdamW's moments has 1
 _MIN_SHM_BYTES = 256 * 2**20  # Docker's default is 64 MiB: loader workers die of a bus error
 _SLOW_SHARE = 0.5  # of the median pair's bandwidth
 _LINK_SHARE = 0.25  # of the adapters' rates: NCCL reaches much more over them
+
+
+@dataclass(frozen=True)
+class HostAnswer:
+    """What is known of a host.
+
+    Attributes:
+        host: as the hostfile names it.
+        facts: None where it did not answer.
+        problem: why not, in a line; `remedy` what to do.
+    """
+
+    host: Host
+    facts: Facts | None = None
+    problem: str = ""
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What the ranks measured; see `network.measure`. `problem` where they could not, on the hosts `culprits`."""
+
+    hosts: tuple[str, ...]
+    measured: Mapping[str, Any] | None = None
+    problem: str = ""
+    culprits: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -80,13 +106,13 @@ class View:
     num_hosts: int
 
 
-def views_of(answers: Sequence[Answer], run: Run) -> list[View]:
+def views_of(answers: Sequence[HostAnswer], run: Run) -> list[View]:
     """The hosts that answered."""
     known = [(answer.host, answer.facts) for answer in answers if answer.facts is not None]
     return [View(host.name, host.slots, facts, run, answers[0].host.name, len(answers)) for host, facts in known]
 
 
-def examine(answers: Sequence[Answer], run: Run) -> list[Finding]:
+def examine(answers: Sequence[HostAnswer], run: Run) -> list[Finding]:
     """All findings of the hosts' answers, errors first."""
     views = views_of(answers, run)
     silent = [answer for answer in answers if answer.facts is None]

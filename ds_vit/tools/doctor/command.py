@@ -9,6 +9,7 @@ srun ds-vit doctor                                    as ranks of a launcher (mp
 from __future__ import annotations
 
 import json
+import shlex
 import socket
 import sys
 from argparse import ArgumentParser, Namespace
@@ -18,12 +19,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import ds_vit
 from ds_vit.fault_tolerance import exit_codes
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.launching.hosts import Host, collected, read_hosts
+from ds_vit.launching.hosts import TIMED_OUT, Ended, Host, collected, on_hosts, read_hosts
 from ds_vit.launching.process import Process, discover, rendezvous
 from ds_vit.tools.doctor.checks import (
+    Figures,
     Finding,
+    HostAnswer,
     Run,
     check_network,
     errors_first,
@@ -32,12 +36,16 @@ from ds_vit.tools.doctor.checks import (
     slowest,
     views_of,
 )
-from ds_vit.tools.doctor.facts import DRIVER, Ask, Facts, gather
-from ds_vit.tools.doctor.network import Figures, measure, start_ranks
-from ds_vit.tools.doctor.remote import Answer, Way, ask_all
+from ds_vit.tools.doctor.facts import DRIVER, WORD, Ask, Facts, gather
+from ds_vit.tools.doctor.network import measure
+
+_ROOT = Path(ds_vit.__file__).resolve().parent.parent  # the folder that `ds_vit` is imported from, on every host
+_PROBE = "ds_vit.tools.doctor.facts"
 
 EXIT_FINDINGS = 1
 """Exit code when there is a finding of the grade "error"; 0 without, 2 for invalid input."""
+
+_MAX_RANKS_ON_CPU = 2  # a host: more measure its cores
 
 # The variables that this command's programs need of those a launcher sets on every host: no tokens in a process list.
 _SENT = ("NCCL_", "GLOO_", "UCX_", "FI_", "TORCH_", "DS_ACCELERATOR", "OMP_", "PYTHONPATH", "LD_LIBRARY_PATH", "CUDA_")
@@ -47,7 +55,7 @@ _SENT = ("NCCL_", "GLOO_", "UCX_", "FI_", "TORCH_", "DS_ACCELERATOR", "OMP_", "P
 class Diagnosis:
     """The answers, the figures and the findings."""
 
-    answers: Sequence[Answer]
+    answers: Sequence[HostAnswer]
     figures: Figures | None
     findings: Sequence[Finding]
     run: Run
@@ -98,8 +106,8 @@ def doctor(arguments: Namespace, environ: Mapping[str, str]) -> int:
     run = Run(environ=sent, output=arguments.output, port=arguments.master_port)
     process = discover(environ)
     if process.world_size == 1:
-        way = Way(environ=sent, cwd=cwd, ssh_port=arguments.ssh_port, local=not arguments.hostfile)
-        diagnosis = _ask_hosts(arguments, run, way, environ)
+        way = Way(environ, sent, cwd, arguments.timeout, arguments.ssh_port, local=not arguments.hostfile)
+        diagnosis = _ask_hosts(arguments, run, way)
     elif arguments.hostfile:
         raise UserError(f"--hostfile has no effect on ranks of a launcher ({process.world_size}); drop it")
     else:
@@ -119,17 +127,17 @@ def _ask(arguments: Namespace) -> Ask:
     return Ask(port=arguments.master_port, data_dir=arguments.data_dir, output=arguments.output)
 
 
-def _diagnose(answers: Sequence[Answer], figures: Figures | None, run: Run) -> Diagnosis:
+def _diagnose(answers: Sequence[HostAnswer], figures: Figures | None, run: Run) -> Diagnosis:
     findings = examine(answers, run)
     if figures is not None:
         findings = errors_first([*findings, *check_network(figures, views_of(answers, run))])
     return Diagnosis(answers, figures, findings, run)
 
 
-def _ask_hosts(arguments: Namespace, run: Run, way: Way, environ: Mapping[str, str]) -> Diagnosis:
+def _ask_hosts(arguments: Namespace, run: Run, way: Way) -> Diagnosis:
     """Ask the hosts of the hostfile, or this machine, and time messages between those that answer."""
-    hosts = (Host(_own_name(), 1),) if way.local else read_hosts(arguments.hostfile, environ)
-    answers = ask_all(hosts, _ask(arguments), way, arguments.timeout)
+    hosts = (Host(_own_name(), 1),) if way.local else read_hosts(arguments.hostfile, way.environ)
+    answers = ask_all(hosts, _ask(arguments), way)
     if way.local and (facts := answers[0].facts) is not None:
         everything = len(facts.accelerators) or min(2, facts.cores)
         answers = [replace(answers[0], host=Host(answers[0].host.name, everything))]
@@ -139,7 +147,7 @@ def _ask_hosts(arguments: Namespace, run: Run, way: Way, environ: Mapping[str, s
     if not arguments.no_collectives and reachable and "hosts" not in found:
         address = arguments.master_addr or ("127.0.0.1" if way.local else reachable[0].host.name.split("@")[-1])
         port = arguments.master_port + (1 if "port" in found and arguments.master_port < 65535 else 0)
-        figures = start_ranks(reachable, way, address, port, arguments.timeout)
+        figures = start_ranks(reachable, way, address, port)
     return _diagnose(answers, figures, run)
 
 
@@ -179,7 +187,7 @@ def _ask_ranks(arguments: Namespace, run: Run, process: Process) -> Diagnosis:
     facts = from_all(gather(ask).pack() if process.local_rank == 0 else "")
     measured = None if arguments.no_collectives else measure(process.rank, device, leaders)
     answers = [
-        Answer(Host(name, end - leader), Facts.unpack(facts[leader]))
+        HostAnswer(Host(name, end - leader), Facts.unpack(facts[leader]))
         for name, leader, end in zip(hosts, leaders, [*leaders[1:], process.world_size], strict=True)
     ]
     figures = Figures(tuple(hosts), measured=measured) if measured else None
@@ -187,6 +195,115 @@ def _ask_ranks(arguments: Namespace, run: Run, process: Process) -> Diagnosis:
     if made:
         dist.destroy_process_group()
     return _diagnose(answers, figures, run)
+
+
+# ---- programs on the hosts -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Way:
+    """How programs are started on a host.
+
+    Attributes:
+        environ: of this process.
+        sent: variables that are set there.
+        cwd: the folder to start in, on every host, as DeepSpeed's launcher does.
+        seconds: for a program.
+        ssh_port: None for ssh's own choice.
+        local: start them here, without ssh.
+    """
+
+    environ: Mapping[str, str]
+    sent: Mapping[str, str]
+    cwd: Path
+    seconds: float
+    ssh_port: int | None = None
+    local: bool = False
+
+    def run(self, modules: Sequence[tuple[Host, str, object]]) -> list[Ended]:
+        """Run modules of ours on hosts, all at once, each with an argument as JSON."""
+        path = self.sent.get("PYTHONPATH", "")
+        sent = {**self.sent, "PYTHONPATH": f"{_ROOT}:{path}" if path else str(_ROOT)}
+        settings = [f"{name}={value}" for name, value in sent.items()]
+        start = ["sh", "-c", 'cd "$0" && exec "$@"', str(self.cwd), "env", *settings, sys.executable, "-m"]
+        programs = [
+            ("" if self.local else host.name, [*start, module, json.dumps(argument)])
+            for host, module, argument in modules
+        ]
+        return on_hosts(programs, self.environ, self.seconds, self.ssh_port)
+
+
+# What the output of ssh or of the probe contains → (what is wrong, what to do).
+_REASONS = (
+    ("cannot start", "this machine {last}", "install it on this machine; `ulimit -n` must allow 3 files per host"),
+    ("permission denied", "ssh asks for a password: {last}", "ssh-copy-id {name}"),
+    ("host key verification", "ssh does not know the host's key", "ssh-keyscan {name} >> ~/.ssh/known_hosts"),
+    ("could not resolve", "the name is not known: {last}", "correct the hostfile, or add it to DNS or /etc/hosts"),
+    ("connection refused", "ssh is refused: {last}", "start sshd on {name} (systemctl start ssh), or give --ssh-port"),
+    ("cd:", "the working folder is not there: {last}", "start from a folder that every host has"),
+    ("no module named", "the package cannot be imported: {last}", "install the same environment on every host"),
+    ("no such file", "no {python} there: {last}", "install the same environment under the same path on every host"),
+)
+
+
+def explain(name: str, code: int, output: Sequence[str]) -> tuple[str, str]:
+    """(what is wrong, what to do) for a host whose probe did not answer; `code` is negative where it was killed."""
+    words = {"last": output[-1] if output else f"exit code {code}", "name": shlex.quote(name), "python": sys.executable}
+    lower = "\n".join(output).lower()
+    for part, problem, remedy in _REASONS:
+        if part in lower:
+            return problem.format(**words), remedy.format(**words)
+    if code == 255:
+        return f"ssh fails: {words['last']}", f"ssh {words['name']} true, until it works without a word"
+    if code == TIMED_OUT:
+        return "no answer in time", f"ssh {words['name']} true; the host is down, or imports slowly from its disk"
+    return f"the probe failed: {words['last']}", f"ssh {words['name']} {shlex.quote(sys.executable)} -m {_PROBE}"
+
+
+def ask_all(hosts: Sequence[Host], ask: Ask, way: Way) -> list[HostAnswer]:
+    """Every host's answer, in the order of `hosts`.
+
+    Each resolves two names, its own and the first host's: 1,024 hosts would make a million look-ups of all.
+    """
+
+    def question(host: Host) -> object:
+        names = tuple(dict.fromkeys((hosts[0].name, host.name)))
+        return asdict(replace(ask, names=names, port=ask.port if host == hosts[0] else 0))
+
+    answers = []
+    for host, ended in zip(hosts, way.run([(host, _PROBE, question(host)) for host in hosts]), strict=True):
+        facts = ended.marked(WORD)
+        problem, remedy = ("", "") if facts else explain(host.name, ended.code, ended.lines)
+        answers.append(HostAnswer(host, Facts.unpack(facts) if facts else None, problem, remedy))
+    return answers
+
+
+def start_ranks(answers: Sequence[HostAnswer], way: Way, address: str, port: int) -> Figures:
+    """Start ranks on the hosts that are reachable, and wait for their figures; rank 0 listens at this address."""
+    names = tuple(answer.host.name for answer in answers)
+    places: list[tuple[Host, int]] = []  # of every rank: its host and local rank
+    for answer in answers:
+        most = len(answer.facts.accelerators) if answer.facts else 0
+        places += [(answer.host, local) for local in range(min(answer.host.slots, most or _MAX_RANKS_ON_CPU))]
+    if len(places) == 1:
+        return Figures(names)
+    leaders = [rank for rank, (_, local_rank) in enumerate(places) if local_rank == 0]
+    shared = {"address": f"tcp://{address}:{port}", "seconds": way.seconds / 2, "leaders": leaders}
+    shared["world"] = len(places)
+    ended = way.run(
+        [
+            (host, "ds_vit.tools.doctor.network", {**shared, "rank": rank, "local_rank": local_rank})
+            for rank, (host, local_rank) in enumerate(places)
+        ]
+    )
+    if answer_of_rank_0 := ended[0].marked(WORD):
+        return Figures(names, measured=json.loads(answer_of_rank_0))
+    first = min(range(len(places)), key=lambda rank: (ended[rank].code == 0, ended[rank].at))
+    if ended[first].code == TIMED_OUT:
+        return Figures(names, problem=f"the ranks did not meet and finish within {way.seconds:.0f} s", culprits=names)
+    lines = ended[first].lines or [f"exit code {ended[first].code}"]
+    errors = [line for line in lines if "rror" in line and not line.startswith(("[W", "File"))]
+    return Figures(names, problem=(errors or lines)[-1][:300], culprits=(places[first][0].name,))
 
 
 # ---- output --------------------------------------------------------------------------------------------------------

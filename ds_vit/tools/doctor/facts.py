@@ -1,7 +1,7 @@
 """What one host reports: a plain data class, gathered on that host within seconds, without importing torch.
 
 Torch is imported only where there are GPUs, to check whether it can use them. The doctor starts this file on every
-host: python -m ds_vit.tools.doctor.facts, with an `Ask` as JSON on stdin.
+host: python -m ds_vit.tools.doctor.facts, with an `Ask` as JSON.
 """
 
 from __future__ import annotations
@@ -244,7 +244,8 @@ def _ports(root: Path = Path("/sys/class/infiniband")) -> Iterator[Port]:
 
 def main() -> int:
     """Answer on stdout."""
-    print(WORD + gather(TypeAdapter(Ask).validate_python(json.load(sys.stdin))).pack(), flush=True)
+    asked = json.loads(sys.argv[1] if sys.argv[1:] else "{}")
+    print(WORD + gather(TypeAdapter(Ask).validate_python(asked)).pack(), flush=True)
     return 0
 
 

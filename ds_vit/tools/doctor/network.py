@@ -12,73 +12,15 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 from ds_vit.tools.doctor.facts import WORD
-from ds_vit.tools.doctor.remote import KILLED, Answer, Ended, Way, run_program
 
 _LARGE_ON_CPU, _LARGE = 2**23, 2**28  # bytes
-_MAX_RANKS_ON_CPU = 2  # a host: more measure its cores
 
 MAX_PAIRS = 64
 """Pairs of hosts that are timed; of more than these only the neighbours."""
-
-
-@dataclass(frozen=True)
-class Figures:
-    """What the ranks measured; see `measure`. `problem` where they could not, on the hosts `culprits`."""
-
-    hosts: tuple[str, ...]
-    measured: Mapping[str, Any] | None = None
-    problem: str = ""
-    culprits: tuple[str, ...] = ()
-
-
-def start_ranks(answers: Sequence[Answer], way: Way, address: str, port: int, seconds: float) -> Figures:
-    """Start ranks on every host, and wait for their figures.
-
-    Args:
-        answers: of the hosts that are reachable.
-        way: how programs are started there.
-        address, port: where rank 0 will listen.
-        seconds: all of it takes no longer.
-    """
-    names = tuple(answer.host.name for answer in answers)
-    places: list[tuple[str, int]] = []  # of every rank: its host and local rank
-    for answer in answers:
-        most = len(answer.facts.accelerators) if answer.facts else 0
-        places += [(answer.host.name, local) for local in range(min(answer.host.slots, most or _MAX_RANKS_ON_CPU))]
-    if len(places) == 1:
-        return Figures(names)
-    leaders = [rank for rank, (_, local_rank) in enumerate(places) if local_rank == 0]
-    shared = {"address": f"tcp://{address}:{port}", "seconds": seconds / 2, "leaders": leaders, "world": len(places)}
-
-    def run(rank: int) -> tuple[str, Ended]:
-        host, local_rank = places[rank]
-        words = json.dumps({**shared, "rank": rank, "local_rank": local_rank})
-        return host, run_program(way.command(host, "ds_vit.tools.doctor.network", words), way.cwd, seconds)
-
-    with ThreadPoolExecutor(len(places)) as pool:
-        ended = [future.result() for future in as_completed([pool.submit(run, rank) for rank in range(len(places))])]
-    if answer_of_rank_0 := "".join(rank.answer for _, rank in ended):
-        return Figures(names, measured=json.loads(answer_of_rank_0))
-    host, first = next((place for place in ended if place[1].code), ended[0])
-    if first.code == KILLED:
-        return Figures(names, problem=f"the ranks did not meet and finish within {seconds:.0f} s", culprits=names)
-    return Figures(names, problem=_error_of(first), culprits=(host,))
-
-
-def _error_of(rank: Ended) -> str:
-    """The last line of a rank's output that looks like an error."""
-    lines = rank.output or [f"exit code {rank.code}"]
-    errors = [line for line in lines if "rror" in line and not line.startswith(("[W", "File"))]
-    return (errors or lines)[-1][:300]
-
-
-# ---- on a rank -------------------------------------------------------------------------------------------------------
 
 
 def main() -> int:
