@@ -25,7 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from ds_vit.models.checkpointing import is_dear, recompute_all, recompute_selectively
-from ds_vit.models.dtypes import cast_block_buffers, norms_in_fp32
+from ds_vit.models.conversions import cast_block_buffers, norms_in_fp32
 from ds_vit.models.layers import BlockLayer, take_apart
 from ds_vit.models.sequential import run_layers
 from ds_vit.models.zoo import ModelSpec, create_model, image_size

@@ -20,8 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ds_vit.checkpoint.tensors import FileEntry, TensorSpec, TensorWriter, split_files
-from ds_vit.parallel.segment import Segment
-from ds_vit.parallel.tensor.slices import TensorSlice, assemble_flat
+from ds_vit.parallel.tensor.slices import Segment, TensorSlice, assemble_flat
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ds_vit.checkpoint.folder import Checkpoint, Damaged
 from ds_vit.checkpoint.tensors import TensorFiles
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.parallel.rows import gather_objects
+from ds_vit.parallel.groups import gather_objects
 from ds_vit.parallel.tensor.slices import TensorSlice
 from ds_vit.parallel.zero_map import Shard, ZeroMap
 

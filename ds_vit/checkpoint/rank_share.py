@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from ds_vit.checkpoint.tensors import TensorSpec
-from ds_vit.parallel.rows import gather_objects
+from ds_vit.parallel.groups import gather_objects
 from ds_vit.parallel.zero_map import Shard, ZeroMap
 
 OPTIMIZER = "optimizer-"

@@ -34,8 +34,8 @@ from ds_vit.checkpoint.tensors import (
 )
 from ds_vit.device import pins_memory, synchronize
 from ds_vit.fault_tolerance.errors import NotSaved, UserError
-from ds_vit.parallel.rows import gather_objects
-from ds_vit.parallel.segment import Segment
+from ds_vit.parallel.groups import gather_objects
+from ds_vit.parallel.tensor.slices import Segment
 from ds_vit.run_folder import BEST, WEIGHTS
 
 STATE_BYTES = 2**30

@@ -31,13 +31,11 @@ from ds_vit.engine.patches import (
 from ds_vit.engine.step_guard import StepGuard, StepResult
 from ds_vit.engine.zero3 import ZeroUnits
 from ds_vit.models.layers import Layer
-from ds_vit.models.resolution import SizeSwitch
-from ds_vit.models.sequential import SequentialViT, Towers, timm_names
+from ds_vit.models.sequential import SequentialViT, SizeSwitch, Towers, timm_names
 from ds_vit.optim.build import rules_of
 from ds_vit.optim.ema import TeacherAverage
 from ds_vit.optim.rate_factors import RateFactors
-from ds_vit.parallel.groups import Groups
-from ds_vit.parallel.rows import gather_rows
+from ds_vit.parallel.groups import Groups, gather_rows
 from ds_vit.parallel.tensor.collectives import TensorParallel
 from ds_vit.parallel.zero_map import ZeroMap, build_zero_map, flat_groups
 from ds_vit.tasks.metrics import Batch

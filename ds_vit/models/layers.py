@@ -56,7 +56,7 @@ class TokenCount:
 
     Attributes:
         num_prefix_tokens: class and register tokens.
-        num_patches: of an image, of the size that images have now (resolution.py).
+        num_patches: of an image, of the size that images have now (`SizeSwitch`).
         patch_drop: the module that drops some of the patches.
     """
 
@@ -196,7 +196,7 @@ class BlockLayer(Layer):
     Attributes:
         stack: the model's member that holds the blocks; one of `BLOCK_STACKS`.
         block: timm's block.
-        class_token_is_read_alone: whether the next layer is a head that reads no other token (last_block.py).
+        class_token_is_read_alone: whether the next layer is a head that reads no other token (`compute_class_token`).
         reads_frequencies: whether rotary frequencies are passed with the tokens.
     """
 
@@ -247,24 +247,6 @@ class BlockLayer(Layer):
             # DeepSpeed casts parameters and leaves buffers, and timm's rotary attention does not mix types.
             tokens = self.block(tokens, rope=table.to(tokens.dtype))
         return (tokens, keys, *rest)
-
-
-def _unchanged(x: torch.Tensor) -> torch.Tensor:
-    return x
-
-
-def skip_idle_modules(layer: Layer) -> None:
-    """Have a block call a function in place of its members that do nothing, which stay members under their names.
-
-    A module costs the host four Python calls, and timm's block has up to nine that return what they receive.
-    """
-    if not isinstance(layer, BlockLayer):
-        return
-    for module in layer.block.modules():
-        for name, member in module.named_children():
-            # Attention reads the rate of its `attn_drop`.
-            if type(member) is nn.Identity or (type(member) is nn.Dropout and member.p == 0 and name != "attn_drop"):
-                module.__dict__[name] = _unchanged
 
 
 class DecoderBlockLayer(BlockLayer):

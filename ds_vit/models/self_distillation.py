@@ -36,7 +36,7 @@ from ds_vit.models.layers import (
     head_layer,
     take_apart,
 )
-from ds_vit.models.resolution import check_sizes
+from ds_vit.models.sequential import check_sizes
 from ds_vit.models.zoo import ModelSpec, TimmViT, create_model
 
 HEAD, TEACHER, TEACHER_HEAD = "dino_head", "teacher", "teacher_head"

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ds_vit.engine.layer_norms import layers_of
-from ds_vit.parallel.rows import gather_objects
+from ds_vit.parallel.groups import gather_objects
 from ds_vit.parallel.zero_map import Shard, ZeroMap
 
 LOWEST, HIGHEST = -60, 20

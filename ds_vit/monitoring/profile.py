@@ -16,8 +16,7 @@ from torch.profiler import profile, record_function
 
 from ds_vit.device import is_accelerator, profiled_activities, synchronize
 from ds_vit.fault_tolerance.errors import first_line
-from ds_vit.parallel.groups import Groups
-from ds_vit.parallel.rows import gather_objects
+from ds_vit.parallel.groups import Groups, gather_objects
 
 WAITING = "waiting for data"
 _TOP = 30

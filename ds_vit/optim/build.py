@@ -21,9 +21,8 @@ from ds_vit.optim.adagrad import Adagrad
 from ds_vit.optim.lamb import Lamb
 from ds_vit.optim.lars import Lars
 from ds_vit.optim.muon import Muon
-from ds_vit.optim.per_parameter import PerParameterOptimizer
+from ds_vit.optim.per_parameter import OptimizerRules, PerParameterOptimizer
 from ds_vit.optim.rate_factors import RateFactors, ScaledSteps
-from ds_vit.optim.rules import OptimizerRules
 from ds_vit.parallel.zero_map import ZeroMap
 
 _TORCH = ("AdamW", "Adam", "SGD", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop")

@@ -1,10 +1,18 @@
-"""The layout of a run: pp x dp x tp degrees, and the coordinates of each rank."""
+"""The layout of a run: pp x dp x tp degrees, the coordinates of each rank, and the hosts that ranks are on.
+
+tp exchanges activations in every sub-layer and belongs inside a host; pp sends activations to neighbours once a
+micro-batch; dp reduces gradients once per step. The order of ranks (`AXES`) puts them on hosts in that order. Nothing
+here needs a process group.
+"""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.launching.process import Process
 
 AXES = ("data", "pipe", "model")
 """The axes of a rank's coordinates by DeepSpeed's names, outermost first: a replica's ranks are neighbours."""
@@ -65,3 +73,99 @@ class Layout:
 
     def __str__(self) -> str:
         return f"pp {self.pp} x dp {self.dp} x tp {self.tp}"
+
+
+_MAX_ROWS = 16
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Ranks on hosts.
+
+    Attributes:
+        layout: the degrees.
+        hosts: the host's name of each rank, in the order of ranks.
+    """
+
+    layout: Layout
+    hosts: tuple[str, ...]
+
+    def crossing(self) -> dict[str, bool]:
+        """Axis ("tp", "pp", "dp") of degree above 1 → whether some group of it has ranks on several hosts."""
+        layout, ranks = self.layout, range(self.layout.world_size)
+        fixed = {
+            "tp": lambda r: (layout.dp_rank(r), layout.stage(r)),
+            "pp": lambda r: (layout.dp_rank(r), layout.tp_rank(r)),
+            "dp": lambda r: (layout.stage(r), layout.tp_rank(r)),
+        }
+        crossing = {}
+        for axis, key in fixed.items():
+            if getattr(layout, axis) > 1:
+                groups = itertools.groupby(sorted(ranks, key=key), key)
+                crossing[axis] = any(len({self.hosts[r] for r in group}) > 1 for _, group in groups)
+        return crossing
+
+    def rows(self) -> list[tuple[str, str]]:
+        """(host, its ranks and what they are) of each host, and which axes cross the network; for a table."""
+        by_host: dict[str, list[int]] = {}
+        for rank, host in enumerate(self.hosts):
+            by_host.setdefault(host, []).append(rank)
+        rows = [(host, self._describe(ranks)) for host, ranks in itertools.islice(by_host.items(), _MAX_ROWS)]
+        if len(by_host) > _MAX_ROWS:
+            rows.append(("…", f"and {len(by_host) - _MAX_ROWS} hosts more"))
+        crossing = self.crossing()
+        inside = ", ".join(axis for axis, crosses in crossing.items() if not crosses) or "nothing"
+        across = ", ".join(axis for axis, crosses in crossing.items() if crosses) or "nothing"
+        return [*rows, ("inside a host", inside), ("across hosts", across)]
+
+    def _describe(self, ranks: Sequence[int]) -> str:
+        layout = self.layout
+        parts = [f"ranks {_ranges(ranks)}", f"replica {_ranges({layout.dp_rank(r) for r in ranks})}"]
+        if layout.pp > 1:
+            parts.append(f"stage {_ranges({layout.stage(r) for r in ranks})}")
+        if layout.tp > 1:
+            parts.append(f"tp {_ranges({layout.tp_rank(r) for r in ranks})}")
+        return ", ".join(parts)
+
+
+def check_tp_inside_hosts(layout: Layout, process: Process, allowed: bool) -> None:
+    """Reject tensor parallelism over the network, as far as this rank's launcher reports where ranks are.
+
+    Launchers number ranks host by host. Where a host's share is no multiple of tp, some group lies on two hosts.
+
+    Args:
+        layout: the degrees.
+        process: this rank.
+        allowed: --tp-across-hosts was given.
+
+    Raises:
+        UserError: a group crosses hosts, which was not allowed; or it was allowed, and none does.
+    """
+    local = process.local_world_size
+    if local is None:
+        return
+    crosses = layout.tp > 1 and process.spans_hosts and local % layout.tp != 0
+    if crosses and not allowed:
+        degrees = [tp for tp in range(1, local + 1) if local % tp == 0 and layout.world_size % (tp * layout.pp) == 0]
+        fitting = [str(tp) for tp in degrees]
+        raise UserError(
+            f"--tp {layout.tp} with {local} ranks per host: a tensor-parallel group would lie on two hosts, and every "
+            f"sub-layer would wait for the network; --tp {' or '.join(fitting)} stays inside a host, or say "
+            "--tp-across-hosts"
+        )
+    if allowed and not crosses:
+        raise UserError(
+            f"--tp-across-hosts has no effect with --tp {layout.tp} and {local} ranks per host: every tensor-parallel "
+            "group lies inside a host; drop it"
+        )
+
+
+def _ranges(numbers: Sequence[int] | set[int]) -> str:
+    """{0, 1, 2, 5} → "0-2, 5"."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1] = [runs[-1][0], number]
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

@@ -23,10 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ds_vit.parallel.groups import Groups
-from ds_vit.parallel.rows import gather_objects
-from ds_vit.parallel.segment import Segment
-from ds_vit.parallel.tensor.slices import TensorSlice
+from ds_vit.parallel.groups import Groups, gather_objects
+from ds_vit.parallel.tensor.slices import Segment, TensorSlice
 
 
 @dataclass(frozen=True, eq=False)

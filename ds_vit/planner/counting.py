@@ -25,12 +25,12 @@ from ds_vit.models.bridge_tower import BridgeTowerLayer
 from ds_vit.models.checkpointing import GivenByDear, Storages, storages_of
 from ds_vit.models.keyed_drop import KeyedDrop, sample_keys
 from ds_vit.models.layers import BlockLayer, EmbedLayer, Layer, take_apart, take_apart_towers, tower_of
-from ds_vit.models.projection import ProjectionLayer
 from ds_vit.models.self_distillation import ProjectionHeadLayer
 from ds_vit.models.text_tower import TextEmbed
 from ds_vit.models.zoo import TimmViT, image_size
 from ds_vit.parallel.tensor.region import Entered
 from ds_vit.planner.hardware import Accelerator
+from ds_vit.tasks.distillation import ProjectionLayer
 
 Counted = TypeVar("Counted")
 _BEGIN = (TextEmbed, ProjectionHeadLayer, ProjectionLayer)

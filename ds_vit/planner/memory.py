@@ -24,7 +24,7 @@ import torch
 from ds_vit.config.batch import BatchSizes
 from ds_vit.config.deepspeed_keys import takes_gradients
 from ds_vit.config.deepspeed_rules import Checkpointing, Precision, elements_of_bucket, sums_in_fp32
-from ds_vit.models.dtypes import cast_block_buffers, norms_in_fp32
+from ds_vit.models.conversions import cast_block_buffers, norms_in_fp32
 from ds_vit.models.layers import BlockLayer, Layer
 from ds_vit.models.param_groups import freeze
 from ds_vit.models.zoo import TimmViT, num_parameters

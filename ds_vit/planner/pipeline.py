@@ -15,7 +15,7 @@ from functools import cache
 import torch
 
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.models.last_block import compute_class_token
+from ds_vit.models.conversions import compute_class_token
 from ds_vit.models.layers import MAIN_TOWER, BlockLayer, Layer, take_apart_towers, tower_of
 from ds_vit.models.zoo import TimmViT
 from ds_vit.planner.counting import kept_by_layers, layer_costs, work_of_layers

@@ -31,7 +31,6 @@ from ds_vit.data.augment.block_masks import block_masks
 from ds_vit.data.settings import NUM_GLOBAL, CropConfig, ImageConfig
 from ds_vit.data.sources.source import Source
 from ds_vit.models.layers import MAIN_TOWER, Layer
-from ds_vit.models.resolution import check_sizes
 from ds_vit.models.self_distillation import (
     HEAD,
     TEACHER,
@@ -42,10 +41,10 @@ from ds_vit.models.self_distillation import (
     count_crops,
     create_self_distillation,
 )
+from ds_vit.models.sequential import check_sizes
 from ds_vit.models.zoo import ModelSpec
 from ds_vit.parallel.tensor.collectives import TensorParallel, stack_over_group
 from ds_vit.tasks.metrics import Batch, Figure, Metrics
-from ds_vit.tasks.schedules import Horizon, cosine, linear_warmup
 from ds_vit.tasks.self_distillation_loss import (
     Assignment,
     Gauges,
@@ -59,7 +58,7 @@ from ds_vit.tasks.self_distillation_loss import (
     patch_weights,
     sinkhorn,
 )
-from ds_vit.tasks.task import LOCAL_IMAGES, Coupled, Field, StepContext, Task
+from ds_vit.tasks.task import LOCAL_IMAGES, Coupled, Field, Horizon, StepContext, Task, cosine, linear_warmup
 
 _NO_CLASSES = "its loss is over crops and its model has no classes"
 _NO_LABELS = "the teacher gives the targets, and there are no labels to mix"

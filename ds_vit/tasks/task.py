@@ -5,11 +5,16 @@ that rate the weights. The input path allocates, loads, broadcasts and pads by `
 every micro-batch, with a `StepContext` that runs towers and gathers features over the ranks. The trainer, the
 checkpoints and every file of the output folder use `figures`.
 
+Values that follow a schedule are pure functions of the step, counted from 1: nothing to save, nothing to restore. They
+are those of DINOv2's `CosineScheduler` (facebookresearch/dinov2, dinov2/utils/utils.py), whose iteration i is step
+i + 1 here.
+
 Shapes: B samples of a micro-batch.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,13 +37,52 @@ from ds_vit.parallel.groups import Groups
 from ds_vit.parallel.tensor.collectives import TensorParallel
 from ds_vit.tasks.evaluators import chosen_evaluators
 from ds_vit.tasks.metrics import Batch, Figure, Metrics
-from ds_vit.tasks.schedules import Horizon
 from ds_vit.tasks.zero_shot import ZERO_SHOT
 
 LOCAL_IMAGES = "local_images"
 """The name of the field of an image's small crops."""
 Loss = Callable[[torch.Tensor, Batch], torch.Tensor]
 """(outputs of the last layer, batch) → fp32 scalar."""
+
+
+@dataclass(frozen=True)
+class Horizon:
+    """What the schedules of a run are made for; a run that `--max-steps` or a signal stops early keeps it.
+
+    Attributes:
+        total_steps: of the schedules.
+        steps_per_epoch: optimizer steps.
+        weight_decay: of the JSON or --weight-decay, from which a schedule begins.
+    """
+
+    total_steps: int
+    steps_per_epoch: int
+    weight_decay: float
+
+    def is_within(self, step: int, epochs: int) -> bool:
+        """Whether a step is one of the first `epochs` epochs."""
+        return step <= epochs * self.steps_per_epoch
+
+
+def cosine(step: int, start: float, end: float, total_steps: int) -> float:
+    """Half a cosine from `start` in step 1 towards `end`, which step total_steps + 1 would have.
+
+    The last step, number T of T, has end + (start - end) · (1 + cos(π (T - 1) / T)) / 2; later ones have `end`.
+    """
+    done = step - 1
+    if done >= total_steps:
+        return end
+    return end + 0.5 * (start - end) * (1.0 + math.cos(math.pi * done / total_steps))
+
+
+def linear_warmup(step: int, start: float, end: float, warmup_steps: int) -> float:
+    """A line from `start` in step 1 to `end` in step `warmup_steps`; later ones have `end`.
+
+    With a warm-up of one step that step has `start`, as numpy's linspace; with none all steps have `end`.
+    """
+    if step > warmup_steps:
+        return end
+    return start + (end - start) * (step - 1) / max(1, warmup_steps - 1)
 
 
 class StepContext(ABC):
@@ -380,7 +424,7 @@ class Task(ABC):
         return
 
     def schedules(self, step: int, horizon: Horizon) -> Mapping[str, float]:
-        """Values other than the learning rate that follow a schedule, by functions of schedules.py.
+        """Values other than the learning rate that follow a schedule, by `cosine` and `linear_warmup`.
 
         Args:
             step: counted from 1.

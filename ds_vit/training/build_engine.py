@@ -28,10 +28,9 @@ from ds_vit.models.checkpointing import (
     recompute_selectively,
 )
 from ds_vit.models.compiled import compile_block, compile_function, compiler_settings
-from ds_vit.models.dtypes import cast_block_buffers, norms_in_fp32
+from ds_vit.models.conversions import cast_block_buffers, compute_class_token, norms_in_fp32, skip_idle_modules
 from ds_vit.models.keyed_init import initialise
-from ds_vit.models.last_block import compute_class_token
-from ds_vit.models.layers import MAIN_TOWER, Layer, skip_idle_modules, tower_of
+from ds_vit.models.layers import MAIN_TOWER, Layer, tower_of
 from ds_vit.models.param_groups import freeze, no_weight_decay_names
 from ds_vit.models.sequential import SequentialViT, Towers, timm_names
 from ds_vit.optim.build import attach, build_optimizer, parameter_groups

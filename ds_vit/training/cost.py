@@ -26,7 +26,7 @@ from ds_vit.config.units import in_words
 from ds_vit.data.augment.on_device import bytes_of_photo
 from ds_vit.device import hardware_name, is_accelerator, peak_bytes, reset_peak_bytes
 from ds_vit.fault_tolerance.errors import first_line
-from ds_vit.models.last_block import compute_class_token
+from ds_vit.models.conversions import compute_class_token
 from ds_vit.models.layers import Layer
 from ds_vit.optim.build import states_per_element
 from ds_vit.parallel.layout import Layout

@@ -29,7 +29,7 @@ from ds_vit.models.zoo import num_parameters
 from ds_vit.monitoring.metrics import make_console, print_columns, print_table, say
 from ds_vit.optim.build import rules_of, states_per_element
 from ds_vit.optim.rate_factors import layer_scales
-from ds_vit.parallel.placement import Placement
+from ds_vit.parallel.layout import Placement
 from ds_vit.planner.counting import Flops
 from ds_vit.planner.memory import PARTS, num_states
 from ds_vit.run_folder import RunFolder, write_json

@@ -19,7 +19,7 @@ from ds_vit.fault_tolerance.watchdog import Watchdog
 from ds_vit.optim.schedules import Schedule
 from ds_vit.run_folder import RunFolder
 from ds_vit.tasks.metrics import Batch
-from ds_vit.tasks.schedules import Horizon
+from ds_vit.tasks.task import Horizon
 from ds_vit.training.callbacks import Callback, RollBack, RolledBack, Step
 from ds_vit.training.checkpoint_manager import CheckpointManager
 from ds_vit.training.evaluation import Evaluations, Phases, Stopped

@@ -17,8 +17,7 @@ from ds_vit.checkpoint.gather import Gather
 from ds_vit.checkpoint.load import read_range
 from ds_vit.checkpoint.tensors import TensorSpec
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.parallel.segment import Segment
-from ds_vit.parallel.tensor.slices import TensorSlice
+from ds_vit.parallel.tensor.slices import Segment, TensorSlice
 
 SHAPES = {"a": (6, 4), "qkv": (12, 4), "proj": (4, 8), "bias": (7,), "big": (40, 40), "empty": (0, 3)}
 # Which dimension of a tensor is cut, and its sections; the classes (7 over 2 ranks) do not divide.

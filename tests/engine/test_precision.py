@@ -17,7 +17,7 @@ from timm.utils import ModelEmaV3
 from vits import KINDS, small_kwargs
 from zero_layouts import BF16, WRAPPER, words
 
-from ds_vit.models.dtypes import norms_in_fp32
+from ds_vit.models.conversions import norms_in_fp32
 
 pytestmark = pytest.mark.slow
 

@@ -7,7 +7,7 @@ from vits import KINDS, images, our_model, shake, small_image_size, small_spec
 
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.compiled import compile_block, compile_function
-from ds_vit.models.dtypes import norms_in_fp32
+from ds_vit.models.conversions import norms_in_fp32
 from ds_vit.models.sequential import timm_names
 
 # Those whose blocks have a forward of their own; in differential attention they differ by a number.

@@ -5,9 +5,9 @@ import timm
 import torch
 from runs import KINDS
 
+from ds_vit.models.conversions import compute_class_token
 from ds_vit.models.keyed_drop import KeyedDrop
 from ds_vit.models.keyed_init import initialise
-from ds_vit.models.last_block import compute_class_token
 from ds_vit.models.layers import MAIN_TOWER, take_apart_towers, tower_of
 from ds_vit.models.self_distillation import (
     HEAD,

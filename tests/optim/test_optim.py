@@ -14,8 +14,7 @@ from torch.utils._pytree import tree_leaves
 from ds_vit.optim.build import build_optimizer, optimizer_class, parameter_groups
 from ds_vit.optim.ema import Ema
 from ds_vit.optim.lamb import Lamb
-from ds_vit.optim.matrices import _owners
-from ds_vit.optim.muon import Muon, fallback_names
+from ds_vit.optim.muon import Muon, _owners, fallback_names
 from ds_vit.optim.schedules import Schedule
 
 

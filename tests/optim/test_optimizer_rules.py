@@ -17,7 +17,7 @@ from ds_vit.optim.build import (
     rules_of,
 )
 from ds_vit.optim.muon import Muon
-from ds_vit.optim.rules import OptimizerRules
+from ds_vit.optim.per_parameter import OptimizerRules
 
 
 class HalfRules(OptimizerRules):

@@ -15,7 +15,7 @@ from seam_tasks import WithRates
 
 from ds_vit.models.zoo import ModelSpec, create_model
 from ds_vit.optim.rate_factors import layer_scales, rate_factors
-from ds_vit.tasks.schedules import cosine
+from ds_vit.tasks.task import cosine
 
 KWARGS = oracle.DEEP_KWARGS | {"depth": 3}
 LAYER_DECAY, STEPS = 0.7, 6

@@ -7,7 +7,7 @@ from project import ROOT
 
 CONFIGS = ROOT / "ds_configs"
 BATCH, ACCUMULATION, TOKENS, WIDTH = 4, 3, 5, 24
-# A head that reads all tokens; for one that reads the class token the last block computes less (test_last_block.py).
+# A head that reads all tokens; for one that reads the class token the last block computes less (test_conversions.py).
 KWARGS = {"patch_size": 8, "embed_dim": WIDTH, "depth": 2, "num_heads": 2, "global_pool": "avg"}
 
 

@@ -82,7 +82,7 @@ def gathered_rows(_):
     import torch
     import torch.distributed as dist
 
-    from ds_vit.parallel.rows import gather_rows
+    from ds_vit.parallel.groups import gather_rows
 
     rank = dist.get_rank()
     rows = torch.full((2, 3), float(rank), requires_grad=True)

@@ -6,8 +6,7 @@ import threading
 import pytest
 
 from ds_vit.launching.process import Process, discover, rendezvous
-from ds_vit.parallel.layout import AXES, Layout
-from ds_vit.parallel.placement import Placement, check_tp_inside_hosts
+from ds_vit.parallel.layout import AXES, Layout, Placement, check_tp_inside_hosts
 from ds_vit.training.output import check_folder, check_shared
 
 

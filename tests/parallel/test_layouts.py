@@ -397,7 +397,7 @@ def train_naively(argv):
 
 def train_slices_apart(argv):
     """On a rank: Muon where each tensor-parallel rank orthogonalizes its own shard."""
-    from ds_vit.optim.matrices import WholeMatrices
+    from ds_vit.optim.muon import WholeMatrices
     from ds_vit.train import main
 
     def apply_(self, tensors, work):
@@ -414,7 +414,7 @@ def train_counting_one_shard(argv):
     from unittest import mock
 
     from ds_vit.engine.base import Engine
-    from ds_vit.parallel.segment import Segment
+    from ds_vit.parallel.tensor.slices import Segment
     from ds_vit.train import main
 
     adapt = Engine._adapt_the_optimizer

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from ds_vit.models.dtypes import cast_block_buffers, norms_in_fp32
+from ds_vit.models.conversions import cast_block_buffers, norms_in_fp32
 from ds_vit.models.layers import take_apart
 from ds_vit.models.sequential import SequentialViT
 from ds_vit.models.zoo import ModelSpec, create_model

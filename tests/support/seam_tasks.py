@@ -18,8 +18,7 @@ from ds_vit import tasks
 from ds_vit.models.layers import MAIN_TOWER, chain_towers
 from ds_vit.models.zoo import create_model
 from ds_vit.tasks.classification import Classification
-from ds_vit.tasks.schedules import cosine
-from ds_vit.tasks.task import Coupled
+from ds_vit.tasks.task import Coupled, cosine
 
 
 def contrastive(left, right):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ds_vit.tasks.schedules import Horizon, cosine, linear_warmup
+from ds_vit.tasks.task import Horizon, cosine, linear_warmup
 
 
 def dinov2_cosine(base, final, total, warmup=0, start=0.0):

@@ -13,7 +13,7 @@ from project import ROOT
 from runs import resolved
 from safetensors.torch import load_file
 
-from ds_vit.models.dtypes import norms_in_fp32
+from ds_vit.models.conversions import norms_in_fp32
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 TRAIN = [

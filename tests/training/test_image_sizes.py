@@ -14,8 +14,7 @@ from runs import resolved
 from ds_vit.config.image_sizes import ImageSizes, parse_schedule, size_schedule
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.layers import take_apart
-from ds_vit.models.resolution import SizeSwitch
-from ds_vit.models.sequential import SequentialViT
+from ds_vit.models.sequential import SequentialViT, SizeSwitch
 from ds_vit.models.zoo import ModelSpec, create_model
 from ds_vit.planner.counting import Flops
 from ds_vit.training.resume import Resume, check_same_run

@@ -25,9 +25,8 @@ from ds_vit.models.masked_autoencoder import BridgeLayer, PaintLayer
 from ds_vit.models.self_distillation import ProjectionHead, ProjectionHeadLayer
 from ds_vit.models.zoo import TimmViT
 from ds_vit.parallel.tensor.collectives import TensorParallel, join_tokens, split_tokens, sum_over_group
-from ds_vit.parallel.tensor.norm import ShardedNorm
 from ds_vit.parallel.tensor.plans import NORMS, PLANS, CutPlan, Sections
-from ds_vit.parallel.tensor.region import Entered, Region, RowLinear, ShareDropout, SummandLinear
+from ds_vit.parallel.tensor.region import Entered, Region, RowLinear, ShardedNorm, ShareDropout, SummandLinear
 from ds_vit.parallel.tensor.slices import TensorSlice
 
 

@@ -11,8 +11,7 @@ from ds_vit.config.deepspeed_keys import takes_gradients, value_of
 from ds_vit.device import has_graphs
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import Process
-from ds_vit.parallel.layout import Layout
-from ds_vit.parallel.placement import check_tp_inside_hosts
+from ds_vit.parallel.layout import Layout, check_tp_inside_hosts
 from ds_vit.tasks.task import Task
 from ds_vit.training.resolve.deepspeed import DeepSpeedSettings
 

@@ -18,7 +18,7 @@ from ds_vit.data.text import describe_cut_captions
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.layers import MAIN_TOWER, tower_names, tower_of
 from ds_vit.models.param_groups import frozen_names
-from ds_vit.models.resolution import check_sizes
+from ds_vit.models.sequential import check_sizes
 from ds_vit.models.text_tower import ContrastiveModel
 from ds_vit.models.zoo import ModelSpec, TimmViT, image_size, names_and_shapes
 from ds_vit.parallel.layout import Layout
@@ -65,7 +65,7 @@ class ModelConfig:
 
     @property
     def reads_class_token(self) -> bool:
-        """Whether the last block may compute only what the head reads (models/last_block.py).
+        """Whether the last block may compute only what the head reads (`compute_class_token`).
 
         Not before a pipeline stage that holds only the head: tokens cross in the same shape as in evaluation.
         """

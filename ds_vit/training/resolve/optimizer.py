@@ -18,7 +18,7 @@ from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.optim.build import check_rate_factors, check_weight_decay, optimizer_class, rules_of
 from ds_vit.optim.rate_factors import rate_factors
 from ds_vit.optim.schedules import Schedule, check_warmup
-from ds_vit.tasks.schedules import Horizon
+from ds_vit.tasks.task import Horizon
 from ds_vit.training.resolve.data import DataConfig
 from ds_vit.training.resolve.deepspeed import DeepSpeedSettings
 from ds_vit.training.resolve.model import ModelConfig

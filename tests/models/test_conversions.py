@@ -6,7 +6,7 @@ from timm.layers import set_fused_attn
 from torch.utils.flop_counter import FlopCounterMode
 from vits import images, our_model, shake, small_spec
 
-from ds_vit.models.last_block import ClassTokenBlock, compute_class_token
+from ds_vit.models.conversions import ClassTokenBlock, compute_class_token
 
 BATCH = 4
 READS_ALL = {"average pooling": "vit_base_patch16_rpn_224", "attention pooling": "vit_base_patch16_siglip_224"}
