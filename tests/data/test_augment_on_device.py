@@ -132,19 +132,6 @@ def test_an_operation_is_within_its_bound_on_real_images(photos, name):
     _within(found, expected, BOUNDS[name])
 
 
-@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
-def test_crops_of_real_files_are_within_their_bound(real_images, interpolation):
-    """Would catch a filter that is wrong for large images, and rows of one image in another of the same batch."""
-    augment = AugmentConfig(train_interpolation=interpolation, color_jitter=0.0)
-    transform = train_transform(ImageConfig((96, 112)), augment)
-    with tarfile.open(real_images / "imagenet-sample" / "images.tar") as tar:
-        members = itertools.islice((member for member in tar if member.isreg()), 32)
-        images = [Image.open(tar.extractfile(member)).convert("RGB") for member in members]
-    cuts = [CuttingTransform(transform, augment)(image, randomness.mix(n)) for n, image in enumerate(images)]
-    expected = torch.stack([transform(image, randomness.mix(n)) for n, image in enumerate(images)]).float()
-    _within(_on_device(cuts, size=(96, 112)), expected, CROP_BOUND)
-
-
 def test_an_image_does_not_depend_on_the_others(monkeypatch):
     """Would catch pixels that change with the micro-batch, and a lot of crops that is lost or out of order."""
     augment = AugmentConfig(aa="rand-m9-mstd0.5-inc1", gaussian_blur_prob=0.5)

@@ -16,7 +16,6 @@ from picture_folders import CPU, TINY, made
 from PIL import Image, ImageFile
 from runs import resolved
 from shards import write_shard
-from tables import write_tables
 from timm.data import ImageDataset
 
 from ds_vit.cli import main
@@ -25,7 +24,6 @@ from ds_vit.data.decode import ImageDecodeError, decode, in_8_bits
 from ds_vit.data.loader import eval_loader
 from ds_vit.data.sampler import Share
 from ds_vit.data.settings import ImageConfig
-from ds_vit.data.sources.captions import CaptionKeys
 from ds_vit.data.sources.datasets import as_source, open_source
 from ds_vit.data.sources.source import Source, headers_of_some
 from ds_vit.fault_tolerance.errors import UserError
@@ -67,25 +65,13 @@ def folder(tmp_path) -> Path:
 
 
 def _sources(folder: Path) -> dict[str, Source]:
-    """The files of a folder of class folders in every form."""
-    plain, root = open_source("", str(folder), "train"), folder.parent
+    """The files of a folder of class folders, those of a tar, and a program's images."""
+    plain = open_source("", str(folder), "train")
     members = {plain.path(n): plain.encoded(n) for n in range(len(plain))}
-    write_shard(root / "tar" / "train.tar", members)
-    labelled = {f"{n}.{name.rpartition('.')[2]}": data for n, (name, data) in enumerate(members.items())}
-    classes = {f"{n}.cls": str(plain.target(n)).encode() for n in range(len(plain))}
-    write_shard(root / "wds" / "train-000.tar", dict(sorted((labelled | classes).items())))
-    for kind in ("arrow", "parquet"):
-        write_tables(root / kind / "train", plain, kind)
-    rows = [f"{plain.describe(n)}\ta caption" for n in range(len(plain))]
-    made(root / "csv" / "train.csv").write_text("\n".join(["filepath\ttitle", *rows]))
+    write_shard(folder.parent / "tar" / "train.tar", members)
     return {
         "folder": plain,
-        "tar": open_source("", str(root / "tar"), "train"),
-        "shards": open_source("wds/", str(root / "wds"), "train"),
-        **{kind: open_source("hfds/", str(root / kind), "train") for kind in ("arrow", "parquet")},
-        "csv": open_source("csv/", str(root / "csv"), "train", captions=CaptionKeys()),
-        "part": open_source("", str(folder), "train[:100%]"),
-        "held out": open_source("", str(folder), "train[:60%]"),
+        "tar": open_source("", str(folder.parent / "tar"), "train"),
         "program": as_source([(Image.open(plain.describe(n)), 0) for n in range(len(plain))]),
     }
 

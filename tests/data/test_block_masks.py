@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 import time
 
 import numpy as np
@@ -89,32 +88,6 @@ def test_probability_and_ratio_are_what_was_asked_for():
     assert (shares < 0.15).mean() < 0.01
     assert not block_masks(KEYS, (14, 14), 0.0, (0.1, 0.5)).any()
     assert block_masks(KEYS, (14, 14), 1.0, (0.1, 0.5)).any(axis=1).all()
-
-
-def test_the_distribution_is_that_of_the_published_loop():
-    """Would catch a mistake that the plain loop above shares: another generator, drawn and rounded as BEiT's code."""
-    rng = random.Random(5)
-    plain = [_plain_mask((14, 14), rng.uniform(0.1, 0.5), rng.random) for _ in range(600)]
-    expected, ours = np.stack([mask for mask, _ in plain]), block_masks(KEYS, (14, 14), 1.0, (0.1, 0.5))
-    for statistic in (_share, _edges, lambda masks: masks.reshape(-1, 14, 14)[:, :4].mean(axis=(1, 2))):
-        assert stats.ks_2samp(statistic(ours), statistic(expected)).pvalue > 1e-3
-    blocks = [block for _, blocks in plain for block in blocks]
-    assert min(height * width for height, width in blocks) >= 1
-    assert all(0.15 < height / width < 7 for height, width in blocks if height * width >= 16)
-    # Single patches with the same shares have four times the edges: the test sees whether there are blocks.
-    alone = np.stack([np.random.default_rng(n).permutation(mask) for n, mask in enumerate(ours)])
-    assert stats.ks_2samp(_edges(alone), _edges(expected)).pvalue < 1e-9
-
-
-def _share(masks):
-    return masks.mean(axis=1)
-
-
-def _edges(masks):
-    """Neighbours of which only one is masked, as a share of the masked patches."""
-    grids = masks.reshape(-1, 14, 14)
-    edges = (grids[:, 1:] != grids[:, :-1]).sum(axis=(1, 2)) + (grids[:, :, 1:] != grids[:, :, :-1]).sum(axis=(1, 2))
-    return edges / np.maximum(1, masks.sum(axis=1))
 
 
 def test_masks_cost_little():

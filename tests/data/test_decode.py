@@ -69,14 +69,6 @@ def test_every_part_of_a_jpeg_file_is_pillows(kind):
         assert _equal(part, expected.crop((left, top, right, bottom))), (top, left, bottom, right)
 
 
-def test_the_comparison_with_pillow_can_fail(monkeypatch):
-    """With one row fewer than the upsampling of colours looks at, a crop's last row is another."""
-    whole = decode(KINDS["RGB 4:2:0 baseline"], "")
-    monkeypatch.setattr(Jpeg, "_rows_above", lambda self, b: decoding._without_rows_below(self.data, b - 2, 131))
-    image = open_image(KINDS["RGB 4:2:0 baseline"], "")
-    assert any(not _equal(image.crop((0, 0, b, 150)), whole.crop((0, 0, 150, b))) for b in range(40, 50))
-
-
 def test_what_is_damaged_is_so_for_pillow_too():
     """Would catch damage that passes, a sound file that is refused, and pixels other than Pillow's for broken data."""
     rng = random.Random(3)

@@ -119,14 +119,6 @@ def test_a_damaged_file_ends_the_run_by_its_name(damaged):
         (damaged / "1.jpg").rename(damaged / "train" / "b" / "1.jpg")
 
 
-def test_a_damaged_file_is_skipped_as_if_it_were_decoded_here(damaged):
-    """Would catch damage that shows on the device alone, after another stage has taken the bad image's label."""
-    there, here = (_batches(damaged, decode, on_bad_image="skip") for decode in ("fast", "exact"))
-    assert sum(batch.num_skipped for batch in there) == sum(batch.num_skipped for batch in here) == 4
-    assert all(torch.equal(a.targets, b.targets) for a, b in zip(there, here, strict=True))
-    assert torch.equal(_images(there), _images(here))
-
-
 def test_odd_files_in_one_batch_end_as_on_the_cpu(tmp_path):
     """Would catch a size, depth or mode that the device takes for another, and a row that a bad file shifts."""
 

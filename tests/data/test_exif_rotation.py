@@ -13,8 +13,6 @@ from micro_batches import load
 from picture_folders import CPU, TINY, made, smooth_photo
 from PIL import Image, PngImagePlugin
 from runs import resolved
-from shards import write_shard
-from tables import write_tables
 
 from ds_vit.api import export, predict
 from ds_vit.cli import main
@@ -23,7 +21,7 @@ from ds_vit.data.decode import Jpeg, open_image
 from ds_vit.data.device import finish_images
 from ds_vit.data.loader import eval_loader
 from ds_vit.data.sampler import Share
-from ds_vit.data.settings import CropConfig, ImageConfig
+from ds_vit.data.settings import ImageConfig
 from ds_vit.data.sources.datasets import as_source, open_source
 from ds_vit.data.sources.source import Source
 from ds_vit.fault_tolerance.errors import UserError
@@ -179,32 +177,13 @@ def test_fast_decoding_agrees(folders, augment_on, on_bad_image):
     assert (_pixels(turned, fast) - _pixels(upright, exact)).abs().mean() < 0.05
 
 
-def test_several_crops(folders):
-    """Would catch --task dino's views of an image that lies on its side."""
+def test_evaluation_of_files_and_of_a_program(folders):
+    """Would catch a source that decodes by itself and whose images stay turned."""
     turned, upright = (open_source("", str(folder), "train") for folder in folders)
-    options = {"image": IMAGE, "crops": CropConfig(16, num_local=2), "augment": AugmentConfig(), "mix": MixConfig()}
-    for ours, theirs in zip(*(load(one, Share(0, 1, 8), stop=2, **options) for one in (turned, upright)), strict=True):
-        assert torch.equal(ours.images, theirs.images)
-        assert torch.equal(ours.local_images, theirs.local_images)
-
-
-def test_evaluation_of_every_source(folders, tmp_path):
-    """Would catch a form of data whose files stay turned: evaluation's pixels of each."""
-    turned, upright = (open_source("", str(folder), "train") for folder in folders)
-    numbers = range(len(turned))
-    write_shard(tmp_path / "train.tar", {turned.path(n): turned.encoded(n) for n in numbers})
-    for kind in ("arrow", "parquet"):
-        write_tables(tmp_path / kind / "train", turned, kind)
-    [expected] = eval_loader(upright, image=IMAGE, batch=len(upright))
-    for name, source in {
-        "folder": turned,
-        "tar": open_source("", str(tmp_path), "train"),
-        "arrow": open_source("hfds/", str(tmp_path / "arrow"), "train"),
-        "parquet": open_source("parquet/", str(tmp_path / "parquet"), "train"),
-        "program": as_source([(Image.open(turned.describe(n)), turned.target(n)) for n in numbers]),
-    }.items():
-        [found] = eval_loader(source, image=IMAGE, batch=len(source))
-        assert torch.equal(found.images, expected.images), name
+    program = as_source([(Image.open(turned.describe(n)), turned.target(n)) for n in range(len(turned))])
+    found, same, expected = (next(iter(eval_loader(s, image=IMAGE, batch=16))) for s in (turned, program, upright))
+    assert torch.equal(found.images, expected.images)
+    assert torch.equal(same.images, expected.images)
 
 
 # ---- what is said, and shards ----------------------------------------------------------------------------------------

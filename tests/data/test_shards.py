@@ -7,12 +7,10 @@ import pickle
 import re
 import shutil
 import tarfile
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
 import pytest
 from picture_folders import encoded, noise
 from shards import write_shard
@@ -170,28 +168,6 @@ def test_a_folder_that_cannot_be_written_to(folder, monkeypatch):
     monkeypatch.setattr(os, "replace", refuse)
     assert len(open_source("wds/", str(folder), "val")) == 1
     assert not list(folder.glob("val*index*"))
-
-
-@pytest.mark.slow
-def test_a_million_samples_open_at_once(tmp_path):
-    """Would catch an index that is read sample by sample: 2 s of processor time are the limit."""
-    for number in range(100):
-        shard = tmp_path / f"train-{number:03}.tar"
-        shard.touch()
-        names = np.array([f"n{number:08}/n{number:08}_{n:08}.JPEG".encode() for n in range(10_000)])
-        places = np.arange(10_000) * 100_000
-        with shard.open("rb") as file:
-            state = shard_index.state_of(file)
-        index = shard_index.ShardIndex(names, places, places, np.full(10_000, number), {}, state)
-        shard_index.save_index(str(shard), index)
-    seconds = []
-    for _ in range(3):
-        before = time.process_time()
-        source = open_source("wds/", str(tmp_path), "train")
-        seconds.append(time.process_time() - before)
-    assert len(source) == 1_000_000
-    assert source.target(999_999) == 99
-    assert min(seconds) < 2, seconds
 
 
 # What a person is told
