@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from ds_vit.models.checkpointing import is_dear, recompute_all, recompute_selectively
+from ds_vit.models.checkpointing import is_expensive, recompute_all, recompute_selectively
 from ds_vit.models.conversions import cast_block_buffers, norms_in_fp32
 from ds_vit.models.layers import BlockLayer, take_apart
 from ds_vit.models.sequential import run_layers
@@ -44,13 +44,13 @@ def keeping(choose: Callable[[], Callable[[Any], bool]]) -> Callable:
 
 def is_attention(operation: Any) -> bool:
     """Whether it is a fused attention."""
-    return is_dear(operation) and "attention" in str(operation)
+    return is_expensive(operation) and "attention" in str(operation)
 
 
 def every_second() -> Callable[[Any], bool]:
     """Attention, and of the other dear operations the first, the third and so on."""
     numbers = itertools.count()
-    return lambda operation: is_attention(operation) or (is_dear(operation) and next(numbers) % 2 == 0)
+    return lambda operation: is_attention(operation) or (is_expensive(operation) and next(numbers) % 2 == 0)
 
 
 WAYS = {

@@ -41,13 +41,13 @@ def recompute_from_host_memory(function: Callable, *tensors: torch.Tensor) -> to
         return recompute_all(function, *tensors)
 
 
-def is_dear(operation: Any) -> bool:
+def is_expensive(operation: Any) -> bool:
     """Whether an operation of torch's dispatcher is one whose FLOPs torch counts."""
     return getattr(operation, "overloadpacket", operation) in flop_registry
 
 
 def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if is_dear(operation) else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if is_expensive(operation) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class _SecondRun(_CachedTorchDispatchMode):
@@ -58,7 +58,7 @@ class _SecondRun(_CachedTorchDispatchMode):
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not is_dear(func):
+        if not is_expensive(func):
             return func(*args, **(kwargs or {}))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
@@ -85,7 +85,7 @@ def storages_of(tensors: Iterable[torch.Tensor]) -> Storages:
     return {storage._cdata: storage for storage in found}
 
 
-class GivenByDear(TorchDispatchMode):
+class ExpensiveOutputs(TorchDispatchMode):
     """While entered, records the outputs of expensive operations: what `recompute_selectively` would keep.
 
     Attributes:
@@ -98,6 +98,6 @@ class GivenByDear(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if is_dear(func):
+        if is_expensive(func):
             self.storages |= storages_of(leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor))
         return out

@@ -58,7 +58,7 @@ def compile_block(layer: Layer, function: Compiled) -> None:
     Hooks of the block itself run outside its graph.
 
     Args:
-        layer: filled, cut and cast as it will be; one without a block is left as it is.
+        layer: filled, sharded and cast as it will be; one without a block is left as it is.
         function: from `compile_function`, the same for all layers of a run.
     """
     if not isinstance(layer, BlockLayer):

@@ -131,8 +131,9 @@ def compute_class_token(layer: Layer) -> None:
     """Restrict the last block to what the head reads, in training, in place; parameters and their names stay.
 
     Args:
-        layer: filled, and cut already where it is cut. One whose tokens are all read is left as it is, and so is a kind
-            of block or attention other than timm's plain ones, and dropout, whose masks are drawn for all elements.
+        layer: filled, and sharded already under tensor parallelism. Nothing changes where the head reads all tokens,
+            for a block or attention other than timm's plain ones, and with dropout, whose masks are drawn for all
+            elements.
     """
     if not isinstance(layer, BlockLayer) or not layer.class_token_is_read_alone:
         return

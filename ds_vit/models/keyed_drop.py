@@ -257,7 +257,7 @@ def mix_in(module: nn.Module, mixin: type, **attributes: Any) -> None:
     convert(module, _MIXED[both], **attributes)
 
 
-def _keyed_twin(module: nn.Module, name: str) -> KeyedDrop | None:
+def _keyed_counterpart(module: nn.Module, name: str) -> KeyedDrop | None:
     """The keyed counterpart of timm's module, or None if `module` draws nothing."""
     if isinstance(module, DropPath):
         return KeyedDropPath(name, module.drop_prob, module.scale_by_keep)
@@ -278,9 +278,9 @@ def replace_drops(model: nn.Module) -> None:
     """
     for parent_name, parent in list(model.named_modules()):
         for child_name, child in list(parent.named_children()):
-            twin = _keyed_twin(child, f"{parent_name}.{child_name}" if parent_name else child_name)
-            if twin is not None:
-                setattr(parent, child_name, twin)
+            counterpart = _keyed_counterpart(child, f"{parent_name}.{child_name}" if parent_name else child_name)
+            if counterpart is not None:
+                setattr(parent, child_name, counterpart)
 
 
 def sample_keys(drops: Iterable[KeyedDrop], keys: torch.Tensor) -> AbstractContextManager[None]:

@@ -102,7 +102,7 @@ class TeacherAverage(Ema):
 
     def __init__(self, zero_map: ZeroMap, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         super().__init__(zero_map, decay=0.0)
-        self._twins = zero_map.twins(pairs, self.tensors)
+        self._copies = zero_map.teacher_copies(pairs, self.tensors)
         self.write()
 
     @torch.no_grad()
@@ -114,4 +114,4 @@ class TeacherAverage(Ema):
 
     def write(self) -> None:
         """Copy the average into the teachers (a collective)."""
-        self._twins.write()
+        self._copies.write()

@@ -285,7 +285,7 @@ class WholeMatrices:
         held = [[segment for segment, _ in segments] for segments in told]
         self._rank = 0 if len(held) == 1 else dist.get_rank(zero_map.group)
         self._slices = {segment.name: segment.tp_slice for segments in held for segment in segments}
-        owners = _owners(held, {name: cost(cut.full_shape) for name, cut in self._slices.items()})
+        owners = _owners(held, {name: cost(described.full_shape) for name, described in self._slices.items()})
         self.owned = tuple(name for name, owner in owners.items() if owner == self._rank)
         """timm names of the matrices that this rank works on."""
         places = [{segment.place for segment in segments} for segments in held]
@@ -338,9 +338,9 @@ class WholeMatrices:
         given = [[s.of(flats[self._number[s.block]]) for s in segments] for segments in self._to_give]
         slices: dict[str, list[torch.Tensor]] = {}
         for name in self.owned:
-            cut = self._slices[name]
-            size = math.prod(cut.local_shape)
-            slices[name] = [torch.empty(size, device=self._zero_map.device) for _ in range(cut.num_slices)]
+            described = self._slices[name]
+            size = math.prod(described.local_shape)
+            slices[name] = [torch.empty(size, device=self._zero_map.device) for _ in range(described.num_slices)]
         for segments, values in zip(self._to_take, self._exchange(given, self._to_take), strict=True):
             for segment, value in zip(segments, values, strict=True):
                 name, number, start, length = segment.place
@@ -356,8 +356,10 @@ class WholeMatrices:
             for segment in segments:
                 name, number, start, length = segment.place
                 if (name, number) not in slices:
-                    cut = segment.tp_slice
-                    slices[name, number] = (whole[name] if cut.dim is None else cut.take(whole[name])).reshape(-1)
+                    described = segment.tp_slice
+                    slices[name, number] = (
+                        whole[name] if described.dim is None else described.take(whole[name])
+                    ).reshape(-1)
                 given[-1].append(slices[name, number].narrow(0, start, length))
         for segments, values in zip(self._to_take_back, self._exchange(given, self._to_take_back), strict=True):
             for segment, value in zip(segments, values, strict=True):

@@ -44,7 +44,7 @@ class Layout:
             fitting = sorted((p * t, t, p) for p, t in smaller if world_size % (p * t) == 0)
             ways = [f"--pp {p} --tp {t}" for _, t, p in fitting[:-4:-1]]
             raise UserError(
-                f"{world_size} ranks cannot be cut into --pp {pp} x --tp {tp} = {pp * tp} ranks per replica; "
+                f"{world_size} ranks cannot be split into --pp {pp} x --tp {tp} = {pp * tp} ranks per replica; "
                 f"start {nearest} ranks, or give {' or '.join(ways)}"
             )
         return cls(pp, world_size // (pp * tp), tp)

@@ -95,12 +95,12 @@ def flat_groups(optimizer: Any) -> list[FlatGroup]:
 
 
 @dataclass(frozen=True, eq=False)
-class Twins:
-    """Parameters that hold other values of trained ones; see `ZeroMap.twins`.
+class TeacherCopies:
+    """Frozen parameters that hold averages of trained ones; see `ZeroMap.teacher_copies`.
 
     Attributes:
-        copies: (memory of a twin on this rank, its value).
-        gather: brings what was copied to the other ranks.
+        copies: (memory of a teacher's parameter on this rank, its value).
+        gather: sends the copied values to the other ranks.
     """
 
     copies: Sequence[tuple[torch.Tensor, torch.Tensor]]
@@ -108,7 +108,7 @@ class Twins:
 
     @torch.no_grad()
     def write(self) -> None:
-        """Give the twins their values (a collective)."""
+        """Copy the values into the teachers (a collective)."""
         torch._foreach_copy_(*map(list, zip(*self.copies, strict=True)))
         self.gather()
 
@@ -218,35 +218,37 @@ class ZeroMap:
             optimizer._reassign_or_swap_out_partitioned_parameters(sub_group)
         optimizer._partition_all_parameters()  # what stays gathered between steps is old
 
-    def twins(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], values: Sequence[torch.Tensor]) -> Twins:
-        """Frozen parameters that hold other values of trained ones, in the model's type; a teacher's for example.
+    def teacher_copies(
+        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], values: Sequence[torch.Tensor]
+    ) -> TeacherCopies:
+        """Frozen parameters of a teacher that hold averages of trained ones, in the model's type.
 
         Below ZeRO-3 they move into flat memory that is laid out like that of the trained ones.
 
         Args:
-            pairs: (twin, parameter) of this rank, of the same shapes; a parameter that is not trained has itself as
-                value.
+            pairs: (teacher's, student's) parameters of this rank, of the same shapes; where the student's is not
+                trained, it is the value itself.
             values: laid out like the shards; each `write` reads them.
         """
-        twins = {id(parameter): twin for twin, parameter in pairs}
-        assert len(twins) == len(pairs), "a parameter with two twins"
-        copies = [(_stored(twin), _stored(parameter)) for twin, parameter in pairs if not parameter.requires_grad]
+        teachers = {id(parameter): teacher for teacher, parameter in pairs}
+        assert len(teachers) == len(pairs), "a parameter with two teachers"
+        copies = [(_stored(teacher), _stored(parameter)) for teacher, parameter in pairs if not parameter.requires_grad]
         if self.stage == 3:
             position = self._optimizer.grad_position
-            for twin, parameter in pairs:
+            for teacher, parameter in pairs:
                 if parameter.requires_grad:
                     number, offset, _ = position[self._optimizer.get_param_id(parameter)]
                     _, length = _zero3_share(parameter)
-                    copies.append((_stored(twin).view(-1)[:length], values[number].narrow(0, offset, length)))
-            return Twins(copies, self._optimizer._partition_all_parameters)
-        own_flats = [_laid_out_like(group, twins) for group in self._flats]
+                    copies.append((_stored(teacher).view(-1)[:length], values[number].narrow(0, offset, length)))
+            return TeacherCopies(copies, self._optimizer._partition_all_parameters)
+        own_flats = [_laid_out_like(group, teachers) for group in self._flats]
         self.frozen = [replace(shard, tensor=shard.parameter.detach().view(-1)) for shard in self.frozen]
         if self.stage == 0:
-            return Twins([*copies, *zip(own_flats, values, strict=True)], lambda: None)
+            return TeacherCopies([*copies, *zip(own_flats, values, strict=True)], lambda: None)
         shares = [flat.split(len(value)) for flat, value in zip(own_flats, values, strict=True)]
         ranks = [dist.get_rank(group) for group in self._optimizer.real_dp_process_group]
         copies += [(share[rank], value) for share, rank, value in zip(shares, ranks, values, strict=True)]
-        return Twins(copies, partial(_gather_flats, self._optimizer, own_flats, shares))
+        return TeacherCopies(copies, partial(_gather_flats, self._optimizer, own_flats, shares))
 
     def on_overflow(self, callback: Callable[[list[torch.Tensor | None]], None]) -> None:
         """Have ZeRO call `callback` when it is about to drop gradients that are not finite and skip a step.
@@ -375,12 +377,12 @@ def _slice_of(parameter: nn.Parameter) -> TensorSlice:
     return TensorSlice(full_shape=shape, dim=None, sections=(), rank=0, size=1)
 
 
-def _laid_out_like(group: FlatGroup, twins: Mapping[int, torch.Tensor]) -> torch.Tensor:
-    """New flat memory for the twins of a group's parameters, each at the place of its parameter."""
+def _laid_out_like(group: FlatGroup, teachers: Mapping[int, torch.Tensor]) -> torch.Tensor:
+    """New flat memory for the teachers' copies of a group's parameters, each at the place of its parameter."""
     own = torch.zeros_like(group.weights)
     for parameter, start in zip(group.parameters, group.starts, strict=True):
-        if (twin := twins.get(id(parameter))) is not None:
-            twin.data = own.narrow(0, start, twin.numel()).view_as(twin)
+        if (teacher := teachers.get(id(parameter))) is not None:
+            teacher.data = own.narrow(0, start, teacher.numel()).view_as(teacher)
     return own
 
 

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from ds_vit.models.bridge_tower import BridgeTowerLayer
-from ds_vit.models.checkpointing import GivenByDear, Storages, storages_of
+from ds_vit.models.checkpointing import ExpensiveOutputs, Storages, storages_of
 from ds_vit.models.keyed_drop import KeyedDrop, sample_keys
 from ds_vit.models.layers import BlockLayer, EmbedLayer, Layer, take_apart, take_apart_towers, tower_of
 from ds_vit.models.self_distillation import ProjectionHeadLayer
@@ -383,7 +383,7 @@ def kept_by_layers(model: TimmViT, layers: Sequence[Layer], dtype: torch.dtype =
     """
 
     def count(layer: Layer, inputs: Any) -> tuple[tuple[int, ...], Any]:
-        with FusedAttention(), GivenByDear() as dear:
+        with FusedAttention(), ExpensiveOutputs() as dear:
             saved, out = _saved(lambda: layer(inputs), (*layer.parameters(), *layer.buffers()))
         given = storages_of([inputs[0]])
         sizes = (saved, given, given.keys() & saved, dear.storages, dear.storages.keys() & saved)

@@ -32,7 +32,7 @@ from ds_vit.optim.build import STATES_OF_FALLBACK
 from ds_vit.optim.muon import Muon
 from ds_vit.parallel.layout import Layout
 from ds_vit.parallel.tensor.collectives import TensorParallel
-from ds_vit.parallel.tensor.cut import cut_layer
+from ds_vit.parallel.tensor.shard import shard_layer
 from ds_vit.planner.counting import Kept, Temporary, kept_by_layers, temporary_memory
 
 # Bytes of activations over those of fp32, at an MLP ratio of 4: under autocast the residual stream stays in fp32.
@@ -67,7 +67,7 @@ def layers_of_rank(
     for layer in layers:
         freeze(layer, frozen)
         if tp > 1:
-            cut_layer(layer, group, class_parallel=class_parallel)
+            shard_layer(layer, group, class_parallel=class_parallel)
         if (dtype := getattr(torch, compute)) != torch.float32:
             for parameter in layer.parameters():
                 parameter.data = parameter.data.to(dtype)

@@ -23,7 +23,7 @@ from ds_vit.models.zoo import ModelSpec, TimmViT, create_model, num_parameters
 from ds_vit.optim.build import optimizer_class, rules_of, states_per_element
 from ds_vit.parallel.layout import Layout
 from ds_vit.parallel.tensor.class_parallel import pays
-from ds_vit.parallel.tensor.cut import legal_degrees
+from ds_vit.parallel.tensor.shard import legal_degrees
 from ds_vit.planner.cost import Machine, StepTime, step_time
 from ds_vit.planner.counting import LayerWork, count_flops, work_of_layers
 from ds_vit.planner.memory import (

@@ -86,7 +86,7 @@ def build_loss(**settings: Any) -> Loss:
 
 
 def class_parallel_loss(*, tp: TensorParallel, num_classes: int, **settings: Any) -> Loss:
-    """`build_loss` for a classifier that is cut over the classes.
+    """`build_loss` for a classifier that is sharded over the classes.
 
     Args:
         tp: this rank's place in the group.

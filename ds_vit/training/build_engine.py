@@ -37,7 +37,7 @@ from ds_vit.optim.build import attach, build_optimizer, parameter_groups
 from ds_vit.parallel.groups import Groups
 from ds_vit.parallel.layout import Layout
 from ds_vit.parallel.tensor.class_parallel import gather_logits
-from ds_vit.parallel.tensor.cut import cut_layer
+from ds_vit.parallel.tensor.shard import shard_layer
 from ds_vit.training.resolve.model import ModelConfig
 from ds_vit.training.resolve.optimizer import OptimizerConfig
 
@@ -227,7 +227,7 @@ def _write_initial(
     task, towers = config.model.task, _layers_of_stage(config)[1]
     for name in (*task.teachers, *task.fixed_towers):  # they hold averages, or are not saved
         towers.pop(name, None)
-    _fill(config, device, towers, [*_cut(config, groups), pass_on], torch.float32)
+    _fill(config, device, towers, [*_sharding(config, groups), pass_on], torch.float32)
 
 
 def _build_optimizer(
@@ -254,7 +254,7 @@ def layer_converters(config: EngineConfig, groups: Groups) -> list[Converter]:
 
     ZeRO-3 partitions what the converters before it left: weights that are sharded, cast and frozen.
     """
-    converters = _cut(config, groups)
+    converters = _sharding(config, groups)
     if config.dtype != torch.float32:
         converters.append(partial(cast_block_buffers, dtype=config.dtype))  # DeepSpeed casts only parameters
         if config.norms_fp32:
@@ -270,10 +270,10 @@ def layer_converters(config: EngineConfig, groups: Groups) -> list[Converter]:
     return converters
 
 
-def _cut(config: EngineConfig, groups: Groups) -> list[Converter]:
+def _sharding(config: EngineConfig, groups: Groups) -> list[Converter]:
     """Shards a layer over the tensor-parallel ranks, where there are several."""
     tp = groups.tensor_parallel(sequence_parallel=config.sequence_parallel)
-    return [] if tp is None else [partial(cut_layer, tp=tp, class_parallel=config.model.class_parallel)]
+    return [] if tp is None else [partial(shard_layer, tp=tp, class_parallel=config.model.class_parallel)]
 
 
 def _partition(config: EngineConfig, groups: Groups) -> Converter:

@@ -8,7 +8,7 @@ import pytest
 
 from ds_vit.models.large_sizes import SIZES
 from ds_vit.models.zoo import ModelSpec, create_model, num_parameters
-from ds_vit.parallel.tensor.cut import legal_degrees
+from ds_vit.parallel.tensor.shard import legal_degrees
 
 # Parameters that the name or its paper says, in billions; ViT-22B's 21.743 count no attention pool (12 D^2 here).
 PUBLISHED = {"vit_e_patch14_224": 3.926, "vit_10b_patch14_224": 10.078, "vit_22b_patch14_224": 21.743 + 0.453}

@@ -32,7 +32,7 @@ from ds_vit.models.param_groups import frozen_names, no_weight_decay_names
 from ds_vit.models.sequential import SequentialViT, timm_names
 from ds_vit.models.zoo import ModelSpec, create_model
 from ds_vit.optim.rate_factors import layer_scales
-from ds_vit.parallel.tensor.cut import check_cut, legal_degrees
+from ds_vit.parallel.tensor.shard import check_degree, legal_degrees
 from ds_vit.planner.counting import count_flops, layer_costs
 from ds_vit.planner.pipeline import balance
 
@@ -422,6 +422,6 @@ def test_the_decoder_must_be_cut_too():
     spec = ModelSpec("vit_base_patch16_224", model_kwargs={"depth": 2})
     model = create_autoencoder(spec, AutoencoderSettings())
     assert legal_degrees(model) == [1, 2, 4]
-    check_cut(model, 4)
+    check_degree(model, 4)
     with pytest.raises(ValueError, match="decoder num_heads 16 cannot be split over tp 3; tp may be 1, 2 or 4"):
-        check_cut(model, 3)
+        check_degree(model, 3)

@@ -12,7 +12,7 @@ from ds_vit.models.param_groups import no_weight_decay_names
 from ds_vit.models.sequential import SequentialViT, timm_names
 from ds_vit.models.text_tower import TEXT_MODELS, TextSettings, create_contrastive_model, text_settings
 from ds_vit.models.zoo import ModelSpec, num_parameters
-from ds_vit.parallel.tensor.cut import check_cut, legal_degrees
+from ds_vit.parallel.tensor.shard import check_degree, legal_degrees
 from ds_vit.planner.counting import count_flops, layer_costs
 
 SPEC = ModelSpec("vit_tiny_patch16_224", img_size=16, model_kwargs={"patch_size": 8, "embed_dim": 24, "depth": 2})
@@ -127,7 +127,7 @@ def test_planner_counts_the_text_tower():
 def test_degrees_are_those_of_both_towers():
     assert legal_degrees(tower_of(described(width=24, heads=6), "text")) == [1, 2, 3, 6]
     with pytest.raises(UserError, match="num_heads 2 cannot be split over tp 3"):
-        check_cut(tower_of(described(), "text"), 3)
+        check_degree(tower_of(described(), "text"), 3)
 
 
 def test_sizes_are_open_clips():

@@ -26,7 +26,7 @@ def test_dp_rank_follows_deepspeeds_topology():
 def test_of_world():
     """A world that pp x tp does not divide must be refused with the numbers."""
     assert Layout.of_world(8, pp=2, tp=2) == Layout(2, 2, 2)
-    with pytest.raises(ValueError, match=re.escape("6 ranks cannot be cut into --pp 2 x --tp 2 = 4")):
+    with pytest.raises(ValueError, match=re.escape("6 ranks cannot be split into --pp 2 x --tp 2 = 4")):
         Layout.of_world(6, pp=2, tp=2)
     with pytest.raises(ValueError, match="at least 1"):
         Layout.of_world(1, pp=0)

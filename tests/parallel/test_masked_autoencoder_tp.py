@@ -7,12 +7,12 @@ import copy
 import pytest
 import torch
 from autoencoders import SETTINGS, autoencoder, batch_of, layers_of, loss_of
-from tp_models import close, cut_copies, tensor_parallel, whole_gradients
+from tp_models import close, sharded_copies, tensor_parallel, whole_gradients
 
 from ds_vit.models.layers import DecoderBlockLayer, TokenCount
 from ds_vit.models.masked_autoencoder import BridgeLayer
 from ds_vit.models.sequential import SequentialViT
-from ds_vit.parallel.tensor.cut import check_cut
+from ds_vit.parallel.tensor.shard import check_degree
 
 # 4 kept of 16 patches, and 0, 1 or 5 tokens before them: 2 and 3 ranks share hardly any of these counts evenly.
 KINDS = {
@@ -43,12 +43,12 @@ def compare(kind: str, sequence_parallel: bool, interval: int, plant=None) -> No
     """In float64, where the order of a sum moves the result by 1e-15, so that 1e-11 leaves no room for an error."""
     tp = tensor_parallel(sequence_parallel)
     model = autoencoder(kind, SETTINGS, **KINDS[kind])
-    check_cut(model, tp.size)
+    check_degree(model, tp.size)
     layers = layers_of(model, torch.float64)
     uncut = copy.deepcopy(layers)
     if plant is not None:
         plant(uncut)
-    cut, whole = SequentialViT(cut_copies(uncut, tp), checkpoint_interval=interval), SequentialViT(layers)
+    cut, whole = SequentialViT(sharded_copies(uncut, tp), checkpoint_interval=interval), SequentialViT(layers)
     for one, other in zip(layers, cut.layers, strict=True):
         if isinstance(one, DecoderBlockLayer):
             assert other.block.mlp.fc1.weight.numel() * tp.size == one.block.mlp.fc1.weight.numel()

@@ -12,9 +12,9 @@ from tp_models import (
     SAMPLES,
     all_tokens,
     compare_block,
-    cut_copies,
     own_tokens,
     run_block,
+    sharded_copies,
     spec_of,
     tensor_parallel,
     whole_layers,
@@ -45,7 +45,7 @@ def compare_in_half_precision() -> None:
             tp = tensor_parallel(sequence_parallel)
             dtype = torch.float32 if autocast else torch.bfloat16
             embed, block, *_ = whole_layers(spec_of(*KINDS[kind]), dtype, gated="gated" in kind)
-            cut_embed, cut_block = cut_copies([embed, block], tp)
+            cut_embed, cut_block = sharded_copies([embed, block], tp)
             count = block.num_tokens.training
             tokens = torch.randn(SAMPLES, count, embed.embed_dim, generator=torch.Generator().manual_seed(1))
             outs = []

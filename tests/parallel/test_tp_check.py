@@ -1,4 +1,4 @@
-"""What cannot be cut is refused before any process group exists, with the numbers and the way out."""
+"""Models and degrees that cannot be sharded are rejected before any process group exists, with the numbers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from timm.layers import SimpleNorm
 from torch import nn
 
 from ds_vit.models.zoo import ModelSpec, create_model
-from ds_vit.parallel.tensor.cut import check_cut, legal_degrees
+from ds_vit.parallel.tensor.shard import check_degree, legal_degrees
 
 
 def model_of(name: str, **kwargs) -> nn.Module:
@@ -45,7 +45,7 @@ def model_of(name: str, **kwargs) -> nn.Module:
 def test_a_degree_that_does_not_divide(name, kwargs, size, message):
     """A cut that fails in a reshape on every rank, after minutes, instead of one line that names the way out."""
     with pytest.raises(ValueError) as error:  # noqa: PT011 (the whole message is compared)
-        check_cut(model_of(name, **kwargs), size)
+        check_degree(model_of(name, **kwargs), size)
     assert str(error.value) == message
 
 
@@ -64,10 +64,10 @@ def test_every_legal_degree_is_accepted(name, degrees):
     assert legal_degrees(model) == degrees
     for size in range(1, 26):
         if size in degrees:
-            check_cut(model, size)
+            check_degree(model, size)
         else:
             with pytest.raises(ValueError, match="cannot be split"):
-                check_cut(model, size)
+                check_degree(model, size)
 
 
 class Mixer(nn.Module):
@@ -82,15 +82,15 @@ def test_an_unknown_kind_is_refused_by_name():
     """A sub-layer that stays whole in silence, and with it most of the memory and work."""
     model = model_of("vit_base_patch16_224")
     model.blocks[1].mlp = Mixer()
-    with pytest.raises(ValueError, match=r"Mixer in Block \(mlp.weight\) cannot be cut over tp 2; tp must be 1"):
-        check_cut(model, 2)
+    with pytest.raises(ValueError, match=r"Mixer in Block \(mlp.weight\) cannot be sharded over tp 2; tp must be 1"):
+        check_degree(model, 2)
     assert legal_degrees(model) == [1]
-    check_cut(model, 1)
+    check_degree(model, 1)
 
 
 def test_an_unknown_norm_over_features_is_refused_by_name():
     """A norm that takes the statistics of a rank's features for those of all."""
     model = model_of("beit3_base_patch16_224")
     model.blocks[0].mlp.norm = SimpleNorm(8)
-    with pytest.raises(ValueError, match=r"SimpleNorm over the features of Mlp \(norm\) cannot be cut over tp 2"):
-        check_cut(model, 2)
+    with pytest.raises(ValueError, match=r"SimpleNorm over the features of Mlp \(norm\) cannot be sharded over tp 2"):
+        check_degree(model, 2)

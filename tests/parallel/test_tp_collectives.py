@@ -87,7 +87,7 @@ def test_a_slice_is_memory_of_its_own():
 def test_what_does_not_fit_is_refused():
     """Slices of another layout put together in silence."""
     description = TensorSlice((4,), 0, (4,), 0, 2)
-    with pytest.raises(ValueError, match="3 slices of a tensor that was cut in 2"):
+    with pytest.raises(ValueError, match="3 slices of a tensor that was split into 2"):
         assemble([torch.zeros(2)] * 3, description)
     with pytest.raises(ValueError, match=r"slice 1 has shape \(3,\), not \(2,\)"):
         assemble([torch.zeros(2), torch.zeros(3)], description)

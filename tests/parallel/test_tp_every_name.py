@@ -6,13 +6,13 @@ import functools
 
 import pytest
 import torch
-from tp_models import cut_copies, tensor_parallel, whole_layers
+from tp_models import sharded_copies, tensor_parallel, whole_layers
 from vits import different_names, what_it_computes
 
 from ds_vit.models.sequential import SequentialViT
 from ds_vit.models.zoo import ModelSpec, create_model
 from ds_vit.parallel.tensor.class_parallel import gather_logits
-from ds_vit.parallel.tensor.cut import check_cut, legal_degrees
+from ds_vit.parallel.tensor.shard import check_degree, legal_degrees
 
 NUM_CLASSES = 10
 CHUNKS = 4
@@ -36,12 +36,12 @@ def small(name: str) -> ModelSpec:
 def compare_logits(names: list[str], size: int) -> None:
     for name in names:
         spec = small(name)
-        check_cut(create_model(spec, for_training=False), size)
+        check_degree(create_model(spec, for_training=False), size)
         layers = whole_layers(spec, torch.float32)
         height, width = layers[0].patch_embed.img_size
         images = torch.randn(2, 3, height, width, generator=torch.Generator().manual_seed(1))
         tp = tensor_parallel(sequence_parallel=True)
-        cut = SequentialViT(cut_copies(layers, tp, class_parallel=True))
+        cut = SequentialViT(sharded_copies(layers, tp, class_parallel=True))
         for training in (False, True):  # BatchNorm stems take the batch's statistics in training
             whole = SequentialViT(layers).train(training)
             with torch.no_grad():

@@ -11,7 +11,7 @@ from tp_models import (
     KINDS,
     NUM_CLASSES,
     close,
-    cut_copies,
+    sharded_copies,
     spec_of,
     tensor_parallel,
     whole_gradients,
@@ -35,7 +35,7 @@ def compare_model(kind: str, interval: int, sequence_parallel: bool, class_paral
     name, kwargs = MODELS[kind]
     layers = whole_layers(spec_of(name, kwargs | random, drop_path=0.4))
     tp = tensor_parallel(sequence_parallel)
-    cut = SequentialViT(cut_copies(layers, tp, class_parallel), checkpoint_interval=interval)
+    cut = SequentialViT(sharded_copies(layers, tp, class_parallel), checkpoint_interval=interval)
     whole = SequentialViT(layers)
     for model in (cut, whole):
         model.train()

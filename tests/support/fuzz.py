@@ -43,7 +43,7 @@ from safetensors.torch import save_file
 
 from ds_vit.fault_tolerance import exit_codes
 from ds_vit.models.zoo import ModelSpec, create_model
-from ds_vit.parallel.tensor.cut import legal_degrees
+from ds_vit.parallel.tensor.shard import legal_degrees
 
 MAX_ATTEMPTS = 12
 """Draws of a combination or a layout, refused ones included, before the fuzz itself is taken to be wrong."""

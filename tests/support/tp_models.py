@@ -14,7 +14,7 @@ from ds_vit.models.keyed_init import initialise
 from ds_vit.models.layers import Layer, take_apart
 from ds_vit.models.zoo import ModelSpec, create_model
 from ds_vit.parallel.tensor.collectives import TensorParallel
-from ds_vit.parallel.tensor.cut import cut_layer
+from ds_vit.parallel.tensor.shard import shard_layer
 from ds_vit.parallel.tensor.slices import assemble
 
 WIDTH = {"depth": 2, "embed_dim": 48, "num_heads": 6, "mlp_ratio": 3.0}  # heads and hidden size divide by 2 and by 3
@@ -97,11 +97,11 @@ def tensor_parallel(sequence_parallel: bool = False) -> TensorParallel:
     return TensorParallel(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, sequence_parallel)
 
 
-def cut_copies(layers: list[Layer], tp: TensorParallel, class_parallel: bool = False) -> list[Layer]:
+def sharded_copies(layers: list[Layer], tp: TensorParallel, class_parallel: bool = False) -> list[Layer]:
     """This rank's share of the layers; the layers stay whole."""
     copies = copy.deepcopy(layers)
     for layer in copies:
-        cut_layer(layer, tp, class_parallel=class_parallel)
+        shard_layer(layer, tp, class_parallel=class_parallel)
     return copies
 
 
@@ -177,7 +177,7 @@ def compare_block(kind: str, sequence_parallel: bool, recompute: CheckpointFunct
     """Run a block whole and cut on the same tokens, backward from the same gradient, and compare everything."""
     tp = tensor_parallel(sequence_parallel)
     embed, block, *_ = whole_layers(spec_of(*KINDS[kind]), gated="gated" in kind)
-    cut_embed, cut_block = cut_copies([embed, block], tp)
+    cut_embed, cut_block = sharded_copies([embed, block], tp)
     count = block.num_tokens.training
     generator = torch.Generator().manual_seed(1)
     tokens, d_out = torch.randn(2, SAMPLES, count, embed.embed_dim, dtype=torch.float64, generator=generator)

@@ -298,7 +298,7 @@ def _quietly(argv, main=eval_on_rank):
         ("--checkpoint step-00000009", "not found; the checkpoints in"),
         ("--layer-decay 0.5", "there is no flag --layer-decay"),
         ("--output nowhere/at/all.json", "not a folder that can be written to"),
-        ("--pp 2", "1 ranks cannot be cut"),
+        ("--pp 2", "1 ranks cannot be split"),
         ("--val-split=", "nothing to evaluate"),
         ("--train-split x --val-split val", "has no x/ and no x.tar"),
     ],

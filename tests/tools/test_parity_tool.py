@@ -43,11 +43,11 @@ import os, sys
 from pathlib import Path
 sys.path.insert(0, {str(ROOT)!r})
 from ds_vit import train
-from ds_vit.parallel.tensor import cut
+from ds_vit.parallel.tensor import shard
 from ds_vit.tools import parity
 
 parity.TRAIN = Path(__file__)
-cut.sum_over_group = lambda x, tp: x
+shard.sum_over_group = lambda x, tp: x
 if __name__ == "__main__":
     sys.exit(train.main() if "RANK" in os.environ else parity.main())
 """
@@ -127,7 +127,7 @@ def test_invalid_layouts(tmp_path):
     line = str(refused.value)
     assert "layout 'pp2 zero2':" in line
     assert "cpu_zero1_fp32.json: ZeRO stage 2 does not work with --pp 2" in line
-    assert "layout 'tp3': 2 ranks cannot be cut into --pp 1 x --tp 3 = 3 ranks" in line
+    assert "layout 'tp3': 2 ranks cannot be split into --pp 1 x --tp 3 = 3 ranks" in line
     assert "train_batch_size 16 is not micro-batch 5 x accumulation 1 x data-parallel 2 = 10;" in line
     assert "choose micro-batch x accumulation as one of 8 x 1, 4 x 2" in line
     assert "zero0" not in line

@@ -11,12 +11,12 @@ from ds_vit.training.build_engine import EngineConfig, layer_converters
 from ds_vit.training.resolve.model import ModelConfig
 
 # ZeRO stage, type, type of norms, tp, compiled, the pipeline's bounds: the converters in their order.
-ALL = "cut_layer cast_block_buffers norms_in_fp32 freeze compute_class_token skip_idle_modules _partition"
+ALL = "shard_layer cast_block_buffers norms_in_fp32 freeze compute_class_token skip_idle_modules _partition"
 PLAIN = "freeze compute_class_token skip_idle_modules"
 CASES = [
     (1, "float32", "float32", 1, False, (0, 4), PLAIN),
     (2, "bfloat16", "model", 1, False, (0, 4), f"cast_block_buffers {PLAIN}"),
-    (3, "float32", "float32", 2, False, (0, 3, 4), "cut_layer freeze skip_idle_modules _partition"),
+    (3, "float32", "float32", 2, False, (0, 3, 4), "shard_layer freeze skip_idle_modules _partition"),
     (3, "bfloat16", "float32", 2, False, (0, 4), ALL),
     (3, "float32", "float32", 1, True, (0, 4), f"{PLAIN} _partition compile_block"),
 ]

@@ -55,7 +55,7 @@ def _difference(
     return _features(module.sub_norm(out) * (1 - module.lambda_init))
 
 
-class CutEvaAttention(EvaAttention):
+class ShardedEvaAttention(EvaAttention):
     """timm's `EvaAttention` on this rank's heads."""
 
     region: Region
@@ -87,7 +87,7 @@ class CutEvaAttention(EvaAttention):
         return self.proj_drop(self.proj(out if gate is None else out * gate))
 
 
-class CutDiffAttention(DiffAttention):
+class ShardedDiffAttention(DiffAttention):
     """timm's `DiffAttention` on this rank's heads."""
 
     region: Region
@@ -99,7 +99,7 @@ class CutDiffAttention(DiffAttention):
         return self.proj_drop(self.proj(self.norm(out)))
 
 
-class CutAttentionPoolLatent(AttentionPoolLatent):
+class ShardedAttentionPoolLatent(AttentionPoolLatent):
     """timm's `AttentionPoolLatent` on this rank's heads. The latent queries are whole on every rank."""
 
     region: Region
@@ -124,7 +124,7 @@ class CutAttentionPoolLatent(AttentionPoolLatent):
         return out.mean(1) if self.pool == "avg" else out
 
 
-class CutParallelScalingBlock(ParallelScalingBlock):
+class ShardedParallelScalingBlock(ParallelScalingBlock):
     """timm's `ParallelScalingBlock`: one region for attention and MLP, entered and left once."""
 
     region: Region
@@ -156,9 +156,9 @@ class CutParallelScalingBlock(ParallelScalingBlock):
         return x + self.drop_path(self.ls(out))
 
 
-class CutDiffParallelScalingBlock(DiffParallelScalingBlock):
-    """timm's `DiffParallelScalingBlock`: as `CutParallelScalingBlock`, with differential attention."""
+class ShardedDiffParallelScalingBlock(DiffParallelScalingBlock):
+    """timm's `DiffParallelScalingBlock`: as `ShardedParallelScalingBlock`, with differential attention."""
 
     region: Region
     attend = _difference
-    forward = CutParallelScalingBlock.forward
+    forward = ShardedParallelScalingBlock.forward

@@ -16,7 +16,7 @@ import torch
 
 from ds_vit.parallel.tensor.collectives import TensorParallel, stack_over_group, sum_over_group
 
-CLASSES_WORTH_CUTTING = 8192
+CLASSES_WORTH_SHARDING = 8192
 """Sharding the classifier pays if it takes at least so many classes off each rank.
 
 At 16 bytes per weight (parameter, gradient and fp32 optimizer state) and width 1024 they take 128 MiB; the collectives
@@ -26,7 +26,7 @@ that sharding costs are of a fixed, small size.
 
 def pays(num_classes: int, size: int) -> bool:
     """Whether to shard the classifier over `size` ranks: ImageNet-21k's over 2, ImageNet-1k's never."""
-    return num_classes - -(-num_classes // size) >= CLASSES_WORTH_CUTTING
+    return num_classes - -(-num_classes // size) >= CLASSES_WORTH_SHARDING
 
 
 def own_classes(num_classes: int, tp: TensorParallel) -> tuple[int, int]:

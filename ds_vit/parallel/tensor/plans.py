@@ -1,7 +1,7 @@
 """The sharding plans: for each timm class, which of its weights are sharded along which axis.
 
 A class without a plan is not sharded. In a block, where its weights would silently stay whole, it is rejected by name
-(`cut.check_cut`).
+(`shard.check_degree`).
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from timm.models.vitamin import GeGluMlp
 from torch import nn
 
 from ds_vit.parallel.tensor.attention import (
-    CutAttentionPoolLatent,
-    CutDiffAttention,
-    CutDiffParallelScalingBlock,
-    CutEvaAttention,
-    CutParallelScalingBlock,
+    ShardedAttentionPoolLatent,
+    ShardedDiffAttention,
+    ShardedDiffParallelScalingBlock,
+    ShardedEvaAttention,
+    ShardedParallelScalingBlock,
 )
 
 Sections: TypeAlias = "int | Callable[[nn.Module], tuple[int, ...]]"
@@ -30,12 +30,12 @@ Sections: TypeAlias = "int | Callable[[nn.Module], tuple[int, ...]]"
 
 
 @dataclass(frozen=True)
-class CutPlan:
+class ShardingPlan:
     """How a module of one timm class is sharded. All names are of the module's members; absent ones are ignored.
 
     Attributes:
         counts: what the degree must divide, by its name in messages.
-        cut_class: the subclass that the module becomes; None where its own forward is right for a share (`Entered`).
+        sharded_class: the subclass that the module becomes; None where its own forward suits a share (`Entered`).
         columns: linear maps whose output features are sharded, weight and bias.
         rows: linear maps whose input features are sharded; the bias is whole, and added once after the sum.
         summands: of the rows, those whose summands leave the region together.
@@ -48,7 +48,7 @@ class CutPlan:
     """
 
     counts: Callable[[nn.Module], dict[str, int]]
-    cut_class: type[nn.Module] | None = None
+    sharded_class: type[nn.Module] | None = None
     columns: Mapping[str, Sections] = field(default_factory=dict)
     rows: Mapping[str, Sections] = field(default_factory=dict)
     summands: tuple[str, ...] = ()
@@ -79,7 +79,7 @@ def _out_proj(block: nn.Module) -> tuple[int, ...]:
     return width, hidden
 
 
-_ATTENTION = CutPlan(
+_ATTENTION = ShardingPlan(
     _heads,
     columns={"qkv": 3, "q_proj": 1, "k_proj": 1, "v_proj": 1, "gate": 1},
     rows={"proj": 1},
@@ -87,7 +87,7 @@ _ATTENTION = CutPlan(
     partial=("q_norm", "k_norm"),
     divided=("num_heads", "attn_dim"),
 )
-_MLP = CutPlan(
+_MLP = ShardingPlan(
     lambda module: {"hidden size": module.fc2.in_features},
     columns={"fc1": 1},
     rows={"fc2": 1},
@@ -95,9 +95,9 @@ _MLP = CutPlan(
     dropouts=("drop1",),
     partial=("act",),
 )
-_PARALLEL = CutPlan(
+_PARALLEL = ShardingPlan(
     _parallel_counts,
-    CutParallelScalingBlock,
+    ShardedParallelScalingBlock,
     columns={"in_proj": _in_proj},
     rows={"out_proj": _out_proj, "attn_out_proj": 1, "mlp_out_proj": 1},
     summands=("attn_out_proj", "mlp_out_proj"),
@@ -107,7 +107,7 @@ _PARALLEL = CutPlan(
     divided=("num_heads", "in_split"),
 )
 
-PLANS: dict[type[nn.Module], CutPlan] = {
+PLANS: dict[type[nn.Module], ShardingPlan] = {
     Attention: _ATTENTION,
     AttentionRope: replace(
         _ATTENTION,
@@ -115,11 +115,11 @@ PLANS: dict[type[nn.Module], CutPlan] = {
         divided=("num_heads", "num_kv_heads", "attn_dim", "kv_dim"),
     ),
     EvaAttention: replace(
-        _ATTENTION, cut_class=CutEvaAttention, vectors=("q_bias", "k_bias", "v_bias"), divided=("num_heads",)
+        _ATTENTION, sharded_class=ShardedEvaAttention, vectors=("q_bias", "k_bias", "v_bias"), divided=("num_heads",)
     ),
     DiffAttention: replace(
         _ATTENTION,
-        cut_class=CutDiffAttention,
+        sharded_class=ShardedDiffAttention,
         partial=("q_norm", "k_norm", "sub_norm", *_LAMBDAS),
         divided=("num_heads",),
     ),
@@ -137,12 +137,12 @@ PLANS: dict[type[nn.Module], CutPlan] = {
     ParallelScalingBlock: _PARALLEL,
     DiffParallelScalingBlock: replace(
         _PARALLEL,
-        cut_class=CutDiffParallelScalingBlock,
+        sharded_class=ShardedDiffParallelScalingBlock,
         partial=("mlp_act", "q_norm", "k_norm", "sub_norm", *_LAMBDAS),
     ),
-    AttentionPoolLatent: CutPlan(
+    AttentionPoolLatent: ShardingPlan(
         lambda module: {"attn_pool num_heads": module.num_heads},
-        CutAttentionPoolLatent,
+        ShardedAttentionPoolLatent,
         columns={"q": 1, "kv": 2},
         rows={"proj": 1},
         partial=("q_norm", "k_norm"),

@@ -89,7 +89,7 @@ def assemble(slices: Sequence[torch.Tensor], description: TensorSlice) -> torch.
         ValueError: the number of slices or a shape does not fit.
     """
     if len(slices) != description.size:
-        raise ValueError(f"{len(slices)} slices of a tensor that was cut in {description.size}")
+        raise ValueError(f"{len(slices)} slices of a tensor that was split into {description.size}")
     for rank, piece in enumerate(slices):
         if tuple(piece.shape) != description.local_shape:
             raise ValueError(f"slice {rank} has shape {tuple(piece.shape)}, not {description.local_shape}")

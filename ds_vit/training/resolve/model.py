@@ -23,7 +23,7 @@ from ds_vit.models.text_tower import ContrastiveModel
 from ds_vit.models.zoo import ModelSpec, TimmViT, image_size, names_and_shapes
 from ds_vit.parallel.layout import Layout
 from ds_vit.parallel.tensor.class_parallel import pays
-from ds_vit.parallel.tensor.cut import check_cut
+from ds_vit.parallel.tensor.shard import check_degree
 from ds_vit.planner.memory import layers_of_rank
 from ds_vit.planner.pipeline import fastest_stages, stage_bounds
 from ds_vit.tasks.task import Task
@@ -133,7 +133,7 @@ def resolve_model(
     notes += [*of_teacher, *unrated, *_unseen_pixels(whole)]
     if config.tp > 1:
         for name in tower_names(whole):
-            check_cut(tower_of(whole, name), config.tp)
+            check_degree(tower_of(whole, name), config.tp)
     locked = task_type.locked_names(whole, config)
     if not resumes:
         notes += _locked_at_random(locked, initial)

@@ -13,10 +13,10 @@ from tp_models import (
     HEADS,
     KINDS,
     compare_block,
-    cut_copies,
     from_all_ranks,
     own_tokens,
     run,
+    sharded_copies,
     spec_of,
     tensor_parallel,
     whole_layers,
@@ -25,9 +25,9 @@ from tp_models import (
 from ds_vit.models.checkpointing import CheckpointFunction, recompute_all
 from ds_vit.models.layers import BlockLayer
 from ds_vit.models.sequential import SequentialViT
-from ds_vit.parallel.tensor import cut, region
+from ds_vit.parallel.tensor import region, shard
 from ds_vit.parallel.tensor.collectives import TensorParallel
-from ds_vit.parallel.tensor.cut import cut_layer
+from ds_vit.parallel.tensor.shard import shard_layer
 from ds_vit.parallel.tensor.slices import assemble
 
 # Whole on every rank, of all that is two-dimensional in a block or a pooling head.
@@ -38,7 +38,7 @@ def inspect_cut(name: str, kwargs: dict[str, Any], gated: bool) -> None:
     layers = whole_layers(spec_of(name, kwargs), gated=gated)
     layers[1].block.requires_grad_(False)  # frozen before the cut: stays so
     tp = tensor_parallel()
-    cut_layers = cut_copies(layers, tp, class_parallel=True)
+    cut_layers = sharded_copies(layers, tp, class_parallel=True)
     for layer, cut_one in zip(layers, cut_layers, strict=True):
         wholes = layer.state_dict(keep_vars=True)
         cuts = cut_one.state_dict(keep_vars=True)
@@ -76,7 +76,7 @@ def cut_of_size_one() -> None:
     kinds = [type(module) for layer in layers for module in layer.modules()]
     alone = TensorParallel(0, 1, dist.group.WORLD, sequence_parallel=True)
     for layer in layers:
-        cut_layer(layer, alone, class_parallel=True)
+        shard_layer(layer, alone, class_parallel=True)
     assert kinds == [type(module) for layer in layers for module in layer.modules()]
     for parameter in SequentialViT(layers).parameters():
         assert parameter.tp_slice.dim is None
@@ -101,23 +101,23 @@ def with_a_doubled_bias() -> None:
 
 
 def without_gradient_sums(kind: str, sequence_parallel: bool) -> None:
-    with mock.patch.object(cut, "_sum_gradient", return_value=None):
+    with mock.patch.object(shard, "_sum_gradient", return_value=None):
         compare_block(kind, sequence_parallel)
 
 
 def with_local_norms() -> None:
-    with mock.patch.object(cut, "_cut_norm", local_norm):
+    with mock.patch.object(shard, "_shard_norm", local_norm):
         compare_block("norms over features", sequence_parallel=False)
 
 
 def local_norm(norm, tp) -> None:
     for name in ("weight", "bias"):
-        cut._shard(norm, name, 0, tuple(getattr(norm, name).shape), tp)
+        shard._shard_tensor(norm, name, 0, tuple(getattr(norm, name).shape), tp)
     norm.normalized_shape = tuple(norm.weight.shape)
 
 
 def with_qkv_in_one_piece() -> None:
-    with mock.patch.object(cut, "_lengths", lambda sections, module, total: (total,)):
+    with mock.patch.object(shard, "_lengths", lambda sections, module, total: (total,)):
         compare_block("Attention and Mlp", sequence_parallel=False)
 
 
@@ -146,7 +146,7 @@ def bytes_sent(kind: str, sequence_parallel: bool, recompute: CheckpointFunction
     """Bytes that a rank sends in a block's forward and backward, if every collective is a ring (as NCCL's)."""
     tp = tensor_parallel(sequence_parallel)
     layers = whole_layers(spec_of(*KINDS[kind]))
-    (block,) = cut_copies([layers[1]], tp)
+    (block,) = sharded_copies([layers[1]], tp)
     block.requires_grad_(False)  # the activations alone; sums of small replicated gradients come on top
     tokens = torch.randn(SAMPLES, block.num_tokens.training, layers[0].embed_dim, dtype=torch.float64)
     own = own_tokens(tokens, tp)

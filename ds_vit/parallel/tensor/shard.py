@@ -25,12 +25,12 @@ from ds_vit.models.masked_autoencoder import BridgeLayer, PaintLayer
 from ds_vit.models.self_distillation import ProjectionHead, ProjectionHeadLayer
 from ds_vit.models.zoo import TimmViT
 from ds_vit.parallel.tensor.collectives import TensorParallel, join_tokens, split_tokens, sum_over_group
-from ds_vit.parallel.tensor.plans import NORMS, PLANS, CutPlan, Sections
+from ds_vit.parallel.tensor.plans import NORMS, PLANS, Sections, ShardingPlan
 from ds_vit.parallel.tensor.region import Entered, Region, RowLinear, ShardedNorm, ShareDropout, SummandLinear
 from ds_vit.parallel.tensor.slices import TensorSlice
 
 
-def _planned(module: nn.Module) -> list[tuple[nn.Module, CutPlan]]:
+def _planned(module: nn.Module) -> list[tuple[nn.Module, ShardingPlan]]:
     """The modules to shard in a block or head, with their plans."""
     return [(child, PLANS[type(child)]) for child in module.modules() if type(child) in PLANS]
 
@@ -51,12 +51,12 @@ def _refused_kind(model: TimmViT) -> str | None:
         for name, parameter in block.named_parameters():
             if parameter.ndim > 1 and id(parameter) not in covered:
                 owner = block.get_submodule(name.split(".")[0]) if "." in name else block
-                return f"{type(owner).__name__} in {type(block).__name__} ({name}) cannot be cut"
+                return f"{type(owner).__name__} in {type(block).__name__} ({name}) cannot be sharded"
         for module, plan in planned:
             for name, norm in _members(module, plan.norms):
                 if type(norm) not in NORMS:
                     kind = f"{type(norm).__name__} over the features of {type(module).__name__} ({name})"
-                    return f"{kind} cannot be cut"
+                    return f"{kind} cannot be sharded"
     return None
 
 
@@ -87,7 +87,7 @@ def legal_degrees(model: TimmViT) -> list[int]:
     return [degree for degree in range(1, common + 1) if common % degree == 0]
 
 
-def check_cut(model: TimmViT, size: int) -> None:
+def check_degree(model: TimmViT, size: int) -> None:
     """Reject a tensor-parallel degree that does not fit the model, before any process group exists.
 
     Args:
@@ -147,7 +147,7 @@ _OUTSIDE_BLOCKS: dict[type[Layer], type[Layer]] = {
 }
 
 
-def _shard(owner: nn.Module, name: str, dim: int, sections: tuple[int, ...], tp: TensorParallel) -> None:
+def _shard_tensor(owner: nn.Module, name: str, dim: int, sections: tuple[int, ...], tp: TensorParallel) -> None:
     """Replace a parameter or buffer by this rank's slice, described and tagged."""
     full = getattr(owner, name)
     description = TensorSlice(tuple(full.shape), dim, sections, tp.rank, tp.size)
@@ -172,22 +172,22 @@ def _sum_gradient(parameter: nn.Parameter, tp: TensorParallel) -> None:
         parameter.register_hook(partial(sum_over_group, tp=tp))
 
 
-def _cut_columns(linear: nn.Linear, sections: tuple[int, ...], tp: TensorParallel) -> None:
-    _shard(linear, "weight", 0, sections, tp)
+def _shard_columns(linear: nn.Linear, sections: tuple[int, ...], tp: TensorParallel) -> None:
+    _shard_tensor(linear, "weight", 0, sections, tp)
     if linear.bias is not None:
-        _shard(linear, "bias", 0, sections, tp)
+        _shard_tensor(linear, "bias", 0, sections, tp)
     linear.out_features = linear.weight.shape[0]
 
 
-def _cut_rows(linear: nn.Linear, sections: tuple[int, ...], region: Region, leaves: bool) -> None:
-    _shard(linear, "weight", 1, sections, region.tp)
+def _shard_rows(linear: nn.Linear, sections: tuple[int, ...], region: Region, leaves: bool) -> None:
+    _shard_tensor(linear, "weight", 1, sections, region.tp)
     linear.in_features = linear.weight.shape[1]
     convert(linear, RowLinear if leaves else SummandLinear, region=region)
 
 
-def _cut_norm(norm: nn.Module, tp: TensorParallel) -> None:
+def _shard_norm(norm: nn.Module, tp: TensorParallel) -> None:
     for name, parameter in list(norm.named_parameters(recurse=False)):
-        _shard(norm, name, 0, tuple(parameter.shape), tp)
+        _shard_tensor(norm, name, 0, tuple(parameter.shape), tp)
     shape = (norm.normalized_shape[0] // tp.size,)
     convert(norm, ShardedNorm, centred=NORMS[type(norm)], tp=tp, normalized_shape=shape)
 
@@ -196,29 +196,29 @@ def _divide(value: int | list[int], size: int) -> int | list[int]:
     return [number // size for number in value] if isinstance(value, list) else value // size
 
 
-def _cut_module(module: nn.Module, plan: CutPlan, region: Region) -> list[nn.Parameter]:
+def _shard_module(module: nn.Module, plan: ShardingPlan, region: Region) -> list[nn.Parameter]:
     """Shard one module by its plan, in place; returns the replicated parameters that get a partial gradient."""
     tp = region.tp
     # The lengths are those of the whole module: read them all before anything is changed.
     columns = {n: _lengths(plan.columns[n], module, m.out_features) for n, m in _members(module, tuple(plan.columns))}
     rows = {n: _lengths(plan.rows[n], module, m.in_features) for n, m in _members(module, tuple(plan.rows))}
     for name, sections in columns.items():
-        _cut_columns(getattr(module, name), sections, tp)
+        _shard_columns(getattr(module, name), sections, tp)
     for name, sections in rows.items():
-        _cut_rows(getattr(module, name), sections, region, leaves=name not in plan.summands)
+        _shard_rows(getattr(module, name), sections, region, leaves=name not in plan.summands)
     for name, vector in _members(module, plan.vectors):
-        _shard(module, name, 0, tuple(vector.shape), tp)
+        _shard_tensor(module, name, 0, tuple(vector.shape), tp)
     for _, norm in _members(module, plan.norms):
-        _cut_norm(norm, tp)
+        _shard_norm(norm, tp)
     for _, dropout in _members(module, plan.dropouts):
         if isinstance(dropout, KeyedDropout):
             convert(dropout, ShareDropout, dim=-1, tp=tp)
     for name in plan.divided:
         setattr(module, name, _divide(getattr(module, name), tp.size))
-    if plan.cut_class is None:
+    if plan.sharded_class is None:
         mix_in(module, Entered, region=region)
     else:
-        convert(module, plan.cut_class, region=region)
+        convert(module, plan.sharded_class, region=region)
     return [
         parameter
         for _, member in _members(module, plan.partial)
@@ -238,7 +238,7 @@ def _share_tokens(layer: Layer, tp: TensorParallel) -> None:
             mix_in(layer, mixins[0], tp=tp)
 
 
-def cut_layer(layer: Layer, tp: TensorParallel, *, class_parallel: bool = False) -> None:
+def shard_layer(layer: Layer, tp: TensorParallel, *, class_parallel: bool = False) -> None:
     """Shard an initialised layer, in place: this rank keeps its part.
 
     Parameters are replaced by slices; their names stay timm's. Every parameter gets a description, `tp_slice`, from
@@ -250,7 +250,7 @@ def cut_layer(layer: Layer, tp: TensorParallel, *, class_parallel: bool = False)
     learned rotary frequencies are those of this rank's heads.
 
     Args:
-        layer: from `take_apart`, filled, in its final type; of a model that `check_cut` accepts for this size.
+        layer: from `take_apart`, filled, in its final type; of a model that `check_degree` accepts for this size.
         tp: this rank's place in the group; of size 1, only the descriptions are written.
         class_parallel: shard the classifier over the classes: a `HeadLayer` then returns [B, ceil(C / t)] logits, those
             past the last class zero, for the loss and `gather_logits`.
@@ -259,14 +259,14 @@ def cut_layer(layer: Layer, tp: TensorParallel, *, class_parallel: bool = False)
         # Layers other than blocks work on all tokens, under sequence parallelism too.
         inside = tp if isinstance(layer, BlockLayer) else replace(tp, sequence_parallel=False)
         region = Region(inside, layer.num_tokens)
-        summed = [parameter for module, plan in _planned(layer) for parameter in _cut_module(module, plan, region)]
+        summed = [parameter for module, plan in _planned(layer) for parameter in _shard_module(module, plan, region)]
         if isinstance(layer, EmbedLayer) and isinstance(getattr(layer, "rope", None), RopeFrequencies):
-            _shard(layer.rope, "freqs", 2, (layer.rope.freqs.shape[2],), tp)
+            _shard_tensor(layer.rope, "freqs", 2, (layer.rope.freqs.shape[2],), tp)
         if isinstance(layer, ProjectionHeadLayer):
-            _shard(layer.last_layer, "weight", 0, (layer.last_layer.weight.shape[0],), tp)
+            _shard_tensor(layer.last_layer, "weight", 0, (layer.last_layer.weight.shape[0],), tp)
         if class_parallel and isinstance(layer, HeadLayer):
             for _, head in _members(layer, ("head", "head_dist")):
-                _cut_columns(head, (head.out_features,), tp)
+                _shard_columns(head, (head.out_features,), tp)
                 mix_in(head, Entered, region=region)
         if tp.sequence_parallel and not isinstance(layer, ProjectionHeadLayer):
             _share_tokens(layer, tp)
