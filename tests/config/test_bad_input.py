@@ -5,11 +5,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 from curves import read_rows, train_rows
 from picture_folders import CPU, TINY, make_folder
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from ds_vit.checkpoint.folder import marked
 from ds_vit.fault_tolerance import exit_codes
@@ -86,25 +85,6 @@ def test_refused_before_training(capsys, tmp_path, folder, words, changes, parts
     data = [] if "--data" in words else ["--data-dir", folder]
     line = refused(capsys, tmp_path, *data, *words.split(), config=json_file(tmp_path, **changes))
     assert all(part in line for part in parts), line
-
-
-def test_checkpoint_that_does_not_fit(capsys, tmp_path, folder):
-    """The file and its first names."""
-    path = tmp_path / "weights.safetensors"
-    save_file({f"blocks.{i}.mlp.fc9.weight": torch.zeros(2, i + 1) for i in range(7)}, str(path))
-    line = refused(capsys, tmp_path, "--data-dir", folder, "--initial-checkpoint", path)
-    assert str(path) in line
-    assert "blocks.0" in line or "cls_token" in line
-
-
-def test_output_of_another_run(capsys, tmp_path, folder):
-    """A second run must not write into the first one's folder."""
-    argv = [*TINY, "--deepspeed_config", CPU, "--data-dir", str(folder), "--output", str(tmp_path / "run")]
-    (tmp_path / "run" / "checkpoints" / "step-00000001").mkdir(parents=True)
-    (tmp_path / "run" / "metrics.jsonl").write_text("")
-    assert main(argv) == 2
-    assert "already holds a run" in capsys.readouterr().err
-    assert {p.name for p in (tmp_path / "run").iterdir()} == {"metrics.jsonl", "checkpoints"}
 
 
 def run_main(argv):

@@ -241,27 +241,10 @@ def test_what_does_not_fit_is_named_with_shapes(tmp_path):
         "norm.extra is (2,) in the file and missing in the model",
     ):
         assert part in str(caught.value)
-
-
-def test_half_a_classifier_is_refused(tmp_path):
-    """A classifier of other classes that lost its bias, taken for a new one without a word."""
-    state = timm_model(dataclasses.replace(SPEC, num_classes=7)).state_dict()
-    del state["head.bias"]
-    save_file(state, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"in 2 places: .*head.bias is missing in the file"):
-        load(tmp_path / "model.safetensors")
-
-
-def test_another_model_is_refused_with_the_first_five(tmp_path):
-    """A wall of names."""
     save_file(timm_model(small_spec(SPEC.name, depth=4)).state_dict(), tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="in 24 places") as caught:
         load(tmp_path / "model.safetensors")
-    assert str(caught.value).count(";") == 4
-    state = timm_model(SPEC).state_dict()
-    save_file(state, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match="does not fit"):
-        load(tmp_path / "model.safetensors", small_spec("eva02_tiny_patch14_224"))
+    assert str(caught.value).count(";") == 4, "the first five"
 
 
 @pytest.mark.parametrize(
