@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from ds_vit import config as flags
+from ds_vit.config.run_folder import RunFolder, weights_in
 from ds_vit.config.schema import OF_THE_PROGRAM
 from ds_vit.launching.process import discover
-from ds_vit.run_folder import RunFolder, weights_in
 
 if TYPE_CHECKING:
     from ds_vit.data.sources.source import Source

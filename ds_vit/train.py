@@ -25,9 +25,9 @@ from ds_vit.monitoring.progress import doing
 from ds_vit.training.program import guarded, process_group, without_collection
 
 if TYPE_CHECKING:
+    from ds_vit.config.run_folder import RunFolder
     from ds_vit.data.sources.source import Source
     from ds_vit.fault_tolerance.watchdog import Watchdog
-    from ds_vit.run_folder import RunFolder
     from ds_vit.training.resolve import Resolved
 
 
@@ -98,7 +98,7 @@ def run(
     started, is_main = time.perf_counter(), process.rank == 0
     with doing("importing torch and DeepSpeed", shown=is_main), without_collection():
         device_type, num_gpus = _import_deepspeed(config)
-        from ds_vit.run_folder import RunFolder
+        from ds_vit.config.run_folder import RunFolder
         from ds_vit.training.build import run_dry
         from ds_vit.training.output import DEFAULT_PARENT, check_folder, check_shared, default_folder
         from ds_vit.training.resume import can_resume_in
@@ -132,9 +132,9 @@ def _run_ranks(
     """Start the ranks, train or evaluate, save; the result is that of `run`."""
     import torch.distributed as dist
 
+    from ds_vit.config.run_folder import RunFolder
     from ds_vit.fault_tolerance.watchdog import Watchdog
     from ds_vit.parallel.groups import build_groups
-    from ds_vit.run_folder import RunFolder
     from ds_vit.training.build import Training, memory_advice, run_evaluation
     from ds_vit.training.output import move_unsaved_run
 

@@ -39,7 +39,6 @@ LAYERS: tuple[str, ...] = (
     "fault_tolerance",
     "device",
     "randomness",
-    "run_folder",
 )
 DEPTH = {name: depth for depth, name in enumerate(LAYERS)}
 

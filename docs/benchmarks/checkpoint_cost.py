@@ -65,6 +65,7 @@ def measure(model: str, folder: str, rounds: int) -> dict[str, float]:
 
     from ds_vit import config as flags
     from ds_vit.checkpoint.rank_share import RankShare
+    from ds_vit.config.run_folder import RunFolder
     from ds_vit.engine.start import device_of, quiet_deepspeed
     from ds_vit.fault_tolerance.signals import Signals
     from ds_vit.launching.process import discover
@@ -72,7 +73,6 @@ def measure(model: str, folder: str, rounds: int) -> dict[str, float]:
     from ds_vit.monitoring.throughput import Throughput
     from ds_vit.optim.ema import Ema
     from ds_vit.parallel.groups import build_groups
-    from ds_vit.run_folder import RunFolder
     from ds_vit.training.build import checkpoint_config, engine_config, input_config
     from ds_vit.training.build_engine import build_engine
     from ds_vit.training.checkpoint_manager import CheckpointManager

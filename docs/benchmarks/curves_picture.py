@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from ds_vit.run_folder import RunFolder
+from ds_vit.config.run_folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[2]
 GLOBAL_BATCH = 64

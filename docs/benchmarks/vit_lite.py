@@ -28,8 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from ten_epochs import machine  # in this folder
 
+from ds_vit.config.run_folder import RunFolder
 from ds_vit.monitoring.report.record import Record
-from ds_vit.run_folder import RunFolder
 from ds_vit.tools.bench import versions
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -32,11 +32,11 @@ from ds_vit.checkpoint.tensors import (
     remove,
     save_weights,
 )
+from ds_vit.config.run_folder import BEST, WEIGHTS
 from ds_vit.device import pins_memory, synchronize
 from ds_vit.fault_tolerance.errors import NotSaved, UserError
 from ds_vit.parallel.groups import gather_objects
 from ds_vit.parallel.tensor.slices import Segment
-from ds_vit.run_folder import BEST, WEIGHTS
 
 STATE_BYTES = 2**30
 """Largest file of optimizer state: small enough for many ranks to write at once."""

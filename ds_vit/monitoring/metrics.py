@@ -21,11 +21,11 @@ from PIL import Image
 from rich.console import Console
 from rich.table import Table
 
+from ds_vit.config.run_folder import LineLog, RunFolder, written_whole
 from ds_vit.data.settings import ImageConfig
 from ds_vit.data.sources.source import Source
 from ds_vit.monitoring.progress import Line
 from ds_vit.monitoring.sheets import TrainingSheet, write_pairs, write_predictions
-from ds_vit.run_folder import LineLog, RunFolder, written_whole
 from ds_vit.tasks.metrics import Figure, Pairs
 
 if TYPE_CHECKING:

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps
 
+from ds_vit.config.run_folder import RunFolder, write_json, written_whole
 from ds_vit.data.batches import MicroBatch
 from ds_vit.data.decode import ImageDecodeError, Jpeg
 from ds_vit.data.settings import ImageConfig
 from ds_vit.data.sources.source import Source
-from ds_vit.run_folder import RunFolder, write_json, written_whole
 from ds_vit.tasks.metrics import Batch, Pairs
 from ds_vit.tasks.task import LOCAL_IMAGES
 

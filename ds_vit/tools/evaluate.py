@@ -23,6 +23,7 @@ import torch.distributed as dist
 from ds_vit import config as flags
 from ds_vit.config.deepspeed_keys import MONITORS
 from ds_vit.config.flag import Scope
+from ds_vit.config.run_folder import RunFolder, write_json
 from ds_vit.config.schema import names_with
 from ds_vit.data.sources.source import TRAIN_NAMES, VAL_NAMES, Source
 from ds_vit.engine.start import quiet_deepspeed
@@ -30,7 +31,6 @@ from ds_vit.fault_tolerance import exit_codes
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import Process, discover
 from ds_vit.monitoring.progress import Line, doing
-from ds_vit.run_folder import RunFolder, write_json
 from ds_vit.tasks.task import Task
 from ds_vit.training.program import guarded, process_group
 from ds_vit.weights.files import StoredWeights, add_weights_arguments, find_weights

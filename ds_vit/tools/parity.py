@@ -35,6 +35,7 @@ from ds_vit.config import deepspeed_json
 from ds_vit.config.batch import KEYS as BATCH_KEYS
 from ds_vit.config.deepspeed_json import overlay
 from ds_vit.config.parser import at_least
+from ds_vit.config.run_folder import RunFolder
 from ds_vit.config.units import parse_set
 from ds_vit.engine.start import quiet_deepspeed
 from ds_vit.fault_tolerance import exit_codes
@@ -43,7 +44,6 @@ from ds_vit.launching.process import Process
 from ds_vit.monitoring.metrics import make_console, print_columns
 from ds_vit.monitoring.metrics import say as print_lines
 from ds_vit.monitoring.progress import Line
-from ds_vit.run_folder import RunFolder
 from ds_vit.training.program import guarded
 
 if TYPE_CHECKING:

@@ -19,6 +19,7 @@ from ds_vit.config import load_recipe
 from ds_vit.config.deepspeed_json import load_json
 from ds_vit.config.deepspeed_rules import precision
 from ds_vit.config.parser import at_least, or_shipped, parse_kwargs
+from ds_vit.config.run_folder import RunFolder, write_json
 from ds_vit.config.units import in_words
 from ds_vit.fault_tolerance.errors import UserError, written
 from ds_vit.launching.launchers import RANK_PY
@@ -28,7 +29,6 @@ from ds_vit.planner.cost import Machine
 from ds_vit.planner.hardware import accelerator, link
 from ds_vit.planner.memory import PARTS
 from ds_vit.planner.search import Candidate, Planned, PlanRequest, Search, json_at_stage
-from ds_vit.run_folder import RunFolder, write_json
 from ds_vit.tasks.classification import Classification
 
 _IMAGENET = 1_281_167

@@ -29,6 +29,7 @@ from rich.progress import track
 from rich.table import Table
 
 from ds_vit import config as flags
+from ds_vit.config.run_folder import to_json, written_whole
 from ds_vit.data.device import finish_images
 from ds_vit.data.loader import eval_loader
 from ds_vit.data.settings import PIXEL_FLAGS
@@ -40,7 +41,6 @@ from ds_vit.models.layers import take_apart
 from ds_vit.models.sequential import SequentialViT
 from ds_vit.models.text_tower import ContrastiveModel
 from ds_vit.monitoring.metrics import make_console
-from ds_vit.run_folder import to_json, written_whole
 from ds_vit.weights.files import add_weights_arguments, find_weights, tokenizer_name, weights_line
 from ds_vit.weights.source import MODEL_FLAGS, Exported, load_source
 

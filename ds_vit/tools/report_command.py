@@ -6,9 +6,9 @@ import argparse
 import sys
 from pathlib import Path
 
+from ds_vit.config.run_folder import RunFolder
 from ds_vit.fault_tolerance import exit_codes
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.run_folder import RunFolder
 
 
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ds_vit.config import RunConfig
+from ds_vit.config.run_folder import RunFolder
 from ds_vit.config.units import Interval, parse_steps
 from ds_vit.data.decode_on_device import TALLY
 from ds_vit.data.sources.source import Source
@@ -32,7 +33,6 @@ from ds_vit.monitoring.throughput import Throughput
 from ds_vit.optim.ema import Ema
 from ds_vit.parallel.groups import Groups
 from ds_vit.planner.counting import Flops, count_flops
-from ds_vit.run_folder import RunFolder
 from ds_vit.tasks.metrics import Batch
 from ds_vit.training.auto_batch import memory_of_rank
 from ds_vit.training.build_engine import EngineConfig, build_engine

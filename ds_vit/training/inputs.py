@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from ds_vit.config.image_sizes import ImageSizes
+from ds_vit.config.run_folder import LineLog
 from ds_vit.data.augment.on_device import Crops
 from ds_vit.data.batches import MicroBatch
 from ds_vit.data.decode_on_device import TALLY
@@ -35,7 +36,6 @@ from ds_vit.engine.base import Engine
 from ds_vit.launching.process import Process
 from ds_vit.monitoring.throughput import Throughput
 from ds_vit.parallel.layout import Layout
-from ds_vit.run_folder import LineLog
 from ds_vit.tasks.metrics import Batch
 from ds_vit.tasks.task import Field, Task
 from ds_vit.tasks.zero_shot import ZeroShotData

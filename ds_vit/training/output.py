@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TextIO
 
 from ds_vit.checkpoint.folder import checkpoints
+from ds_vit.config.run_folder import RunFolder, weights_in
 from ds_vit.fault_tolerance.errors import UserError, written
 from ds_vit.launching.process import Process
-from ds_vit.run_folder import RunFolder, weights_in
 
 DEFAULT_PARENT = "runs"
 

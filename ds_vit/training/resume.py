@@ -12,11 +12,11 @@ from ds_vit.checkpoint.folder import Checkpoint, Damaged, newest, open_checkpoin
 from ds_vit.config import FIELDS, RunConfig, default_of, spelling
 from ds_vit.config.batch import BatchSizes, nearest_batch, nearest_dp, ways_to_share
 from ds_vit.config.flag import Scope
+from ds_vit.config.run_folder import RunFolder
 from ds_vit.config.schema import HELD, names_with
 from ds_vit.data.sampler import SampleOrder
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.optim.schedules import Schedule
-from ds_vit.run_folder import RunFolder
 from ds_vit.tasks import TASKS
 
 # They may change with --allow-schedule-change, and the first three with --allow-batch-change.

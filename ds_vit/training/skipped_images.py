@@ -14,8 +14,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ds_vit.config.run_folder import LineLog
 from ds_vit.data.sources.source import Source
-from ds_vit.run_folder import LineLog
 
 
 @dataclass(eq=False)

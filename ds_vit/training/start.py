@@ -18,6 +18,7 @@ from rich.console import Console
 
 from ds_vit import config as flags
 from ds_vit.config.deepspeed_json import derived_path
+from ds_vit.config.run_folder import RunFolder, write_json
 from ds_vit.config.schema import KEY_OF_FLAG
 from ds_vit.config.units import Interval, in_words
 from ds_vit.engine.layer_norms import layers_of
@@ -32,7 +33,6 @@ from ds_vit.optim.rate_factors import layer_scales
 from ds_vit.parallel.layout import Placement
 from ds_vit.planner.counting import Flops
 from ds_vit.planner.memory import PARTS, num_states
-from ds_vit.run_folder import RunFolder, write_json
 from ds_vit.tasks.task import Task
 from ds_vit.training.build_engine import EngineConfig
 from ds_vit.training.cost import Cost

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_vit.checkpoint.folder import marked
+from ds_vit.config.run_folder import BEST, RunFolder, write_json
 from ds_vit.fault_tolerance.errors import NotSaved
 from ds_vit.launching.process import Process
 from ds_vit.models.zoo import num_parameters
@@ -15,7 +16,6 @@ from ds_vit.monitoring.metrics import Reporter, print_table
 from ds_vit.monitoring.report import read_records, write_report
 from ds_vit.monitoring.report.record import num_starts
 from ds_vit.monitoring.throughput import Throughput
-from ds_vit.run_folder import BEST, RunFolder, write_json
 from ds_vit.tasks.metrics import Figure
 from ds_vit.training.build_engine import EngineConfig
 from ds_vit.training.start import Rows, resume_command

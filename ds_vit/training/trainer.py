@@ -11,13 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from ds_vit.config.run_folder import RunFolder
 from ds_vit.engine.base import Engine
 from ds_vit.fault_tolerance.errors import EndedTogether, UserError, is_out_of_memory
 from ds_vit.fault_tolerance.exit_codes import Diverged
 from ds_vit.fault_tolerance.signals import Interrupted
 from ds_vit.fault_tolerance.watchdog import Watchdog
 from ds_vit.optim.schedules import Schedule
-from ds_vit.run_folder import RunFolder
 from ds_vit.tasks.metrics import Batch
 from ds_vit.tasks.task import Horizon
 from ds_vit.training.callbacks import Callback, RollBack, RolledBack, Step

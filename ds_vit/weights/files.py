@@ -26,9 +26,9 @@ from torch.utils.serialization import config as torch_config
 from ds_vit.checkpoint.folder import Damaged, marked, open_checkpoint, step_of
 from ds_vit.checkpoint.tensors import TensorFiles
 from ds_vit.config import load_recipe
+from ds_vit.config.run_folder import BEST, WEIGHTS, RunFolder, weights_in
 from ds_vit.fault_tolerance.errors import UserError, first_line
 from ds_vit.models.layers import MAIN_TOWER
-from ds_vit.run_folder import BEST, WEIGHTS, RunFolder, weights_in
 from ds_vit.tasks import task_of
 from ds_vit.tasks.metrics import Figure
 from ds_vit.weights.foreign_names import from_foreign

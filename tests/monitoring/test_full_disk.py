@@ -16,9 +16,9 @@ from interrupting import TINY
 from project import ROOT
 from rich.console import Console
 
+from ds_vit.config.run_folder import RunFolder
 from ds_vit.fault_tolerance import exit_codes
 from ds_vit.monitoring.metrics import Reporter
-from ds_vit.run_folder import RunFolder
 
 
 def full(*_: object) -> None:
@@ -59,7 +59,7 @@ def train_without_room(argv: list[str]) -> tuple[int, str]:
     """On a rank: train on such a disk."""
     from ds_vit.train import main
 
-    out, log = io.StringIO(), mock.patch("ds_vit.run_folder.io.FileIO", SmallDisk)
+    out, log = io.StringIO(), mock.patch("ds_vit.config.run_folder.io.FileIO", SmallDisk)
     with contextlib.redirect_stdout(out), log, mock.patch("ds_vit.monitoring.metrics.write_pairs", full):
         return main(argv), out.getvalue()
 

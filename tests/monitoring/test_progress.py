@@ -13,11 +13,11 @@ from rich.console import Console
 from runs import ONE_BLOCK
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from ds_vit.config.run_folder import RunFolder
 from ds_vit.monitoring import progress
 from ds_vit.monitoring.metrics import Reporter, make_console, print_columns, print_table, say
 from ds_vit.monitoring.progress import Line
 from ds_vit.monitoring.throughput import Lagging
-from ds_vit.run_folder import RunFolder
 
 
 def terminal(width=80, *, is_terminal=True):

@@ -22,13 +22,13 @@ from run_folders import EVIL, Tags, page_of
 from runs import DIGITS, ONE_BLOCK, run_quietly
 
 from ds_vit import cli
+from ds_vit.config.run_folder import RunFolder
 from ds_vit.data.settings import ImageConfig
 from ds_vit.monitoring import report
 from ds_vit.monitoring.gradient_health import HIGHEST, LOWEST
 from ds_vit.monitoring.report.panels import class_panels, gradients, table
 from ds_vit.monitoring.report.record import Record
 from ds_vit.monitoring.sheets import write_predictions
-from ds_vit.run_folder import RunFolder
 
 SHORT = [
     {"image": "1.png", "class": "a", "predicted": name, "probability": "0.5", "class_number": "0"}

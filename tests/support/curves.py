@@ -19,7 +19,7 @@ from typing import Any
 
 from ranks import RankPool
 
-from ds_vit.run_folder import RunFolder
+from ds_vit.config.run_folder import RunFolder
 
 Row = Mapping[str, Any]
 

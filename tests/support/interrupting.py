@@ -14,7 +14,7 @@ from typing import Any
 
 from runs import DIGITS
 
-from ds_vit.run_folder import RunFolder
+from ds_vit.config.run_folder import RunFolder
 
 TINY = [
     *(*DIGITS, "--log-interval", 1),

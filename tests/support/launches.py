@@ -10,7 +10,7 @@ from curves import train_in
 from project import ROOT
 from ranks import RankPool
 
-from ds_vit.run_folder import RunFolder
+from ds_vit.config.run_folder import RunFolder
 
 GLOBAL_BATCH = 16
 NASTY = """out 'it' "$(touch pwned)"; touch pwned `touch pwned` $HOME & * \\"""

@@ -22,6 +22,7 @@ from shards import write_shard
 
 from ds_vit import cli
 from ds_vit.checkpoint.folder import mark_best
+from ds_vit.config.run_folder import RunFolder
 from ds_vit.data.device import finish_images
 from ds_vit.data.loader import eval_loader
 from ds_vit.data.sampler import evaluation_keys
@@ -33,7 +34,6 @@ from ds_vit.models.layers import tower_of
 from ds_vit.models.sequential import SequentialViT
 from ds_vit.monitoring.report.panels import curves, pair_panels
 from ds_vit.monitoring.report.record import Record
-from ds_vit.run_folder import RunFolder
 from ds_vit.tasks.retrieval import DIRECTIONS, RANKS, Retrieval, places_of_partners
 from ds_vit.tasks.zero_shot import ZeroShotAccuracy, class_words, open_zero_shot, read_templates, write_prompts
 from ds_vit.tools.evaluate import main as evaluate_main

@@ -20,8 +20,8 @@ from safetensors.torch import load_file, save_file
 
 from ds_vit import cli
 from ds_vit.api import predict
+from ds_vit.config.run_folder import RunFolder
 from ds_vit.data.sources.folders import FolderSource
-from ds_vit.run_folder import RunFolder
 
 
 @pytest.fixture(scope="module")

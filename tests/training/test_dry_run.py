@@ -10,10 +10,10 @@ import torch.distributed as dist
 from project import ROOT, write_config
 from runs import DIGITS, refusal, resolved
 
+from ds_vit.config.run_folder import RunFolder
 from ds_vit.data.augment.on_device import bytes_of_photo
 from ds_vit.models.zoo import num_parameters
 from ds_vit.monitoring.report.record import note_start
-from ds_vit.run_folder import RunFolder
 from ds_vit.train import main
 from ds_vit.training.build import engine_config
 from ds_vit.training.cost import Cost

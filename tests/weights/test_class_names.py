@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from ds_vit import cli
-from ds_vit.run_folder import RunFolder
+from ds_vit.config.run_folder import RunFolder
 from ds_vit.tools import evaluate
 from ds_vit.weights.files import find_weights
 

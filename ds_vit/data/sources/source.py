@@ -26,10 +26,10 @@ import numpy as np
 from PIL import Image
 
 from ds_vit import randomness
+from ds_vit.config.run_folder import written_whole
 from ds_vit.data.decode import Jpeg, decode, open_image, orientation, upright
 from ds_vit.data.sources.captions import Captions
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.run_folder import written_whole
 
 # timm lists .png, .jpg and .jpeg only, so that a folder of WebP files looks empty to it; Pillow reads all of these.
 _SUFFIXES = ("png", "jpg", "jpeg", "jpe", "webp", "bmp", "ppm", "pgm", "tif", "tiff", "gif")

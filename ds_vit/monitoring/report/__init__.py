@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from ds_vit.config.run_folder import written_whole
 from ds_vit.fault_tolerance.errors import written
 from ds_vit.monitoring.report.page import render
 from ds_vit.monitoring.report.record import Record, read_records
-from ds_vit.run_folder import written_whole
 
 
 def write_report(records: Sequence[Record], path: Path) -> None:

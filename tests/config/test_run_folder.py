@@ -8,8 +8,8 @@ import math
 import pytest
 from project import ROOT
 
-from ds_vit import run_folder
-from ds_vit.run_folder import LineLog, RunFolder, to_json, weights_in, write_json
+from ds_vit.config import run_folder
+from ds_vit.config.run_folder import LineLog, RunFolder, to_json, weights_in, write_json
 
 NAMES = {
     "config": "config.yaml",
