@@ -319,8 +319,7 @@ def _shards(arguments: argparse.Namespace) -> int:
 
 
 def _translate(arguments: argparse.Namespace) -> int:
-    from ds_vit.config.origins import ORIGINS
-    from ds_vit.config.timm_command import translate
+    from ds_vit.config.timm_command import ORIGINS, translate
 
     translation = translate(arguments.words, ORIGINS[arguments.command])
     print(translation)

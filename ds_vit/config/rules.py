@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
-from ds_vit.config.augmentation import AugmentConfig
+from ds_vit.config.augmentation import AugmentConfig, all_sizes
 from ds_vit.config.flag import Scope
-from ds_vit.config.image_sizes import all_sizes
 from ds_vit.config.schema import FIELDS, KEY_OF_FLAG, RunConfig, default_of, is_asked_for, names_with, spelling
 from ds_vit.config.units import Interval, parse_set
 

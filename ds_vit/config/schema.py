@@ -13,7 +13,7 @@ from functools import partial
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from ds_vit.config.augmentation import AugmentConfig, MixConfig
+from ds_vit.config.augmentation import AugmentConfig, MixConfig, parse_schedule
 from ds_vit.config.flag import (
     ABOVE_0_TO_1,
     EPOCHS,
@@ -23,6 +23,7 @@ from ds_vit.config.flag import (
     FROM_0_BELOW_1,
     IMAGES,
     NOTED,
+    PAIR,
     PIXELS,
     PROBABILITY,
     RATE,
@@ -40,8 +41,6 @@ from ds_vit.config.flag import (
     flag_of,
     spelling_of,
 )
-from ds_vit.config.image_sizes import parse_schedule
-from ds_vit.config.self_distillation import SelfDistillationSettings
 from ds_vit.config.units import Interval, parse_bytes, parse_seconds, parse_set, parse_steps
 
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
@@ -51,6 +50,11 @@ SCHEDULES = ("cosine", "linear", "constant", "wsd")
 _of_mae, _of_pairs = partial(flag_of, "mae"), partial(flag_of, "clip siglip")
 _of_texts, _of_classifiers = partial(flag_of, "clip siglip bridgetower"), partial(flag, task="classification")
 _of_tables = partial(flag, scope=FREE | RECORDED, task="clip siglip bridgetower")
+_LOSS_WEIGHT = Range(0, 10**6)
+_TEMPERATURE = Range(0, 100, above=True)
+_of_dino = partial(flag_of, "dino")
+_of_crops, _of_optimizer = partial(_of_dino, section="augmentation"), partial(_of_dino, section="optimizer")
+_of_head = partial(_of_dino, section="model")
 _DEGREE = Range(1, 4096)
 _WIDTH = Range(1, 2**16)
 _BLOCKS = Range(1, 1000)
@@ -372,6 +376,48 @@ class ScheduleSettings:
     warmup_lr: float = flag(1e-5, "learning rate that warm-up starts from", NOTED, neutral=(0.0,), span=RATE)
     min_lr: float = flag(0.0, "learning rate that the schedule ends at", NOTED, span=RATE)
     wsd_decay_fraction: float = flag(0.1, "share of the run in which wsd decays", NOTED, span=ABOVE_0_TO_1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelfDistillationSettings:
+    """The heads, the crops, the teacher and the losses of DINO and iBOT, with DINOv2's defaults.
+
+    These are those of facebookresearch/dinov2, dinov2/configs.
+    """
+
+    prototypes: int = _of_head(65536, "prototypes of a head", WEIGHTS, span=Range(2, 2**24))
+    head_hidden_dim: int = _of_head(2048, "hidden width of a head", WEIGHTS, span=Range(1, 2**16))
+    head_bottleneck_dim: int = _of_head(256, "width before the prototypes", WEIGHTS, span=Range(1, 2**16))
+    global_crops_scale: Sequence[float] = _of_crops((0.32, 1.0), "area of a global crop", span=ABOVE_0_TO_1, **PAIR)
+    local_crops_scale: Sequence[float] = _of_crops((0.05, 0.32), "area of a local crop", span=ABOVE_0_TO_1, **PAIR)
+    local_crops_number: int = _of_crops(8, "local crops of an image (0: none)", span=Range(0, 64))
+    local_crops_size: int | None = _of_crops(
+        None, "side of a local crop (default: the multiple of the patch size nearest 96)", span=PIXELS
+    )
+    mask_sample_probability: float = _of_dino(
+        0.5, "probability that a global crop has masked patches", span=PROBABILITY
+    )
+    mask_ratio_min_max: Sequence[float] = _of_dino(
+        (0.1, 0.5), "smallest and largest share of a masked crop's patches", span=PROBABILITY, **PAIR
+    )
+    centering: str = _of_dino(
+        "ema", "keep assignments balanced by a running mean or by Sinkhorn-Knopp", choices=("ema", "sinkhorn")
+    )
+    ibot_weight: float = _of_dino(1.0, "weight of the loss over masked patches (0: no masks)", span=_LOSS_WEIGHT)
+    koleo_weight: float = _of_dino(0.1, "weight of KoLeo", span=_LOSS_WEIGHT)
+    student_temp: float = _of_dino(0.1, "temperature of the student", span=_TEMPERATURE)
+    teacher_temp: float = _of_dino(0.07, "temperature of the teacher", span=_TEMPERATURE)
+    warmup_teacher_temp: float = _of_dino(0.04, "temperature of the teacher at the start", span=_TEMPERATURE)
+    warmup_teacher_temp_epochs: int = _of_dino(30, "epochs until the teacher has its temperature", span=EPOCHS)
+    teacher_momentum: float = _of_dino(0.992, "share of its weights that the teacher keeps", span=PROBABILITY)
+    teacher_momentum_end: float = _of_dino(1.0, "the same at the end of the run", span=PROBABILITY)
+    freeze_last_layer_epochs: int = _of_optimizer(
+        1, "epochs in which the prototypes have a learning rate of 0", span=EPOCHS
+    )
+    patch_embed_lr_mult: float = _of_optimizer(0.2, "factor on the learning rate of the patch embedding", span=RATE)
+    weight_decay_end: float | None = _of_optimizer(
+        None, "weight decay at the end of the run, which a cosine leads to", span=RATE
+    )
 
 
 SECTIONS: Mapping[str, tuple[type, ...]] = {

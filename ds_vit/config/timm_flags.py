@@ -3,7 +3,7 @@ values of the JSON.
 
 Flags of timm 1.0.31 (https://github.com/huggingface/pytorch-image-models, train.py) and open_clip 3.3.0
 (https://github.com/mlfoundations/open_clip, src/open_clip_train/params.py). Error messages, `ds-vit from-timm` and
-`ds-vit from-open-clip` read the same table; `origins.py` has the flags that mean something else there than here.
+`ds-vit from-open-clip` read the same table; `timm_command.py` has the flags that mean something else there than here.
 """
 
 from __future__ import annotations

@@ -18,8 +18,7 @@ import torch
 from torch.utils.data import Dataset, get_worker_info
 
 from ds_vit import randomness
-from ds_vit.config.augmentation import AugmentConfig, MixConfig
-from ds_vit.config.image_sizes import ImageSizes
+from ds_vit.config.augmentation import AugmentConfig, ImageSizes, MixConfig
 from ds_vit.data.augment.crops import MultiCrop
 from ds_vit.data.augment.draws import shielded, uniform
 from ds_vit.data.augment.mixing import ErasingBoxes, PairDraws, PairMix

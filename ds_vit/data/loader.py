@@ -25,8 +25,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
-from ds_vit.config.augmentation import AugmentConfig, MixConfig
-from ds_vit.config.image_sizes import ImageSizes
+from ds_vit.config.augmentation import AugmentConfig, ImageSizes, MixConfig
 from ds_vit.data.augment.crops import MultiCrop
 from ds_vit.data.augment.on_device import worker_transform
 from ds_vit.data.augment.transforms import eval_transform

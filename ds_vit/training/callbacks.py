@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ds_vit.config.image_sizes import ImageSizes
+from ds_vit.config.augmentation import ImageSizes
 from ds_vit.engine.base import Engine
 from ds_vit.engine.step_guard import Rejection, StepResult
 from ds_vit.fault_tolerance.errors import ReplicasDiffer

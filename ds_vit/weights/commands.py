@@ -10,21 +10,77 @@ random images; then the folder is renamed.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from ds_vit import config as flags
+from ds_vit.checkpoint.tensors import save_weights
 from ds_vit.data.settings import PIXEL_FLAGS
+from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.models.zoo import create_model
 from ds_vit.weights.export import FORMATS, TOLERANCE, export
-from ds_vit.weights.files import add_weights_arguments, weights_line
-from ds_vit.weights.imports import import_weights
-from ds_vit.weights.source import MODEL_FLAGS
+from ds_vit.weights.files import (
+    add_weights_arguments,
+    class_names,
+    names_as_metadata,
+    open_weights,
+    weights_line,
+)
+from ds_vit.weights.initial_checkpoint import InitialCheckpoint, require_tensors
+from ds_vit.weights.source import MODEL_FLAGS, model_spec
 
 _LOADED_WITH = {
     "timm": "timm.create_model('local-dir:{}', pretrained=True)",
     "open_clip": "open_clip.create_model_and_transforms('local-dir:{}')",
     "onnx": "onnxruntime.InferenceSession('{}/model.onnx')",
 }
+
+
+def import_weights(source: str | Path, to: str | Path, **settings: Any) -> str:
+    """Write weights under timm's names.
+
+    Args:
+        source: a file or folder that `--initial-checkpoint` accepts, such as one of Hugging Face, open_clip or timm.
+        to: the .safetensors file to write.
+        settings: model flags by their recipe names; with a model, names and shapes are compared with it.
+
+    Returns:
+        A line that describes the file.
+
+    Raises:
+        UserError: the source cannot be read, does not fit, or the file exists.
+    """
+    source, to = Path(source), Path(to)
+    if to.suffix != ".safetensors":
+        raise UserError(f"--to {to}: the file's name must end in .safetensors")
+    if to.exists():
+        raise UserError(f"--to {to} exists already; remove it, or name another file")
+    if not to.parent.is_dir() or not os.access(to.parent, os.W_OK | os.X_OK):
+        raise UserError(f"--to {to}: {to.parent} is not a folder that can be written to")
+    if settings and "model" not in settings:
+        raise UserError(f"--{next(iter(settings)).replace('_', '-')} has no effect without --model; drop it")
+    state = open_weights(source)
+    try:
+        require_tensors(state)
+    except UserError as error:
+        raise UserError(f"{source}: {error}") from None
+    partial = to.with_name(f".{to.stem}.unchecked.safetensors")
+    metadata = names_as_metadata(class_names(source))
+    try:
+        save_weights(to.parent, state, max_bytes=2**62, name=partial.stem, metadata=metadata)
+        fits = ""
+        if settings:
+            spec = model_spec(settings)
+            new = InitialCheckpoint(partial, create_model(spec, for_training=False)).newly_initialised
+            fits = f", which fits {spec.name}" + (f" except its classifier ({', '.join(new)})" if new else "")
+        os.replace(partial, to)
+    finally:
+        partial.unlink(missing_ok=True)
+    elements = sum(tensor.numel() for tensor in state.values())
+    return f"{to}: {len(state)} tensors of {elements:,} elements{fits}; read back and equal to the source"
 
 
 def main(argv: Sequence[str]) -> int:

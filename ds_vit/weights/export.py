@@ -21,7 +21,7 @@ from ds_vit.data.settings import PIXEL_FLAGS
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.text_tower import ContrastiveModel
 from ds_vit.tasks import task_of
-from ds_vit.weights import bridge_tower, hf, two_towers
+from ds_vit.weights import hf, two_towers
 from ds_vit.weights.files import StoredWeights, find_weights, names_as_metadata
 from ds_vit.weights.source import Exported, Predict, load_source
 
@@ -186,9 +186,9 @@ def _load(
     if task_of(values).takes_pairs:
         if to != "hf":
             raise UserError(f"--to {to} has no counterpart of --task {values['task']}; use --to hf")
-        exported = bridge_tower.load(stored, values)
-        of_pairs = _Format(bridge_tower.write, bridge_tower.read, tool.reader)
-        return exported, of_pairs, bridge_tower.predict(exported.model), ()
+        exported = hf.load_bridge_tower(stored, values)
+        of_pairs = _Format(hf.write_bridge_tower, hf.read_bridge_tower, tool.reader)
+        return exported, of_pairs, hf.predict_bridge_tower(exported.model), ()
     exported = load_source(stored, settings, labels, with_text=True)
     if not isinstance(exported.model, ContrastiveModel):
         return exported, tool, exported.model, ()

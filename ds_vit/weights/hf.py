@@ -1,28 +1,40 @@
-"""Folders of transformers: the config of a tower, its image processor, and which towers a class represents."""
+"""Folders of transformers: the config of a tower, its image processor and tokenizer, which towers a class represents,
+and the whole BridgeTower."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import json
 import logging
 import math
 import re
+import shutil
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL.Image import Resampling
 from timm.data import DEFAULT_CROP_PCT
 from timm.layers import Attention, Mlp
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import nn
 
-from ds_vit.data.settings import ImageConfig
+from ds_vit.checkpoint.tensors import save_weights
+from ds_vit.data.settings import ImageConfig, resolve_pixels
+from ds_vit.data.text import ClipTokenizer, FileTokenizer, Tokenizer, build_tokenizer
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.models.zoo import TimmViT
+from ds_vit.models.bridge_tower import BridgeTower, create_bridge_tower
+from ds_vit.models.text_tower import TextSettings
+from ds_vit.models.zoo import TimmViT, image_size
+from ds_vit.weights.files import StoredWeights
 from ds_vit.weights.foreign_names import ACTIVATIONS, Rule, general
-from ds_vit.weights.source import Exported
+from ds_vit.weights.initial_checkpoint import InitialCheckpoint
+from ds_vit.weights.source import Exported, Predict
 
 
 @contextlib.contextmanager
@@ -140,3 +152,133 @@ def read(folder: Path, kind: str) -> Any:
     wrong = {key: sorted(info[key]) for key in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[key]}
     assert not wrong, wrong
     return model.eval()
+
+
+# ---- the tokenizer of a text tower, checked against the run's ids ----------------------------------------------------
+
+
+_SAMPLES = ("", "a photo of a cat", "Wow! 3 dogs  (naïve Ünï) ...", "latin small letter a with acute, " * 40)
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+
+
+def write_tokenizer(name: str, settings: TextSettings, folder: Path) -> str:
+    """Write tokenizer.json and tokenizer_config.json, which `AutoTokenizer.from_pretrained` loads.
+
+    Args:
+        name: --tokenizer of the run.
+        settings: of the text tower.
+        folder: of the export.
+
+    Returns:
+        Why there is no tokenizer in the folder, a line for people; "" if there is one.
+    """
+    reason = _write_files(build_tokenizer(name, settings.context_length), name, settings, folder)
+    if reason:
+        for file in _TOKENIZER_FILES:
+            (folder / file).unlink(missing_ok=True)
+        return f"the folder has no tokenizer: {reason}"
+    return ""
+
+
+def _write_files(tokenizer: Tokenizer, name: str, settings: TextSettings, folder: Path) -> str:
+    if isinstance(tokenizer, ClipTokenizer):
+        if not _ignores_padding(settings):
+            return "this text tower sees the padding of --tokenizer clip, id 0, which transformers reads as '!'"
+        from transformers import CLIPTokenizer
+
+        own = CLIPTokenizer(*tokenizer.vocabulary(), model_max_length=settings.context_length)
+        own.save_pretrained(str(folder))
+    elif isinstance(tokenizer, FileTokenizer):
+        tokenizer.save(str(folder / "tokenizer.json"))
+        special = {"bos": tokenizer.start_id, "eos": tokenizer.end_id, "pad": tokenizer.pad_id}
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": settings.context_length,
+            **{f"{key}_token": tokenizer.token_of(id_) for key, id_ in special.items() if id_ is not None},
+        }
+        (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+    else:
+        return f"transformers has no counterpart of --tokenizer {name}, whose ids this text tower takes"
+    return _difference(tokenizer, settings, folder)
+
+
+def _ignores_padding(settings: TextSettings) -> bool:
+    """Whether what follows the end token of a caption changes nothing."""
+    return settings.causal and settings.pool == "end"
+
+
+def _difference(tokenizer: Tokenizer, settings: TextSettings, folder: Path) -> str:
+    """What differs between the ids of the folder's tokenizer and the run's; "" if nothing does."""
+    from transformers import AutoTokenizer
+
+    written = AutoTokenizer.from_pretrained(str(folder))
+
+    def seen(ids: NDArray[np.int64]) -> list[int]:
+        end = int((ids == settings.end_id).argmax()) + 1 if _ignores_padding(settings) else len(ids)
+        return [int(one) for one in ids[:end]]
+
+    for text in _SAMPLES:
+        theirs = np.array(written(text, padding="max_length", truncation=True)["input_ids"])
+        ids = seen(tokenizer.encode(text))
+        if seen(theirs) != ids:
+            return f"transformers reads {text[:40]!r} as {seen(theirs)[:8]}, and the run as {ids[:8]}"
+    return ""
+
+
+# ---- BridgeTowerForContrastiveLearning -------------------------------------------------------------------------------
+
+
+_TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt")
+_IMAGE_FILES = ("preprocessor_config.json", "processor_config.json")
+
+
+def load_bridge_tower(weights: StoredWeights, values: Mapping[str, Any]) -> Exported:
+    """Build transformers' model and load the weights; `values` are flags by their recipe names.
+
+    Raises:
+        UserError: the weights are damaged or do not fit the model, or its folder is gone.
+    """
+    weights.verify()
+    torch.manual_seed(0)  # transformers draws initial values; all of them are overwritten
+    model = create_bridge_tower(values["model"], device="cpu")
+    InitialCheckpoint(weights.path, model).load(model)
+    image = ImageConfig(image_size(model), **resolve_pixels(values, model))
+    return Exported(model.eval(), image, (), weights)
+
+
+def write_bridge_tower(exported: Exported, folder: Path) -> None:
+    """Write config.json and model.safetensors, and copy what prepares images and captions from the folder of --model.
+
+    Attention dropout in config.json is what it was before training.
+    """
+    model = exported.model
+    assert isinstance(model, BridgeTower)
+    config = copy.deepcopy(model.config)
+    config.text_config.attention_probs_dropout_prob = model.attention_dropout
+    config.architectures, config.dtype = ["BridgeTowerForContrastiveLearning"], torch.float32
+    config.save_pretrained(str(folder))
+    state = model.state_dict()
+    save_weights(folder, {name: value.view(()) if name in model.scalars else value for name, value in state.items()})
+    source = Path(model.pretrained_cfg["file"])
+    for name in (*_TEXT_FILES, *_IMAGE_FILES):
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+
+
+def read_bridge_tower(folder: Path) -> Predict:
+    """The folder as transformers loads it."""
+    return predict_bridge_tower(read(folder, "BridgeTowerForContrastiveLearning"))
+
+
+def predict_bridge_tower(model: Any) -> Predict:
+    """Images [B, 3, H, W] → the three embeddings next to each other [B, 3 E], with the same caption for each image."""
+    text = model.config.text_config
+    ids = torch.randint(text.vocab_size, (1, 8), generator=torch.Generator().manual_seed(0))
+    ids[0, -2:] = text.pad_token_id
+
+    def embed(images: torch.Tensor) -> torch.Tensor:
+        own = ids.expand(len(images), -1)
+        found = model(input_ids=own, attention_mask=own != text.pad_token_id, pixel_values=images)
+        return torch.cat((found.image_embeds, found.text_embeds, found.cross_embeds), dim=1)
+
+    return embed

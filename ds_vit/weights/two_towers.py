@@ -38,8 +38,7 @@ from ds_vit.weights.foreign_names import (
     general,
     to_theirs,
 )
-from ds_vit.weights.hf import activation
-from ds_vit.weights.hf_tokenizer import write_tokenizer
+from ds_vit.weights.hf import activation, write_tokenizer
 from ds_vit.weights.source import Exported, Predict
 
 _OPEN_CLIP_INTERPOLATIONS = ("bicubic", "bilinear")

@@ -8,9 +8,8 @@ import pytest
 import timm
 
 from ds_vit.config import parse, timm_flags
-from ds_vit.config.origins import ORIGINS, _model
 from ds_vit.config.parser import build_parser
-from ds_vit.config.timm_command import translate
+from ds_vit.config.timm_command import ORIGINS, _model, translate
 from ds_vit.models.text_tower import TEXT_MODELS
 
 params = pytest.importorskip("open_clip_train.params")

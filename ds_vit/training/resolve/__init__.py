@@ -23,9 +23,9 @@ from typing import Any
 
 from ds_vit import config as flags
 from ds_vit.config import RunConfig
+from ds_vit.config.augmentation import ImageSizes, all_sizes, size_schedule
 from ds_vit.config.batch import BatchSizes
 from ds_vit.config.flag import Scope
-from ds_vit.config.image_sizes import ImageSizes, all_sizes, size_schedule
 from ds_vit.config.schema import KEY_OF_FLAG, names_with
 from ds_vit.data.sampler import Share
 from ds_vit.data.settings import PIXEL_FLAGS

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from ds_vit.config import RunConfig
+from ds_vit.config.augmentation import all_sizes
 from ds_vit.config.batch import BatchSizes
-from ds_vit.config.image_sizes import all_sizes
 from ds_vit.data.augment.on_device import worker_transform
 from ds_vit.data.settings import ImageConfig, resolve_pixels
 from ds_vit.data.text import describe_cut_captions
