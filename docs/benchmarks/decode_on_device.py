@@ -26,8 +26,7 @@ from loader import Side  # next to this file
 from torchvision.transforms.functional import pil_to_tensor
 
 from ds_vit.config.augmentation import AugmentConfig, MixConfig
-from ds_vit.data.decode import Jpeg, open_image
-from ds_vit.data.decode_on_device import File, decode_on, require_fast_on_device
+from ds_vit.data.decode import File, Jpeg, decode_on, open_image, require_fast_on_device
 from ds_vit.data.device import finish_images
 from ds_vit.data.loader import Loader, train_loader
 from ds_vit.data.sampler import SampleOrder, Share

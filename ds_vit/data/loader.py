@@ -29,10 +29,20 @@ from ds_vit.config.augmentation import AugmentConfig, ImageSizes, MixConfig
 from ds_vit.data.augment.crops import MultiCrop
 from ds_vit.data.augment.on_device import worker_transform
 from ds_vit.data.augment.transforms import eval_transform
-from ds_vit.data.batches import Batches, EvalBatches, MicroBatch, Reader, ReadFailure, TrainBatches, Transform
+from ds_vit.data.batches import (
+    PREFETCHED,
+    Batches,
+    EvalBatches,
+    InSlot,
+    MicroBatch,
+    Reader,
+    ReadFailure,
+    TrainBatches,
+    Transform,
+    shared_memory_advice,
+)
 from ds_vit.data.sampler import SampleOrder, Share, num_evaluation_batches
 from ds_vit.data.settings import CropConfig, ImageConfig
-from ds_vit.data.slots import PREFETCHED, InSlot, shared_memory_advice
 from ds_vit.data.sources.source import Source
 from ds_vit.data.text import Tokenizer
 from ds_vit.fault_tolerance.errors import UserError, WorkerLost

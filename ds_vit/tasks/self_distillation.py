@@ -27,7 +27,7 @@ from torch import nn
 from ds_vit import randomness
 from ds_vit.config import RunConfig
 from ds_vit.config.schema import names_of_task
-from ds_vit.data.augment.block_masks import block_masks
+from ds_vit.data.augment.crops import block_masks
 from ds_vit.data.settings import NUM_GLOBAL, CropConfig, ImageConfig
 from ds_vit.data.sources.source import Source
 from ds_vit.models.layers import MAIN_TOWER, Layer

@@ -30,8 +30,7 @@ from ds_vit.data.sources.captions import CaptionKeys
 from ds_vit.data.sources.datasets import open_source
 from ds_vit.data.sources.folders import FolderSource
 from ds_vit.data.sources.pairs import TextFileSource
-from ds_vit.data.sources.shard_index import DOT, DOT_OF_SUFFIX, make_index
-from ds_vit.data.sources.shards import CLASSES_FILE
+from ds_vit.data.sources.shards import CLASSES_FILE, DOT, DOT_OF_SUFFIX, make_index
 from ds_vit.data.sources.source import TRAIN_NAMES, VAL_NAMES
 from ds_vit.data.sources.tars import TarSource
 from ds_vit.fault_tolerance.errors import UserError

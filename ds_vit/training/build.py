@@ -16,7 +16,7 @@ import torch
 from ds_vit.config import RunConfig
 from ds_vit.config.run_folder import RunFolder
 from ds_vit.config.units import Interval, parse_steps
-from ds_vit.data.decode_on_device import TALLY
+from ds_vit.data.decode import TALLY
 from ds_vit.data.sources.source import Source
 from ds_vit.engine.start import device_of
 from ds_vit.fault_tolerance.signals import Deadline, Signals

@@ -26,7 +26,7 @@ from ds_vit.config.augmentation import ImageSizes
 from ds_vit.config.run_folder import LineLog
 from ds_vit.data.augment.on_device import Crops
 from ds_vit.data.batches import MicroBatch
-from ds_vit.data.decode_on_device import TALLY
+from ds_vit.data.decode import TALLY
 from ds_vit.data.device import finish_keys, finish_valid
 from ds_vit.data.loader import Loader, eval_loader, train_loader
 from ds_vit.data.sampler import SampleOrder, Share, evaluation_keys, evaluation_rows, num_evaluation_batches

@@ -19,9 +19,8 @@ from torchvision.transforms.functional import pil_modes_mapping
 from ds_vit import randomness
 from ds_vit.config.augmentation import AugmentConfig, MixConfig
 from ds_vit.data.augment import on_device
-from ds_vit.data.augment.colours import as_pixels
 from ds_vit.data.augment.on_device import OPERATIONS, Crop, Cut, CuttingTransform
-from ds_vit.data.augment.steps import Operation, apply, draw, recording
+from ds_vit.data.augment.steps import Operation, apply, as_pixels, draw, recording
 from ds_vit.data.augment.transforms import train_transform
 from ds_vit.data.device import finish_images, finish_targets
 from ds_vit.data.sampler import Share

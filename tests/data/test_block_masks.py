@@ -10,7 +10,7 @@ import pytest
 from scipy import stats
 
 from ds_vit import randomness
-from ds_vit.data.augment.block_masks import block_masks
+from ds_vit.data.augment.crops import block_masks
 
 KEYS = randomness.sample_keys(3, 0, np.arange(600))
 GRIDS = [(14, 14), (7, 16), (4, 4), (2, 3)]

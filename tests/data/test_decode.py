@@ -16,7 +16,7 @@ from torchvision.transforms import functional as F
 from ds_vit import randomness
 from ds_vit.config.augmentation import AugmentConfig
 from ds_vit.data import decode as decoding
-from ds_vit.data.augment import colours
+from ds_vit.data.augment import steps
 from ds_vit.data.augment.transforms import train_transform
 from ds_vit.data.decode import ImageDecodeError, Jpeg, decode, open_image
 from ds_vit.data.settings import ImageConfig
@@ -128,15 +128,15 @@ def test_augmentation_of_a_file_is_that_of_its_image(augment):
 @pytest.mark.parametrize("name", ["brightness", "contrast", "saturation"])
 def test_colours_are_pillows(name):
     """Would catch another grey, mean or rounding."""
-    kind = colours.COLOURS[["brightness", "contrast", "saturation"].index(name)]
+    kind = steps.COLOURS[["brightness", "contrast", "saturation"].index(name)]
     rng = np.random.default_rng(4)
     for number in range(60):
         size = [(13, 17), (70, 65)][number % 2]
         pixels = rng.integers(0, rng.integers(2, 257), (*size, 3), dtype=np.uint8)
         factor = [0.0, 1.0, 2.0][number // 2] if number < 6 else float(rng.uniform(0, 2))
         expected = getattr(F, f"adjust_{name}")(Image.fromarray(pixels), factor)
-        assert torch.equal(colours.as_pixels(expected), F.pil_to_tensor(expected))
-        found = colours.adjust_colors(F.pil_to_tensor(Image.fromarray(pixels)), [(kind, factor)])
+        assert torch.equal(steps.as_pixels(expected), F.pil_to_tensor(expected))
+        found = steps.adjust_colors(F.pil_to_tensor(Image.fromarray(pixels)), [(kind, factor)])
         assert np.array_equal(found.permute(1, 2, 0).numpy(), np.asarray(expected)), factor
 
 

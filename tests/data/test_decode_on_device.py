@@ -15,10 +15,9 @@ from picture_folders import made, smooth_photo
 from PIL import Image
 
 from ds_vit.config.augmentation import AugmentConfig, MixConfig
-from ds_vit.data import decode_on_device
+from ds_vit.data import decode as decoding
 from ds_vit.data.batches import MicroBatch
-from ds_vit.data.decode import ImageDecodeError, decode
-from ds_vit.data.decode_on_device import TALLY, File, _require_decoder, decode_on
+from ds_vit.data.decode import TALLY, File, ImageDecodeError, _require_decoder, decode, decode_on
 from ds_vit.data.device import finish_images
 from ds_vit.data.sampler import Share
 from ds_vit.data.settings import ImageConfig
@@ -178,13 +177,13 @@ def test_large_images_are_decoded_a_few_at_a_time(monkeypatch):
     datas = [_bytes(n) for n in range(5)]
     right, calls = decoders.decode_jpeg, []
     monkeypatch.setattr(decoders, "decode_jpeg", lambda files, **how: calls.append(len(files)) or right(files, **how))
-    monkeypatch.setattr(decode_on_device, "_AT_ONCE", 2 * 3 * 64 * 70)
+    monkeypatch.setattr(decoding, "_AT_ONCE", 2 * 3 * 64 * 70)
     _same_as_pillow(decode_on(CPU, _files(datas)), datas)
     assert sum(calls) == 5
     assert max(calls) <= 3
     calls.clear()
     TALLY.clear()
-    monkeypatch.setattr(decode_on_device, "_AT_ONCE", 3 * 62 * 70)  # the last two are larger
+    monkeypatch.setattr(decoding, "_AT_ONCE", 3 * 62 * 70)  # the last two are larger
     _same_as_pillow(decode_on(CPU, _files(datas)), datas)
     assert calls[-2:] == [1, 1]
     assert TALLY == {"device": 5, "large": 2}

@@ -25,13 +25,12 @@ from PIL import Image
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from ds_vit.config.augmentation import AugmentConfig, MixConfig
-from ds_vit.data.batches import MicroBatch
+from ds_vit.data.batches import MicroBatch, Slots
 from ds_vit.data.decode import ImageDecodeError
 from ds_vit.data.device import finish_images, finish_keys, finish_targets, finish_valid
 from ds_vit.data.loader import Loader, eval_loader, train_loader
 from ds_vit.data.sampler import SampleOrder, Share
 from ds_vit.data.settings import ImageConfig
-from ds_vit.data.slots import Slots
 from ds_vit.data.sources.datasets import open_source
 from ds_vit.data.sources.source import Source
 from ds_vit.fault_tolerance.errors import WorkerLost

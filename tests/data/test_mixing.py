@@ -11,8 +11,8 @@ from timm.data.random_erasing import RandomErasing
 
 from ds_vit import randomness
 from ds_vit.config.augmentation import AugmentConfig, MixConfig
-from ds_vit.data.augment.draws import seeded
 from ds_vit.data.augment.mixing import ErasingBoxes, PairDraws, PairMix, erase, mix_images, mix_targets
+from ds_vit.data.augment.steps import seeded
 
 SIZE = (12, 16)
 CASES = {

@@ -24,7 +24,7 @@ from ds_vit.data.decode import ImageDecodeError
 from ds_vit.data.loader import eval_loader
 from ds_vit.data.sampler import Share
 from ds_vit.data.settings import ImageConfig
-from ds_vit.data.sources import shard_index
+from ds_vit.data.sources import shards
 from ds_vit.data.sources.captions import CaptionKeys
 from ds_vit.data.sources.datasets import open_source
 from ds_vit.data.sources.source import NoSuchSplit, Source
@@ -147,8 +147,8 @@ def test_without_a_task_for_text_captions_are_not_read(forms, form):
 def test_the_index_of_captions(tmp_path, monkeypatch):
     """Would catch shards scanned at each start, or captions of another key, or of a shard that has changed."""
     write_form(tmp_path, "json key", IMAGES, TEXTS)
-    scanned, read = [], shard_index.read_index
-    monkeypatch.setattr(shard_index, "read_index", lambda shard, *args: scanned.append(shard) or read(shard, *args))
+    scanned, read = [], shards.read_index
+    monkeypatch.setattr(shards, "read_index", lambda shard, *args: scanned.append(shard) or read(shard, *args))
     shard = f"wds/{tmp_path}/key/train-000.tar"
     for key, expected in (("said", TEXTS[0]), ("said", TEXTS[0]), ("", ("another",))):
         assert open_source(shard, None, "train", captions=CaptionKeys(caption=key)).captions(0) == expected

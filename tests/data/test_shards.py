@@ -15,7 +15,7 @@ import pytest
 from picture_folders import encoded, noise
 from shards import write_shard
 
-from ds_vit.data.sources import shard_index, tars
+from ds_vit.data.sources import shards, tars
 from ds_vit.data.sources.captions import CaptionKeys
 from ds_vit.data.sources.datasets import open_source
 from ds_vit.data.sources.shards import expand_braces
@@ -117,8 +117,8 @@ def test_the_index_is_made_once_and_again_when_a_shard_changes(folder, monkeypat
     first = open_source("wds/", str(folder), "train")
     assert sorted(path.name for path in folder.glob("*.npz")) == [f"train-00{n}.tar.index.npz" for n in range(3)]
     scanned = []
-    read = shard_index.read_index
-    monkeypatch.setattr(shard_index, "read_index", lambda shard, *args: scanned.append(shard) or read(shard, *args))
+    read = shards.read_index
+    monkeypatch.setattr(shards, "read_index", lambda shard, *args: scanned.append(shard) or read(shard, *args))
     again = open_source("wds/", str(folder), "train")
     assert not scanned
     assert (again.fingerprint, _labels(again)) == (first.fingerprint, _labels(first))
@@ -145,14 +145,14 @@ def test_few_files_are_open_at_a_time_and_none_is_pickled(folder, monkeypatch):
 
 def test_one_process_makes_an_index(folder, monkeypatch):
     """Would catch every rank scanning every shard: while one does, the others wait and read what it wrote."""
-    scanned, read = [], shard_index.read_index
-    monkeypatch.setattr(shard_index, "read_index", lambda shard, *args: scanned.append(shard) or read(shard, *args))
+    scanned, read = [], shards.read_index
+    monkeypatch.setattr(shards, "read_index", lambda shard, *args: scanned.append(shard) or read(shard, *args))
     shard = str(folder / "train-000.tar")
     pool = ThreadPoolExecutor(3)
     with one_at_a_time(shard):
-        waiting = [pool.submit(shard_index.make_index, shard) for _ in range(3)]
+        waiting = [pool.submit(shards.make_index, shard) for _ in range(3)]
         assert not any(one.done() for one in waiting)
-        shard_index.save_index(shard, shard_index.read_index(shard))
+        shards.save_index(shard, shards.read_index(shard))
         scanned.clear()
     pool.shutdown()
     assert len({len(one.result().paths) for one in waiting}) == 1

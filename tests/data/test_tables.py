@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_vit.data.sources.tables import read_table
+from ds_vit.data.sources.folders import read_table
 from ds_vit.fault_tolerance.errors import UserError, read_text, stripped_lines
 
 UNCLOSED = "line 2: a quote is not closed"

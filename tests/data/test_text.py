@@ -23,8 +23,7 @@ from ds_vit.data.sampler import Share
 from ds_vit.data.settings import ImageConfig
 from ds_vit.data.sources.captions import Captions
 from ds_vit.data.sources.combined import mixed
-from ds_vit.data.sources.datasets import open_source
-from ds_vit.data.sources.glyphs import drawn, read_names
+from ds_vit.data.sources.datasets import drawn, open_source, read_names
 from ds_vit.data.sources.source import Source
 from ds_vit.data.text import build_tokenizer, default_context_length, describe_cut_captions
 from ds_vit.fault_tolerance.errors import UserError

@@ -32,9 +32,19 @@ from torchvision import transforms
 
 from ds_vit import randomness
 from ds_vit.config.augmentation import AugmentConfig
-from ds_vit.data.augment.colours import as_image
-from ds_vit.data.augment.draws import seeded, shielded, uniform
-from ds_vit.data.augment.steps import KeepRatioCrop, Operation, RandomBlur, RandomResizedCrop, apply, draw, recording
+from ds_vit.data.augment.steps import (
+    KeepRatioCrop,
+    Operation,
+    RandomBlur,
+    RandomResizedCrop,
+    apply,
+    as_image,
+    draw,
+    recording,
+    seeded,
+    shielded,
+    uniform,
+)
 from ds_vit.data.augment.transforms import eval_transform, train_transform
 from ds_vit.data.batches import MicroBatch
 from ds_vit.data.device import finish_images

@@ -21,7 +21,7 @@ from PIL import Image
 import simulated_device
 from ds_vit import randomness
 from ds_vit.config.augmentation import AugmentConfig, MixConfig
-from ds_vit.data import decode_on_device as decoding
+from ds_vit.data import decode as decoding
 from ds_vit.data.augment import on_device as augmentation
 from ds_vit.data.augment.mixing import PairMix
 from ds_vit.data.augment.steps import Operation

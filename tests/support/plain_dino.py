@@ -28,8 +28,7 @@ from safetensors.torch import load_file, save_file
 from ds_vit import randomness
 from ds_vit.checkpoint.load import tensors_of_json
 from ds_vit.config import RunConfig
-from ds_vit.data.augment.block_masks import block_masks
-from ds_vit.data.augment.crops import MultiCrop
+from ds_vit.data.augment.crops import MultiCrop, block_masks
 from ds_vit.data.sampler import SampleOrder
 from ds_vit.data.settings import CropConfig, ImageConfig
 from ds_vit.data.sources.datasets import open_source

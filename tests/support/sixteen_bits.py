@@ -95,7 +95,7 @@ def plain_task(task: str, folder: Path, seed: int) -> plain_loops.PlainTask:
 def batches_of(task: str, seed: int, steps: int) -> list[dict[str, torch.Tensor]]:
     """Random global batches, with the masks that follow from the keys of their samples."""
     from ds_vit import randomness
-    from ds_vit.data.augment.block_masks import block_masks
+    from ds_vit.data.augment.crops import block_masks
     from ds_vit.models.masked_autoencoder import masked_patches
 
     generator, size = torch.Generator().manual_seed(1000 + seed), plain_loops.SIZE

@@ -19,8 +19,7 @@ from timm.data.random_erasing import RandomErasing
 
 from ds_vit import randomness
 from ds_vit.config.augmentation import AugmentConfig, MixConfig
-from ds_vit.data.augment.draws import seeded
-from ds_vit.data.augment.steps import Size
+from ds_vit.data.augment.steps import Size, seeded
 from ds_vit.device import send
 
 

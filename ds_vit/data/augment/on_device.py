@@ -32,8 +32,7 @@ from torch.nn.functional import conv2d
 from ds_vit.config.augmentation import AugmentConfig
 from ds_vit.data.augment.steps import Operation, RandomResizedCrop, Size
 from ds_vit.data.augment.transforms import FixedTransform, TrainTransform, train_transform
-from ds_vit.data.decode import Box, Jpeg
-from ds_vit.data.decode_on_device import File, decode_on
+from ds_vit.data.decode import Box, File, Jpeg, decode_on
 from ds_vit.data.settings import ImageConfig
 from ds_vit.device import send
 from ds_vit.fault_tolerance.errors import UserError

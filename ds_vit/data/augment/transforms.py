@@ -16,8 +16,16 @@ from timm.data.transforms import MaybePILToTensor, ResizeKeepRatio
 from torchvision import transforms
 
 from ds_vit.config.augmentation import AugmentConfig
-from ds_vit.data.augment.colours import as_pixels
-from ds_vit.data.augment.steps import KeepRatioCrop, Operation, RandomResizedCrop, Size, apply, draw, recording
+from ds_vit.data.augment.steps import (
+    KeepRatioCrop,
+    Operation,
+    RandomResizedCrop,
+    Size,
+    apply,
+    as_pixels,
+    draw,
+    recording,
+)
 from ds_vit.data.decode import Jpeg
 from ds_vit.data.settings import ImageConfig
 from ds_vit.fault_tolerance.errors import UserError

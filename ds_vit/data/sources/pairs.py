@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from ds_vit.data.sources.captions import CaptionKeys, Captions, caption_lines, check_matches, clean_captions
-from ds_vit.data.sources.folders import FileSource, find_split, walk
+from ds_vit.data.sources.folders import FileSource, find_split, read_table, require_utf8, walk
 from ds_vit.data.sources.source import (
     TRAIN_NAMES,
     NoSuchSplit,
@@ -21,7 +21,6 @@ from ds_vit.data.sources.source import (
     suffix_counts,
     synonyms_of,
 )
-from ds_vit.data.sources.tables import read_table, require_utf8
 from ds_vit.fault_tolerance.errors import UserError
 
 _THREADS = 16  # files are small, and often on a network

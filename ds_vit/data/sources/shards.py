@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import itertools
 import json
+import multiprocessing
 import os
+import posixpath
 import re
+import tarfile
+import zipfile
 from collections import Counter
-from collections.abc import Sequence
-from typing import BinaryIO
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from functools import partial
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from ds_vit.data.sources.captions import CaptionKeys, Captions
-from ds_vit.data.sources.shard_index import open_indexes, state_of
+from ds_vit.data.sources.captions import CaptionKeys, Captions, caption_lines, check_matches, clean_captions
 from ds_vit.data.sources.source import (
+    IMAGE_EXTENSIONS,
+    SUPPORTED,
     check_labels,
     class_name,
     hidden,
     in_natural_order,
     no_such_split,
     number_classes,
+    one_at_a_time,
     synonyms_of,
+    written_by_many,
 )
 from ds_vit.data.sources.tars import PackedSource
 from ds_vit.fault_tolerance.errors import UserError, read_text
@@ -193,3 +204,282 @@ class ShardSource(PackedSource):
         if state_of(file) != self._states[number]:
             raise UserError(f"{self._tars[number]} has changed since its index was read; start again")
         return file
+
+
+# ---- the index of a shard --------------------------------------------------------------------------------------------
+
+# Next to a shard (`train-000.tar.index.npz`): where each sample's image lies, and its label; with captions in place
+# of labels it is `train-000.tar.captions.npz`. Read from the tar once, so that any sample is one positioned read from
+# then on. A shard is a tar whose files are grouped by their name up to the first dot: `cat/1.jpg` and `cat/1.cls` are
+# one sample (github.com/webdataset/webdataset).
+
+SUFFIX, SUFFIX_OF_CAPTIONS = ".index.npz", ".captions.npz"
+DOT = "%2E"
+"""A dot in the name of a file that `ds-vit shards` packed; a bare one would end the sample's key there."""
+DOT_OF_SUFFIX = "%2e"
+"""The last dot of a file that shares its stem with another one: `1.jpg` is packed as `1%2ejpg.jpg`."""
+
+FIRST_DOT = "a sample's name ends at the first dot of a file's name, and the image's suffix is all that follows"
+"""The rule of WebDataset by which `22.05.jpg` is no image."""
+
+_FORMATS = (2, 3)  # of labels, and of captions
+_JSON_LABELS = ("label", "cls")
+_LABEL_SUFFIXES, _TEXT_SUFFIXES = (".cls", ".json"), (".txt", ".json")
+_MOST_PROCESSES = 16  # each rank of a machine may be at it
+_OF_WEBDATASET = re.compile(r"(?:^|/)__[^/]*__(?:$|[/.])")  # names that its writers reserve
+_KEY = re.compile(r"((?:.*/)?[^./]+)(\.[^/]*)")
+
+
+class ShardIndex(NamedTuple):
+    """The samples of a shard, in the order in which their keys first occur.
+
+    Attributes:
+        paths: the images' names, bytes [N].
+        offsets, sizes: the images' bytes in the shard, int64 [N] each.
+        labels: class numbers int64 [N], or class names in UTF-8, bytes [N], empty for a sample without a label.
+        left_out: how many files were found that are not read, by suffix.
+        state: the shard's size and time of change (`state_of`) when it was read.
+        captions: of the images, whose labels are then 0; None in an index of labels.
+    """
+
+    paths: np.ndarray
+    offsets: np.ndarray
+    sizes: np.ndarray
+    labels: np.ndarray
+    left_out: dict[str, int]
+    state: tuple[int, int]
+    captions: Captions | None = None
+
+
+class _File(NamedTuple):
+    """A file in a tar: its name there, and its bytes."""
+
+    name: str
+    offset: int
+    size: int
+
+
+def open_indexes(shards: Sequence[str], captions: CaptionKeys | None = None) -> list[ShardIndex]:
+    """The indexes of shards; one that is missing, or made of another state of its shard, is made anew.
+
+    Where nothing can be written next to a shard, its index serves this process only.
+
+    Args:
+        shards: the tars.
+        captions: the key of captions in .json files, where captions are read; None to read labels.
+
+    Raises:
+        UserError: a shard is no whole uncompressed tar, a sample has no caption, or there is no image.
+    """
+    found = {shard: load_index(shard, captions) for shard in shards}
+    missing = [shard for shard, index in found.items() if index is None]
+    if len(missing) < 2:
+        made = [make_index(shard, captions) for shard in missing]
+    else:
+        processes = min(len(missing), os.cpu_count() or 1, _MOST_PROCESSES)
+        try:
+            with ProcessPoolExecutor(processes, multiprocessing.get_context("fork")) as pool:
+                made = list(pool.map(partial(make_index, captions=captions), missing))
+        except BrokenProcessPool:
+            lost = f"a process that indexed {missing[0]} and others was killed; the machine may lack memory"
+            raise UserError(f"{lost}. Finished indexes are kept: start again to continue") from None
+    complete = found | dict(zip(missing, made, strict=True))
+    return [index for shard in shards if (index := complete[shard]) is not None]
+
+
+def state_of(file: BinaryIO) -> tuple[int, int]:
+    """What an index must agree with: a shard's size in bytes, and when it was last changed, in nanoseconds."""
+    found = os.fstat(file.fileno())
+    return found.st_size, found.st_mtime_ns
+
+
+def make_index(shard: str, captions: CaptionKeys | None = None) -> ShardIndex:
+    """Read a shard's index from the tar, and write it next to it if that is possible."""
+    with one_at_a_time(shard):
+        index = load_index(shard, captions)  # another rank's, meanwhile
+        if index is None:
+            index = read_index(shard, captions)
+            with contextlib.suppress(OSError):  # a read-only folder
+                save_index(shard, index, captions)
+        return index
+
+
+def save_index(shard: str, index: ShardIndex, captions: CaptionKeys | None = None) -> None:
+    """Write an index next to its shard, whole or not at all; any number of processes may do so at once."""
+    texts: dict[str, Any] = {}
+    if captions is not None and index.captions is not None:
+        names = ("text", "starts", "firsts")
+        texts = {"caption_key": np.array(captions.caption), **dict(zip(names, index.captions.identity(), strict=True))}
+    with written_by_many(_name_of_index(shard, captions)) as temporary, temporary.open("wb") as file:
+        np.savez(
+            file,
+            state=np.array([_FORMATS[captions is not None], *index.state], dtype=np.int64),
+            paths=index.paths,
+            places=np.stack([index.offsets, index.sizes]),
+            labels=index.labels,
+            left_out=np.array(json.dumps(index.left_out)),
+            **texts,
+        )
+
+
+def _name_of_index(shard: str, captions: CaptionKeys | None) -> str:
+    return shard + (SUFFIX if captions is None else SUFFIX_OF_CAPTIONS)
+
+
+def load_index(shard: str, captions: CaptionKeys | None = None) -> ShardIndex | None:
+    """The index next to a shard; None if there is none that fits it."""
+    with open(shard, "rb") as file:
+        state = state_of(file)
+    try:
+        with np.load(_name_of_index(shard, captions)) as arrays:
+            if arrays["state"].tolist() != [_FORMATS[captions is not None], *state]:
+                return None
+            offsets, sizes = arrays["places"]
+            left_out = json.loads(str(arrays["left_out"]))
+            texts = None
+            if captions is not None:
+                if str(arrays["caption_key"]) != captions.caption:
+                    return None
+                texts = Captions(arrays["text"], arrays["starts"], arrays["firsts"])
+            return ShardIndex(arrays["paths"], offsets, sizes, arrays["labels"], left_out, state, texts)
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+        return None
+
+
+def read_index(shard: str, captions: CaptionKeys | None = None) -> ShardIndex:
+    """Read a shard's index from the tar."""
+    with open(shard, "rb") as file:
+        state = state_of(file)
+        samples = _files_of_samples(file, shard)
+        kept = [key for key, files in samples.items() if _image_suffix(files) is not None]
+        if not kept:
+            dotted = next((f"; {name}: {FIRST_DOT}" for name in map(_dotted_image, samples.values()) if name), "")
+            raise UserError(f"{shard} holds no images ({SUPPORTED}){dotted}")
+        texts = None if captions is None else _captions(samples, kept, captions.caption, file, shard)
+        labels = [_label(samples[key], file, shard) if texts is None else 0 for key in kept]
+    if all(isinstance(label, int) for label in labels):
+        label_array = np.array(labels, dtype=np.int64)
+    else:
+        label_array = np.array([os.fsencode(str("" if label is None else label)) for label in labels], dtype=np.bytes_)
+    left_out: Counter[str] = Counter()
+    for files in samples.values():
+        image = _image_suffix(files)
+        read = (image, *(_LABEL_SUFFIXES if texts is None else _TEXT_SUFFIXES))
+        left_out.update(suffix for suffix in files if image is None or suffix not in read)
+    images = [samples[key][_image_suffix(samples[key]) or ""] for key in kept]
+    return ShardIndex(
+        np.array([os.fsencode(_unpacked_name(image.name)) for image in images], dtype=np.bytes_),
+        np.array([image.offset for image in images], dtype=np.int64),
+        np.array([image.size for image in images], dtype=np.int64),
+        label_array,
+        dict(left_out),
+        state,
+        texts,
+    )
+
+
+def _files_of_samples(file: BinaryIO, shard: str) -> dict[str, dict[str, _File]]:
+    """Key → suffix → file of all samples of a shard, in their order."""
+    samples: dict[str, dict[str, _File]] = {}
+    try:
+        with tarfile.open(fileobj=file, mode="r:") as tar:
+            for info in tar:
+                vars(tar)["members"] = []  # of a million, tarfile would keep each
+                path = posixpath.normpath(info.name)
+                if info.islnk():
+                    link = f"{info.name} as a hard link, which has no bytes"
+                    raise UserError(f"{shard} holds {link}; make the shard again with tar --hard-dereference")
+                if not info.isreg() or _OF_WEBDATASET.search(path) or hidden(_unpacked_name(path)):
+                    continue
+                named = _KEY.fullmatch(path)
+                key, suffix = (named[1], named[2].lower()) if named else (path, "")
+                files = samples.setdefault(key, {})
+                if suffix in files:
+                    raise UserError(f"{shard} holds {key}{suffix} twice; a sample's files must differ by their suffix")
+                files[suffix] = _File(info.name, info.offset_data, info.size)
+            end = tar.offset
+    except (tarfile.TarError, EOFError) as error:
+        reason = f"cannot be read as an uncompressed tar ({error}); it may be cut short"
+        raise UserError(f"{shard} {reason}: copy or make it again") from error
+    if os.pread(file.fileno(), tarfile.BLOCKSIZE, end) != bytes(tarfile.BLOCKSIZE):
+        where = f"after {len(samples)} samples, at byte {end}, a tar's end is missing"
+        raise UserError(f"{shard} is cut short: {where}; copy or make it again")
+    return samples
+
+
+def _image_suffix(files: dict[str, _File]) -> str | None:
+    return next((suffix for suffix in files if suffix in IMAGE_EXTENSIONS), None)
+
+
+def _dotted_image(files: dict[str, _File]) -> str:
+    """The name of a file that would be the sample's image, had it one dot only; empty if there is none."""
+    names = (file.name for suffix, file in files.items() if posixpath.splitext(suffix)[1] in IMAGE_EXTENSIONS)
+    return next(names, "") if _image_suffix(files) is None else ""
+
+
+def _unpacked_name(name: str) -> str:
+    """The name that an image had before `ds-vit shards` packed it."""
+    if DOT_OF_SUFFIX in name:
+        name = posixpath.splitext(name)[0].replace(DOT_OF_SUFFIX, ".")
+    return name.replace(DOT, ".")
+
+
+def _label(files: dict[str, _File], shard: BinaryIO, shard_name: str) -> int | str | None:
+    """A sample's class number or name, from its .cls file, else from its .json file."""
+    label_file = next((files[suffix] for suffix in _LABEL_SUFFIXES if suffix in files), None)
+    if label_file is None:
+        return None
+    data = _content(label_file, shard)
+    if ".cls" in files:
+        text = os.fsdecode(data).strip()
+        return int(text) if re.fullmatch(r"-?[0-9]{1,9}", text) else text
+    name = f"{shard_name}:{label_file.name}"
+    fields = _fields(data, name)
+    found = [fields[key] for key in _JSON_LABELS if key in fields]
+    if found and (isinstance(found[0], bool) or not isinstance(found[0], (int, str))):
+        raise UserError(f"{name}: the label {found[0]!r} is neither a class number nor a class name")
+    return found[0] if found else None
+
+
+def _content(file: _File, shard: BinaryIO) -> bytes:
+    return os.pread(shard.fileno(), file.size, file.offset)
+
+
+def _fields(data: bytes, name: str) -> dict[str, Any]:
+    """The content of a .json file; empty if it is no table."""
+    try:
+        fields = json.loads(data)
+    except ValueError as error:
+        raise UserError(f"{name} is no JSON ({error})") from None
+    return fields if isinstance(fields, dict) else {}
+
+
+def _captions(
+    samples: Mapping[str, dict[str, _File]], keys: Sequence[str], json_key: str, shard: BinaryIO, shard_name: str
+) -> Captions:
+    """The captions of the samples with an image: from .txt files, a caption per line, else a key of .json files.
+
+    Args:
+        samples: key of a sample → suffix → file.
+        keys: of the samples with an image.
+        json_key: of a caption or a list of captions in .json files, which then go before .txt files; "" for `caption`.
+        shard: opened.
+        shard_name: of the shard, for messages.
+    """
+    suffixes = (".json", ".txt") if json_key else (".txt", ".json")
+    captions: dict[str, tuple[str, ...]] = {}
+    for key, files in samples.items():
+        suffix = next((suffix for suffix in suffixes if suffix in files), None)
+        if suffix == ".txt":
+            captions[key] = caption_lines(_content(files[suffix], shard))
+        elif suffix == ".json":
+            name = f"{shard_name}:{files[suffix].name}"
+            value = _fields(_content(files[suffix], shard), name).get(json_key or "caption", ...)
+            if value is ...:
+                continue
+            texts = value if isinstance(value, list) else [value]
+            if not all(text is None or isinstance(text, str) or text != text for text in texts):  # NaN
+                raise UserError(f"{name}: {json_key or 'caption'} is neither a text nor a list of texts")
+            captions[key] = clean_captions(texts)
+    check_matches(shard_name, [key for key in keys if key not in captions], captions.keys() - {*keys}, len(keys))
+    return Captions.of(captions.get(key, ()) for key in keys)

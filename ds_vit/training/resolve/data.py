@@ -9,13 +9,12 @@ from dataclasses import dataclass, field, replace
 from ds_vit.config import RunConfig, default_of, spelling
 from ds_vit.config.batch import KEYS, BatchSizes, batch_sizes
 from ds_vit.config.schema import KEY_OF_FLAG, OF_THE_PROGRAM
-from ds_vit.data.decode import describe_depth, require_fast
-from ds_vit.data.decode_on_device import require_fast_on_device
+from ds_vit.data.decode import describe_depth, require_fast, require_fast_on_device
 from ds_vit.data.sampler import SampleOrder
 from ds_vit.data.sources.captions import CaptionKeys
 from ds_vit.data.sources.combined import hold_out, mixed, part_of
 from ds_vit.data.sources.datasets import open_source
-from ds_vit.data.sources.shard_index import FIRST_DOT
+from ds_vit.data.sources.shards import FIRST_DOT
 from ds_vit.data.sources.source import (
     TRAIN_NAMES,
     NoSuchSplit,
