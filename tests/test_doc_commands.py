@@ -1,26 +1,30 @@
 """Every command and link of README and docs: flags and files exist, and what is cheap runs.
 
 A training command is run with --dry-run, as rank 0 of its ranks. Above a block whose commands cannot run stands
-`<!-- not run: the reason -->`.
+`<!-- not run: the reason -->`. Scripts of docs/benchmarks say how they are called, and tables are those of their files.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import json
 import os
 import re
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import timm
 import yaml
 from PIL import Image
 from project import ROOT, give_a_clone, lightly_train, run_shell
 from runs import run_quietly
+from safetensors.torch import save_file
 
 from ds_vit import cli
 from ds_vit.config import build_parser
@@ -170,12 +174,17 @@ def place(ranks, tmp_path_factory) -> Path:
     for name in ("launch", "ds_configs"):
         (folder / name).symlink_to(ROOT / name)
     (folder / "docs" / "images").mkdir(parents=True)
-    train = f"train {TINY} -b 16 --epochs 1 --max-steps 2 --grad-stats-interval 1 --no-aug --model-ema"
+    train = f"train {TINY} -b 32 --epochs 1 --max-steps 2 --grad-stats-interval 1 --no-aug --model-ema"
     for words in (f"{train} --output runs/first", "shards photos photos-shards -j 1"):
         [(code, said, wrong)] = ranks.run(1, run_words, str(folder), {}, words.split())
         assert code == 0, said + wrong
-    for name in ("second", "one", "another"):
+    for name in ("second", "one", "another", "digits", "moved", "photos"):
         shutil.copytree(folder / "runs/first", folder / "runs" / name)
+    (folder / "runs" / "held-out").symlink_to("../photos")
+    (folder / "data").symlink_to("photos")
+    weights = tmp_path_factory.mktemp("weights") / "vit_tiny.safetensors"  # each test copies the folder, with links
+    save_file(timm.create_model("vit_tiny_patch16_224").state_dict(), weights)
+    (folder / weights.name).symlink_to(weights)
     return folder
 
 
@@ -188,13 +197,12 @@ def run_words(folder: str, environ: dict[str, str], words: list[str]) -> tuple[i
     return run_quietly(words, main=cli.main)
 
 
-# Their own tests follow two of the pages in their order; benchmarks take minutes.
-OTHERS = ("docs/examples.md", "docs/finetune.md", "docs/benchmarks/")
+BENCHMARKS = ROOT / "docs" / "benchmarks"  # which take minutes
 
 
 def cheap_commands():
     for page, name in zip(PAGES, NAMES, strict=True):
-        for command in [] if name.startswith(OTHERS) else commands(page):
+        for command in [] if name.startswith("docs/benchmarks/") else commands(page):
             environ, words = words_of(command) if command.runs else ({}, [])
             if words := cheap_run(words):
                 slow = [pytest.mark.slow] if words[0] in ("train", "plan", "shards") else []
@@ -299,3 +307,43 @@ def test_a_stopped_run_resumes_to_the_promised_loss(tmp_path):
     [loss] = re.findall(r"step 50/50  epoch 2  loss ([\d.]+)", said)
     [promised] = set(re.findall(r"step 50/50\s+epoch 2\s+loss\s+([\d.]+)", page))
     assert float(loss) == pytest.approx(float(promised), rel=1e-4)
+
+
+# All in one process, which imports torch once and has no package that only an extra installs.
+HELP = """
+import contextlib, io, json, runpy, sys
+sys.modules.update(dict.fromkeys(("pytest", "hypothesis", "transformers", "onnx", "onnxruntime", "matplotlib")))
+sys.path[0], said = sys.argv[1], {}
+for script in sys.argv[2:]:
+    sys.argv, out = [script, "--help"], io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+        runpy.run_path(script, run_name="__main__")
+    said[script] = out.getvalue()
+print(json.dumps(said))
+"""
+
+
+@pytest.mark.slow
+def test_every_benchmark_script_says_how_it_is_called():
+    # Catches: minutes of measuring for somebody who asked what it does, an import that is gone, a package of the tests.
+    scripts = sorted(BENCHMARKS.glob("*.py"))
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+    words = [sys.executable, "-c", HELP, str(BENCHMARKS), *map(str, scripts)]
+    asked = subprocess.run(words, env=environ, capture_output=True, text=True)
+    assert asked.returncode == 0, asked.stderr
+    said = json.loads(asked.stdout)
+    for script in scripts:
+        assert said[str(script)].startswith(f"usage: {script.name}")
+        assert f"python docs/benchmarks/{script.name}" in said[str(script)]
+
+
+@pytest.mark.parametrize(
+    ("script", "page"),
+    [("ten_epochs.py", "from_timm.md"), ("status_table.py", "status.md"), ("results_page.py", "results.md")],
+)
+def test_tables_are_those_of_their_files(script, page):
+    # Catches: a figure that was edited in the page, files measured again, a test for a device that the page lacks.
+    made = subprocess.run([sys.executable, BENCHMARKS / script], capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr
+    hint = f"the page has other figures: python docs/benchmarks/{script} --write"
+    assert made.stdout.strip() in (ROOT / "docs" / page).read_text(), hint
