@@ -47,7 +47,7 @@ from ds_vit.training.callbacks import (
     SetImageSize,
 )
 from ds_vit.training.checkpoint_manager import CheckpointConfig, CheckpointManager
-from ds_vit.training.cost import Prediction
+from ds_vit.training.cost import PeakMemory
 from ds_vit.training.evaluation import Evaluations, Phases, Watch, build_and_evaluate
 from ds_vit.training.inputs import InputConfig, InputPipeline, reads_of
 from ds_vit.training.memory_advice import MemoryAdvice
@@ -195,7 +195,7 @@ class Training:
         self.resolved, self.folder, self.watchdog, self.signals = resolved, folder, watchdog, signals
         self.config = engine_config(resolved)
         self.clock = Clock(Throughput(), order.global_batch, started)
-        self.prediction = Prediction(self.config, device, predict_time=resolved.image_sizes is None)
+        self.peak = PeakMemory(self.config, device)
         self.flops: dict[int | None, Flops] = {}
         self.reporter = reporter = None
         if resolved.process.rank == 0:
@@ -209,8 +209,8 @@ class Training:
             )
         console, more = None, []
         if reporter:
-            console, more = reporter.console, self.prediction.start_rows()
-            more += memory.warning(self.prediction.memory_bytes)
+            console, more = reporter.console, self.peak.start_rows()
+            more += memory.warning(self.peak.predicted_bytes)
         hosts = show_start(resolved, folder, device, self.flops.get(None), console, more)
         with self._doing("building the model"):
             self.engine = build_engine(self.config, device, groups)
@@ -261,10 +261,11 @@ class Training:
         if total := TALLY["device"] + TALLY["loader"]:
             summary["decoded_on_device"] = (TALLY["device"] - TALLY["refused"]) / total
         images, batch = throughput.total_images, self.config.batch.global_batch
-        summary |= self.prediction.figures(batch * throughput.total_seconds / images if images else None)
+        summary["memory"] = self.peak.figures()
+        summary["step_seconds"] = {"measured": batch * throughput.total_seconds / images if images else None}
         if self.reporter:
-            stopped, more = trainer.checkpoints.stopped, self.prediction.end_rows(summary)
-            show_end(self.config, self.resolved.process, self.folder, summary, self.reporter, stopped, more)
+            stopped = trainer.checkpoints.stopped
+            show_end(self.config, self.resolved.process, self.folder, summary, self.reporter, stopped)
         self.engine.close()
         return summary
 
@@ -331,7 +332,7 @@ class Training:
         if config.check_replicas:
             callbacks.append(CheckReplicas(engine, config.check_replicas))
         callbacks.append(
-            StepLog(engine, inputs, resolved.log_interval, precision, self.flops, throughput, self.prediction, reporter)
+            StepLog(engine, inputs, resolved.log_interval, precision, self.flops, throughput, self.peak, reporter)
         )
         if steps := parse_steps(config.profile_steps, "--profile-steps"):
             profiler = StepProfiler(steps, self.folder.profile, engine.groups, engine.device)

@@ -1,8 +1,8 @@
-"""The memory of a rank and the time of a step: predicted from the shapes of a run, and measured while it trains.
+"""The memory of a rank and the time of a step, predicted from the shapes of a run; memory measured while it trains.
 
 On an accelerator memory is what torch's allocator counts. On a CPU torch counts none: there it is the growth of the
-process since before the engine was built, which includes much that does not belong to the step, so that no deviation is
-reported (tests/planner/test_memory.py follows every storage instead). Time is predicted for the accelerators of
+process since before the engine was built, which includes much that does not belong to the step
+(tests/planner/test_memory.py follows every storage instead). Time is predicted for the accelerators of
 ds_vit/planner/data/accelerators.
 """
 
@@ -24,7 +24,7 @@ from ds_vit.config.batch import BatchSizes
 from ds_vit.config.deepspeed_rules import Checkpointing
 from ds_vit.config.units import in_words
 from ds_vit.data.augment.on_device import bytes_of_photo
-from ds_vit.device import hardware_name, is_accelerator, peak_bytes, reset_peak_bytes
+from ds_vit.device import is_accelerator, peak_bytes, reset_peak_bytes
 from ds_vit.fault_tolerance.errors import first_line
 from ds_vit.models.conversions import compute_class_token
 from ds_vit.models.layers import Layer
@@ -32,7 +32,7 @@ from ds_vit.optim.build import states_per_element
 from ds_vit.parallel.layout import Layout
 from ds_vit.planner.cost import Machine, StepTime, step_time
 from ds_vit.planner.counting import LayerWork, most_allocated, work_of_layers
-from ds_vit.planner.hardware import Accelerator, Link, accelerator_of_device, link
+from ds_vit.planner.hardware import Accelerator, Link, link
 from ds_vit.planner.memory import (
     LayerMemory,
     MemoryRules,
@@ -44,8 +44,6 @@ from ds_vit.planner.memory import (
     unaligned_matrices,
 )
 from ds_vit.training.build_engine import EngineConfig
-
-_LARGE_DEVIATION = 0.15
 
 
 class Cost:
@@ -188,57 +186,41 @@ class Cost:
         return work_of_layers(self.config.model.whole, self.layers, self.config.dtype)
 
 
-class Prediction:
-    """Predicts memory and step time at a run's start, and measures them.
+class PeakMemory:
+    """Predicts the memory of the fullest rank at a run's start, and measures it.
 
     Args:
         config: of the engine.
         device: where this rank computes.
-        predict_time: False where steps have several image sizes.
 
     Attributes:
-        memory_bytes: predicted of the fullest rank; 0 where that failed.
-        step_seconds: predicted; None where the accelerator is not known.
+        predicted_bytes: 0 where the prediction failed.
     """
 
-    def __init__(self, config: EngineConfig, device: torch.device, *, predict_time: bool = True) -> None:
-        self.config, self.device, self._predicts_time = config, device, predict_time
-        self.memory_bytes = 0
-        self.step_seconds: float | None = None
-        self._most = self._before = 0
+    def __init__(self, config: EngineConfig, device: torch.device) -> None:
+        self.config, self.device = config, device
+        self.predicted_bytes = self._most = self._before = 0
         self._measure()  # from here on: a trial of --auto-batch or an earlier run of this program counted
         self._most = 0  # bytes of this rank in the whole run, up to the last measurement
         self._before = psutil.Process().memory_info().rss
 
     def start_rows(self) -> list[tuple[str, str]]:
-        """Predict both from shapes, on rank 0; the row of the start table. A failure is only reported."""
+        """Predict from shapes, on rank 0; the rows of the start table. A failure is only reported."""
         try:
             cost = Cost(self.config)
-            self.memory_bytes = cost.fullest(self.config.batch).together
-            found = accelerator_of_device(hardware_name(self.device))
-            if found is not None and self._predicts_time:
-                self.step_seconds = cost.step_time(found).seconds
+            self.predicted_bytes = cost.fullest(self.config.batch).together
         except Exception as error:  # any error of a model's layers on the meta device
-            self.memory_bytes, self.step_seconds = 0, None
             return [("predicted", f"warning: failed: {type(error).__name__}: {first_line(error)}")]
-        step = f", step {self.step_seconds:.3f} s" if self.step_seconds else ""
-        rows = [("predicted", f"memory {in_words(self.memory_bytes)} per rank{step}")]
+        rows = [("predicted", f"memory {in_words(self.predicted_bytes)} per rank")]
         if self.config.dtype != torch.float32 and (unaligned := unaligned_matrices(cost.layers)):
             rows.append(("matrix sizes", f"{', '.join(unaligned)}: no multiples of 8, which slows 16-bit products"))
         return rows
 
-    def figures(self, step_seconds: float | None) -> dict[str, Any]:
-        """The entries of summary.json, the same on every rank (a collective).
-
-        Args:
-            step_seconds: measured; None where no step was.
-        """
+    def figures(self) -> dict[str, int | None]:
+        """The entry of summary.json, the same on every rank (a collective)."""
         self._measure()
-        predicted, measured, seconds = self._largest(self.memory_bytes, self._most, self.step_seconds or 0.0)
-        return {
-            "memory": {"predicted_bytes": int(predicted), "measured_bytes": int(measured) or None},
-            "step_seconds": {"predicted": seconds or None, "measured": step_seconds},
-        }
+        predicted, measured = self._largest(self.predicted_bytes, self._most)
+        return {"predicted_bytes": int(predicted), "measured_bytes": int(measured) or None}
 
     def measured_bytes(self) -> int:
         """The most bytes that the fullest rank held since the last call, the same on every rank (a collective)."""
@@ -259,27 +241,6 @@ class Prediction:
             measured = max(0, _resident_peak() - self._before)
         self._most = max(self._most, measured)
         return measured
-
-    def end_rows(self, figures: dict[str, Any]) -> list[tuple[str, str]]:
-        """Predicted and measured, with the deviation where it is large."""
-        rows, on_cpu = [], not is_accelerator(self.device)
-        predicted, measured = (figures["memory"][f"{kind}_bytes"] or 0 for kind in ("predicted", "measured"))
-        # On a CPU the whole process is measured: next to a small model, torch and the loader are nearly all of it.
-        if predicted and measured and not (on_cpu and max(predicted, measured) <= 2**30):
-            said = f"predicted {in_words(predicted)}, measured {in_words(measured)}"
-            remark = " (growth of the whole process: torch, the loader and a checkpoint included)"
-            rows.append(("memory per rank", said + (remark if on_cpu else _deviation(predicted, measured))))
-        times = figures["step_seconds"]
-        if times["predicted"] and times["measured"]:
-            said = f"predicted {times['predicted']:.3f} s, measured {times['measured']:.3f} s"
-            rows.append(("step", said + _deviation(times["predicted"], times["measured"])))
-        return rows
-
-
-def _deviation(predicted: float, measured: float) -> str:
-    """A large deviation, for people."""
-    share = measured / predicted - 1
-    return f": {share:+.0%}" if abs(share) > _LARGE_DEVIATION else ""
 
 
 def _resident_peak() -> int:

@@ -21,6 +21,7 @@ from ds_vit.config.deepspeed_json import derived_path
 from ds_vit.config.run_folder import RunFolder, write_json
 from ds_vit.config.schema import KEY_OF_FLAG
 from ds_vit.config.units import Interval, in_words
+from ds_vit.device import hardware_name
 from ds_vit.engine.layer_norms import layers_of
 from ds_vit.engine.patches import version_warnings
 from ds_vit.fault_tolerance.errors import written
@@ -32,6 +33,7 @@ from ds_vit.optim.build import rules_of, states_per_element
 from ds_vit.optim.rate_factors import layer_scales
 from ds_vit.parallel.layout import Placement
 from ds_vit.planner.counting import Flops
+from ds_vit.planner.hardware import accelerator_of_device
 from ds_vit.planner.memory import PARTS, num_states
 from ds_vit.tasks.task import Task
 from ds_vit.training.build_engine import EngineConfig
@@ -303,7 +305,7 @@ _POINTS = 9  # of the schedule, in addition to the end of warm-up
 
 
 def show_dry_run(resolved: Resolved, config: EngineConfig, flops: Flops, device: torch.device, folder: Path) -> None:
-    """Show the start table, the schedule, the memory of a rank and the files.
+    """Show the start table with the schedule and the size of files, and the memory of a rank.
 
     Args:
         resolved: the run.
@@ -314,12 +316,14 @@ def show_dry_run(resolved: Resolved, config: EngineConfig, flops: Flops, device:
     """
     console = make_console()
     say(console, *resolved.notes)
-    print_table(console, "dry run: nothing is started", start_rows(resolved, flops, device, folder))
+    rows = [*start_rows(resolved, flops, device, folder)]
     if resolved.optimizer is not None:
-        print_table(console, "learning rate", _schedule_rows(resolved, resolved.optimizer))
+        rows += [_file_sizes(resolved, resolved.optimizer), *_schedule_rows(resolved, resolved.optimizer)]
+        if (found := accelerator_of_device(hardware_name(device))) and resolved.image_sizes is None:
+            rows.append(("step, predicted", f"{Cost(config).step_time(found).seconds:.3f} s"))
+    print_table(console, "dry run: nothing is started", rows)
     print_columns(console, "memory", _memory_lines(Cost(config)))
     say(console, "  not counted: the loader, what collectives take, and 2 to 3 GB of a GPU's own")
-    print_table(console, "would be written", _file_rows(resolved, RunFolder(folder)))
 
 
 def _schedule_rows(resolved: Resolved, optimizer: OptimizerConfig) -> Rows:
@@ -327,12 +331,12 @@ def _schedule_rows(resolved: Resolved, optimizer: OptimizerConfig) -> Rows:
     if (schedule := optimizer.schedule) is None:
         rates = resolved.rates
         params = ", ".join(f"{name} {value}" for name, value in rates.get("params", {}).items())
-        return [("the JSON's", f"{rates['type']} ({params})")]
+        return [("learning rate", f"{rates['type']} ({params}), the JSON's")]
     last = optimizer.total_steps - 1
     steps = sorted({*(last * i // (_POINTS - 1) for i in range(_POINTS)), min(schedule.warmup_steps, last)})
     highest = max(schedule.lr(step) for step in steps) or 1.0
     bars = {step: "█" * round(_BAR * schedule.lr(step) / highest) for step in steps}
-    return [(f"step {step + 1:,}", f"{schedule.lr(step):.3e}  {bars[step]}") for step in steps]
+    return [(f"learning rate, step {step + 1:,}", f"{schedule.lr(step):.3e}  {bars[step]}") for step in steps]
 
 
 def _memory_lines(cost: Cost) -> list[list[str]]:
@@ -348,24 +352,12 @@ def _memory_lines(cost: Cost) -> list[list[str]]:
     return [*lines, ["at most", *map(in_words, most)]]
 
 
-def _file_rows(resolved: Resolved, folder: RunFolder) -> Rows:
-    """What would be written where, and how large the large ones are."""
-    config, optimizer, model = resolved.config, resolved.optimizer, resolved.model
-    rows = [("folder", str(folder.path))]
-    if optimizer is None:
-        return [*rows, ("settings", f"{folder.config.name}, {folder.deepspeed.name}"), ("figures", folder.metrics.name)]
-    weights = 4 * num_parameters(model.whole)
+def _file_sizes(resolved: Resolved, optimizer: OptimizerConfig) -> tuple[str, str]:
+    """The row with the size of weights and checkpoints."""
+    config, model = resolved.config, resolved.model
     sizes = {name: p.numel() for name, p in model.whole.named_parameters() if name not in model.frozen}
     each = states_per_element(optimizer.cls, optimizer.arguments)
     states = 4 * num_states(each, optimizer.fallback or frozenset(), sizes)
-    average = weights if config.model_ema else 0
-    interval, keep = Interval.parse(config.checkpoint_interval, "--checkpoint-interval"), config.keep_checkpoints
-    often = _how_often(interval) if interval else "when it is interrupted"
-    kept = f"; room for {keep + 2} at most" if keep else "; all are kept"
-    return [
-        *rows,
-        ("settings", f"{folder.config.name}, {folder.deepspeed.name}, deepspeed.derived.json"),
-        ("figures", f"{folder.metrics.name}, {folder.summary.name}, {folder.tensorboard.name}/"),
-        ("weights", f"{in_words(weights + average)} at the end"),
-        (f"{folder.checkpoints.name}/", f"{in_words(weights + states + average)} each, {often}{kept}"),
-    ]
+    weights = 4 * num_parameters(model.whole) * (2 if config.model_ema else 1)
+    room = f", {config.keep_checkpoints + 2} at most" if config.keep_checkpoints else ""
+    return "files", f"weights {in_words(weights)}, checkpoints {in_words(weights + states)} each{room}"

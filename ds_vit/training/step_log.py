@@ -15,7 +15,7 @@ from ds_vit.monitoring.metrics import Reporter
 from ds_vit.monitoring.throughput import Lagging, Throughput, peak_tflops
 from ds_vit.planner.counting import Flops
 from ds_vit.training.callbacks import Callback, RolledBack, Step
-from ds_vit.training.cost import Prediction
+from ds_vit.training.cost import PeakMemory
 from ds_vit.training.inputs import InputPipeline
 
 
@@ -30,7 +30,7 @@ class StepLog(Callback):
         precision: by its name, for the peak of the accelerator.
         flops: of an image by its size, on rank 0; of the model's size under None.
         throughput: images per second, and the time waited for data.
-        prediction: measures the memory.
+        peak: measures the memory.
         reporter: of rank 0; None elsewhere.
     """
 
@@ -40,7 +40,7 @@ class StepLog(Callback):
     precision: str
     flops: Mapping[int | None, Flops]
     throughput: Throughput
-    prediction: Prediction
+    peak: PeakMemory
     reporter: Reporter | None
 
     def __post_init__(self) -> None:
@@ -89,7 +89,7 @@ class StepLog(Callback):
         loss, epoch_loss = self.engine.mean(losses).tolist()
         norm = _norm(step.result)
         rate, waiting = self.throughput.window(count=number > 1)
-        memory = self.prediction.measured_bytes()
+        memory = self.peak.measured_bytes()
         gauges = config.task.gauges(self.engine.context)
         of_task = {**self._parameters(), **{name: float(value) for name, value in gauges.items()}}
         skipped = {"skipped_images": self.inputs.skipped.gather()}

@@ -85,11 +85,8 @@ def end_rows(
     loss: float | None = None,
     unwritten: Collection[str] = (),
 ) -> Rows:
-    """The table of the end: model, layout, top-1 or else the training loss, images/s, the files except `unwritten`."""
-    rows = [
-        ("model", summary["model"]),
-        ("layout", config.text),
-    ]
+    """The table of the end: top-1 or else the training loss, images/s, the files except `unwritten`."""
+    rows: list[tuple[str, str]] = []
     run, task = RunFolder(folder), config.model.task
     figure = task.figures[0]
     for suffix, label, over in (
@@ -100,7 +97,7 @@ def end_rows(
         if last is not None and best is not None:
             shown = (figure.value({figure.name: value}) for value in (last, best))
             rows.append((label, "{} (best {})".format(*shown) + over))
-    if len(rows) == 2 and loss is not None:
+    if not rows and loss is not None:
         rows.append(("training loss", f"{loss:.5f}"))
     if summary["images_per_second"]:
         rows.append(("images/s", f"{summary['images_per_second']:.1f}"))
@@ -135,7 +132,6 @@ def show_end(
     summary: dict[str, Any],
     reporter: Reporter,
     stopped: str = "",
-    more: Rows = (),
 ) -> None:
     """Write summary.json and report.html, as far as the disk takes them, and show the end, on rank 0.
 
@@ -146,7 +142,6 @@ def show_end(
         summary: the contents.
         reporter: of rank 0.
         stopped: by what the run was interrupted, and where it is saved; the last line then says how to resume.
-        more: rows for the table.
 
     Raises:
         NotSaved: the file could not be written.
@@ -163,7 +158,7 @@ def show_end(
         unwritten[folder.report.name] = ""
         what = f"{type(error).__name__}: {error}"
         reporter.say(f"WARNING: {folder.report} is not written ({what}); ds-vit report makes it")
-    rows = [*end_rows(config, summary, folder.path, reporter.train_loss, unwritten), *more]
+    rows = end_rows(config, summary, folder.path, reporter.train_loss, unwritten)
     if stopped and config.optimizer is not None:
         place = f"at {summary['steps']:,} of {config.optimizer.total_steps:,}"
         print_table(console, "interrupted", [("interrupted", f"{place} {stopped}"), *rows])

@@ -49,12 +49,12 @@ def test_a_dry_run_shows_the_run_and_starts_nothing(capsys, tmp_path):
     for word in (
         "dry run: nothing is started",
         "lr 0.001 (JSON; cosine)",
-        "step 3 ",
+        "learning rate, step 3 ",
         "█" * 40,
         "backward pass with gradients so far",
     ):
         assert word in said
-    for name in ("config.yaml", "metrics.jsonl", "at each epoch's end; room for 4 at most", str(output)):
+    for name in ("at each epoch's end; the newest 2", " each, 4 at most", str(output)):
         assert name in said
     assert "train_batch_size 6 is not micro-batch 4" in refusal(capsys, [*words, "--set", "train_batch_size=6"])
 

@@ -133,19 +133,14 @@ def _layout(record: Record) -> Panel | None:
 
 
 def _predicted(record: Record) -> Panel | None:
-    """Memory and time by the planner, and measured."""
-    memory, times = record.summary.get("memory") or {}, record.summary.get("step_seconds") or {}
-    rows = (
-        ("memory of the fullest rank", memory.get("predicted_bytes"), memory.get("measured_bytes"), 1e-9, "GB"),
-        ("an optimizer step", times.get("predicted"), times.get("measured"), 1.0, "s"),
-    )
-    lines = [
-        (name, *(f"{factor * value:.3g} {unit}" for value in (predicted, measured)))
-        for name, predicted, measured, factor, unit in rows
-        if predicted and measured
-    ]
+    """Memory by the planner, and measured."""
+    memory = record.summary.get("memory") or {}
+    both = [memory.get("predicted_bytes") or 0, memory.get("measured_bytes") or 0]
+    if not all(both):
+        return None
     title = "Predicted and measured" + ", on a CPU with everything that the process uses" * record.on_cpu
-    return table(title, ("", "predicted", "measured"), lines, wide=True) if lines else None
+    line = ("memory of the fullest rank", *(f"{number / 1e9:.3g} GB" for number in both))
+    return table(title, ("", "predicted", "measured"), [line], wide=True)
 
 
 def _key_figures(record: Record) -> list[tuple[str, str]]:
