@@ -60,6 +60,7 @@ from types import ModuleType
 from typing import Any
 
 from ds_vit.config.parser import Parser, at_least, show_examples
+from ds_vit.config.run_folder import RunFolder
 from ds_vit.config.schema import FIELDS, spelling
 from ds_vit.fault_tolerance import exit_codes
 from ds_vit.fault_tolerance.errors import UserError, did_you_mean, written
@@ -67,7 +68,6 @@ from ds_vit.launching.process import Process
 from ds_vit.launching.run import add_launch_arguments, launch
 from ds_vit.tools.doctor.command import add_arguments as add_doctor_arguments
 from ds_vit.tools.doctor.command import doctor as run_doctor
-from ds_vit.tools.report_command import add_compare_arguments, add_report_arguments
 from ds_vit.training.program import guarded, without_collection
 
 
@@ -102,8 +102,8 @@ def build_parser(*, planning: bool = True) -> argparse.ArgumentParser:
     doctor = _add(commands, "doctor", "what would keep a run from starting or slow it down")
     add_doctor_arguments(doctor)
     doctor.set_defaults(run=lambda arguments: run_doctor(arguments, os.environ))
-    add_report_arguments(_add(commands, "report", "a run as an HTML page, or several side by side"))
-    add_compare_arguments(_add(commands, "compare", "differences between runs, in settings and results"))
+    _add_report(_add(commands, "report", "a run as an HTML page, or several side by side", _report))
+    _add_compare(_add(commands, "compare", "differences between runs, in settings and results", _compare))
     _add_shards(_add(commands, "shards", "WebDataset shards of class folders or captions", _shards))
     for name, trainer in (("from-timm", "timm's train.py"), ("from-open-clip", "open_clip's trainer")):
         text = f"a command of {trainer} as one of ds-vit's, and its DeepSpeed JSON"
@@ -152,6 +152,22 @@ def _add_hosts(hosts: argparse.ArgumentParser) -> None:
     hosts.add_argument("--from", dest="source", metavar="FILE|slurm|pbs", help=source)
     hosts.add_argument("--slots", type=at_least(1), help="ranks per host, whatever the source says")
     hosts.add_argument("--output", metavar="FILE", help="write there (default: stdout)")
+
+
+def _add_report(report: argparse.ArgumentParser) -> None:
+    report.add_argument("runs", nargs="+", metavar="RUN", type=Path, help="output folders; several are compared")
+    report.add_argument(
+        "--output",
+        metavar="FILE",
+        type=Path,
+        help="the page (default: RUN/report.html, of several comparison.html in the current folder)",
+    )
+
+
+def _add_compare(compare: argparse.ArgumentParser) -> None:
+    """The command line of `ds-vit compare`."""
+    compare.add_argument("runs", nargs="+", metavar="RUN", type=Path, help="two output folders or more")
+    compare.add_argument("--output", metavar="FILE", type=Path, help="draw the curves into this page too (.html)")
 
 
 def _add_shards(shards: argparse.ArgumentParser) -> None:
@@ -287,6 +303,45 @@ def _hosts(arguments: argparse.Namespace) -> int:
     with written(f"--output {arguments.output}"):
         Path(arguments.output).write_text(text)
     return 0
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from ds_vit.monitoring.report import read_records, write_report
+
+    records = read_records(arguments.runs)
+    default = RunFolder(arguments.runs[0]).report if len(records) == 1 else Path("comparison.html")
+    path = arguments.output or default
+    write_report(records, path)
+    if len(records) > 1 and not arguments.output:
+        # On stderr: the last line of stdout is only the path, for a script.
+        told = f"{len(records)} runs side by side, in the current folder (--output FILE puts the page elsewhere):"
+        print(told, file=sys.stderr, flush=True)
+    print(path)
+    return exit_codes.OK
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    if len(arguments.runs) < 2:
+        raise UserError("ds-vit compare takes two runs or more; for one: ds-vit report RUN")
+    from ds_vit.monitoring.metrics import make_console, print_columns, say
+    from ds_vit.monitoring.report import read_records, write_report
+    from ds_vit.monitoring.report.page import differences, outcomes
+
+    records = read_records(arguments.runs)
+    console, names = make_console(), [record.name for record in records]
+    differing = differences(records)
+    print_columns(console, "differences", [("setting", *names), *differing])
+    print_columns(console, "results", [("metric", *names), *outcomes(records)])
+    if batches := [values for name, *values in differing if name.startswith("JSON train_batch_size")]:
+        say(
+            console,
+            f"  The global batches differ ({', '.join(batches[0])} images): a step is not the same step. --batch-size "
+            "is a rank's; `--recipe RUN/config.yaml` keeps the global batch on any number of ranks.",
+        )
+    if arguments.output:
+        write_report(records, arguments.output)
+        print(arguments.output)
+    return exit_codes.OK
 
 
 def _shards(arguments: argparse.Namespace) -> int:

@@ -35,8 +35,7 @@ from ds_vit.tasks import find_task
 from ds_vit.tasks.task import Horizon
 from ds_vit.tools.counting import StepCounts, count_calls, count_step, device_seconds
 from ds_vit.tools.peers import check_comparable, check_peer, default_peer, peer_step
-from ds_vit.training.auto_batch import memory_of_rank
-from ds_vit.training.memory_advice import MemoryAdvice
+from ds_vit.training.auto_batch import MemoryAdvice, memory_of_rank
 from ds_vit.training.program import process_group
 
 if TYPE_CHECKING:

@@ -187,11 +187,10 @@ def _run(
         from ds_vit.engine.start import device_of
         from ds_vit.monitoring.metrics import make_console, save_picture
         from ds_vit.parallel.groups import build_groups
-        from ds_vit.training.auto_batch import memory_of_rank
+        from ds_vit.training.auto_batch import MemoryAdvice, memory_of_rank
         from ds_vit.training.build import resolve_parts
         from ds_vit.training.evaluation import Watch, build_and_evaluate
         from ds_vit.training.inputs import count_workers, reads_of
-        from ds_vit.training.memory_advice import MemoryAdvice
 
         on_cpu = get_accelerator().device_name() == "cpu"
     with doing("listing the images, building the model", shown=process.rank == 0):

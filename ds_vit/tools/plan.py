@@ -13,23 +13,30 @@ import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ds_vit.config import load_recipe
+from ds_vit.config import from_values, load_recipe
 from ds_vit.config.deepspeed_json import load_json
-from ds_vit.config.deepspeed_rules import precision
+from ds_vit.config.deepspeed_rules import Checkpointing, precision
 from ds_vit.config.parser import at_least, or_shipped, parse_kwargs
 from ds_vit.config.run_folder import RunFolder, write_json
 from ds_vit.config.units import in_words
 from ds_vit.fault_tolerance.errors import UserError, written
 from ds_vit.launching.launchers import RANK_PY
+from ds_vit.launching.process import Process
 from ds_vit.models.zoo import ModelSpec
 from ds_vit.monitoring.metrics import make_console, print_columns, say
+from ds_vit.parallel.layout import Layout
 from ds_vit.planner.cost import Machine
+from ds_vit.planner.counting import LayerWork, count_flops
 from ds_vit.planner.hardware import accelerator, link
-from ds_vit.planner.memory import PARTS
+from ds_vit.planner.memory import PARTS, LayerMemory, MemoryRules, unaligned_matrices
 from ds_vit.planner.search import Candidate, Planned, PlanRequest, Search, json_at_stage
+from ds_vit.tasks import find_task
 from ds_vit.tasks.classification import Classification
+
+if TYPE_CHECKING:
+    from ds_vit.training.cost import Cost
 
 _IMAGENET = 1_281_167
 _EPOCHS = 300
@@ -76,12 +83,8 @@ def plan(arguments: argparse.Namespace) -> int:
         raise UserError("--gpus is missing: how many there would be, for example --gpus 8")
     with_recipe(arguments)
     request = request_of(arguments)
-    if arguments.of_task:
-        from ds_vit.tools.plan_task import TaskSearch, run_of  # which imports DeepSpeed
-
-        found = TaskSearch(request, run_of(arguments, request)).run()
-    else:
-        found = Search(request).run()
+    search = TaskSearch(request, cost_of_run(arguments, request)) if arguments.of_task else Search(request)
+    found = search.run()
     if not found.fitting:
         raise UserError(_nothing_fits(found))
     if arguments.json:
@@ -149,6 +152,66 @@ def request_of(arguments: argparse.Namespace) -> PlanRequest:
         pp=arguments.pp,
         tp=arguments.tp,
     )
+
+
+# Recipes of several towers
+
+
+class TaskSearch(Search):
+    """Layouts of a task with more than the chain of one ViT: data-parallel ones, from the run's own model of memory.
+
+    Args:
+        request: what to plan.
+        cost: of such a run, in any layout of one pipeline stage and one tensor-parallel rank.
+
+    Raises:
+        UserError: as `Search`.
+    """
+
+    def __init__(self, request: PlanRequest, cost: Cost) -> None:
+        self.cost = cost
+        if (request.pp or 1) > 1 or (request.tp or 1) > 1:
+            raise UserError(
+                f"--recipe: --task {cost.config.model.task.name} is planned with --pp 1 --tp 1 only; drop them"
+            )
+        super().__init__(request)
+
+    def describe(self) -> None:
+        self.model, self.depth, self.degrees = self.cost.config.model.whole, 0, [1]
+
+    def _stages(self, tp: int) -> list[int]:
+        return [1]
+
+    def _count(self, tp: int) -> tuple[list[LayerMemory], list[LayerWork]]:
+        self._unaligned[tp] = unaligned_matrices(self.cost.layers)
+        return self.cost.layer_memory, self.cost.works
+
+    def _rules(self, json: Mapping[str, Any], layout: Layout, checkpointing: Checkpointing) -> MemoryRules:
+        return self.cost.rules_of(json, layout, checkpointing)
+
+    def _training_flops(self) -> int:
+        return count_flops(self.model, self.cost.config.model.frozen).training
+
+
+def cost_of_run(arguments: argparse.Namespace, request: PlanRequest) -> Cost:
+    """The cost of a run of the recipe on one rank; its data only say how many classes there are."""
+    from ds_vit.training.build import resolve_parts  # which imports DeepSpeed
+    from ds_vit.training.cost import Cost
+
+    given: dict[str, Any] = {"pp": 1, "tp": 1, "grad_checkpointing": "", "batch_size": 2, "max_steps": 10}
+    given |= {"deepspeed_config": json_at_stage(request.json, 1), "dataset": "digits"}
+    given |= {name: getattr(arguments, name) for name in ("model", "img_size", "model_ema") if getattr(arguments, name)}
+    if isinstance(arguments.model_kwargs, list) and arguments.model_kwargs:
+        given["model_kwargs"] = parse_kwargs(arguments.model_kwargs)
+    task = find_task(*from_values(given, arguments.recipe))
+    given |= {"dataset": "glyphs"} if task.has_text else {}
+    given |= {"num_classes": request.spec.num_classes} if task.has_classes else {}
+    config, explicit = from_values(given, arguments.recipe)
+    one_rank = Process("none", 0, 1, 0, 1)
+    return Cost(resolve_parts(config, explicit, one_rank, on_cpu=False, with_weights=False).engine)
+
+
+# Output
 
 
 def _row(found: Planned, one: Candidate, arguments: argparse.Namespace) -> dict[str, Any]:

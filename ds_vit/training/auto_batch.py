@@ -1,4 +1,6 @@
-"""`--auto-batch`: the largest micro-batch that fits on every rank; accumulation keeps the global batch.
+"""The memory of a rank: what is free, what a run says that needs more, and `--auto-batch`, which takes what fits.
+
+It takes the largest micro-batch that fits on every rank; accumulation keeps the global batch.
 
 A micro-batch is legal where micro-batch x accumulation x data-parallel ranks is the global batch. In a pipeline
 accumulation is also the number m of micro-batches that go through its p stages, and (p - 1) / (m + p - 1) of a step is
@@ -35,7 +37,7 @@ from ds_vit.config.deepspeed_rules import with_fp32_sums
 from ds_vit.config.units import in_words, parse_bytes
 from ds_vit.device import free_bytes
 from ds_vit.engine.start import device_of
-from ds_vit.fault_tolerance.errors import UserError, first_line, is_out_of_memory
+from ds_vit.fault_tolerance.errors import UserError, first_line, is_out_of_memory, memory_errors
 from ds_vit.launching.process import Process
 from ds_vit.models.keyed_init import initialise
 from ds_vit.models.layers import BlockLayer, Layer
@@ -83,6 +85,63 @@ class Found:
     larger_needs: int
     memory: Memory
     how: str
+
+
+@dataclass(frozen=True)
+class MemoryAdvice:
+    """The memory of a rank: what is free for it, and which settings of this run lower its need.
+
+    Attributes:
+        config: of the engine.
+        free: before the model is built.
+        eval_rows: images of an evaluation's batch; 0 where nothing is evaluated.
+        auto_batch: the run chooses its micro-batch itself.
+    """
+
+    config: EngineConfig
+    free: Memory
+    eval_rows: int = 0
+    auto_batch: bool = False
+
+    @property
+    def remedies(self) -> str:
+        """The flags that lower the memory of this run."""
+        config, batch, task = self.config, self.config.batch, self.config.model.task
+        stage, dp, pp = config.zero_stage, config.layout.dp, config.layout.pp
+        found = []
+        if config.optimizer is not None:
+            if isinstance(task, ChainTask) and not self.auto_batch and len(legal(config)) > 1:
+                found.append("--auto-batch in place of -b")
+            if smaller := [way for way in ways_to_share(batch.global_batch, dp) if way.micro_batch < batch.micro_batch]:
+                way = smaller[-1]
+                found.append(f"-b {way.micro_batch} --grad-accum-steps {way.accumulation} (the same global batch)")
+            if "grad_checkpointing" not in task.refused_flags:
+                if not config.checkpointing.interval:
+                    found.append("--grad-checkpointing")
+                elif config.checkpointing.selective:
+                    found.append("--grad-checkpointing full")
+            if dp > 1 and stage < (1 if pp > 1 else 3):
+                found.append(f"--set zero_optimization.stage={stage + 1}")
+        if self.eval_rows > (batch.micro_batch if config.optimizer is not None else 1):
+            found.append(f"--validation-batch-size {self.eval_rows // 2}")
+        return ", ".join(found or ["more ranks or hosts, or a smaller --model"])
+
+    def warning(self, needed: int) -> list[tuple[str, str]]:
+        """The row of the start table if a rank needs more bytes than are free."""
+        if needed <= self.free.bytes:
+            return []
+        numbers = f"a rank needs {in_words(needed)}, and {in_words(self.free.bytes)} are {self.free.whose}"
+        return [("warning", f"{numbers}: it is likely to run out; try {self.remedies}")]
+
+    def errors(self) -> contextlib.AbstractContextManager[None]:
+        """For the block, running out of memory is one line with the numbers and the remedies."""
+        return memory_errors(self._advise)
+
+    def _advise(self, of_loader: bool) -> str:
+        numbers = f"{in_words(self.free.bytes)} were {self.free.whose} at the start"
+        with contextlib.suppress(Exception):  # the meta device takes host memory too, and knows not every layer
+            numbers = f"{in_words(Cost(self.config).fullest(self.config.batch).together)} per rank predicted, {numbers}"
+        return f"{numbers}; try {'fewer --workers, ' if of_loader else ''}{self.remedies}"
 
 
 Choice = tuple[BatchSizes, str]

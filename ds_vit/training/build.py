@@ -34,7 +34,7 @@ from ds_vit.optim.ema import Ema
 from ds_vit.parallel.groups import Groups
 from ds_vit.planner.counting import Flops, count_flops
 from ds_vit.tasks.metrics import Batch
-from ds_vit.training.auto_batch import memory_of_rank
+from ds_vit.training.auto_batch import MemoryAdvice, memory_of_rank
 from ds_vit.training.build_engine import EngineConfig, build_engine
 from ds_vit.training.callbacks import (
     AverageWeights,
@@ -50,11 +50,9 @@ from ds_vit.training.checkpoint_manager import CheckpointConfig, CheckpointManag
 from ds_vit.training.cost import PeakMemory
 from ds_vit.training.evaluation import Evaluations, Phases, Watch, build_and_evaluate
 from ds_vit.training.inputs import InputConfig, InputPipeline, reads_of
-from ds_vit.training.memory_advice import MemoryAdvice
 from ds_vit.training.resolve import Resolved, resolve_run
-from ds_vit.training.start import settings_of, show_dry_run, show_start
 from ds_vit.training.step_log import StepLog
-from ds_vit.training.summary import show_end, summarise
+from ds_vit.training.tables import settings_of, show_dry_run, show_end, show_start, summarise
 from ds_vit.training.trainer import Trainer
 
 

@@ -9,7 +9,7 @@ from run_folders import Tags, page_of, write_run
 
 from ds_vit import cli
 from ds_vit.monitoring.report.charts import line_widths
-from ds_vit.monitoring.report.comparison import differences, outcomes
+from ds_vit.monitoring.report.page import differences, outcomes
 from ds_vit.monitoring.report.panels import curves
 from ds_vit.monitoring.report.record import Record
 from ds_vit.optim.schedules import Schedule

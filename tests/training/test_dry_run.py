@@ -18,7 +18,7 @@ from ds_vit.train import main
 from ds_vit.training.build import engine_config
 from ds_vit.training.cost import Cost
 from ds_vit.training.resolve import resolved_flags
-from ds_vit.training.summary import end_rows
+from ds_vit.training.tables import end_rows
 
 RUN = [
     *(*DIGITS, "--val-split", ""),

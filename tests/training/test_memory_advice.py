@@ -18,9 +18,8 @@ from ds_vit.data import decode
 from ds_vit.fault_tolerance.errors import OutOfMemory, is_out_of_memory, memory_errors
 from ds_vit.launching.process import Process
 from ds_vit.training import auto_batch
-from ds_vit.training.auto_batch import Memory
+from ds_vit.training.auto_batch import Memory, MemoryAdvice
 from ds_vit.training.build import engine_config
-from ds_vit.training.memory_advice import MemoryAdvice
 
 HOST = "[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried to allocate 400 bytes."
 RUN = [*ONE_BLOCK, "--max-steps", 1]

@@ -12,7 +12,7 @@ from runs import resolved
 from ds_vit.config.parser import to_yaml
 from ds_vit.planner.counting import Flops
 from ds_vit.training.resolve import resolved_flags
-from ds_vit.training.start import start_rows
+from ds_vit.training.tables import start_rows
 
 # Drop-path, and dropout in the blocks, before the head and of the positions.
 DROPS = ("--drop", 0.1, "--drop-path", 0.3)

@@ -1,6 +1,6 @@
 """`report.html`: a run's folder as one offline page.
 
-`record.py` reads the folder, `panels.py` and `comparison.py` make panels, `page.py` and `page.html` draw them.
+`record.py` reads the folder, `panels.py` makes panels, `page.py` and `page.html` draw them, next to each other too.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ parts are resolved in this order:
     optimizer.py    the optimizer, its rate, the number of steps
     deepspeed.py    the JSON, written out with the resolved numbers
 
-Only training/build.py, training/start.py and train.py receive the result. Every component takes a small config of
+Only training/build.py, training/tables.py and train.py receive the result. Every component takes a small config of
 its own, which training/build.py makes from it.
 """
 
