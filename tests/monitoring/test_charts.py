@@ -44,14 +44,6 @@ def test_an_axis_ends_where_the_quantity_does():
     assert "105" in shown_of(line_chart("anything", [Series("a", points)]))
 
 
-def test_one_evaluation_alone_is_read_beside_its_point():
-    """A dot on an axis that says nothing; of two runs that agree, one value over the other."""
-    assert "36.056" in shown_of(line_chart("top-1, %", [Series("a", [(88, 36.0563)])], span=(0, 88)))
-    both = line_chart("top-1, %", [Series(name, [(88, 36.0563)]) for name in "ab"], span=(0, 88))
-    assert shown_of(both).count("36.056") == 1
-    assert "36.056" not in shown_of(line_chart("top-1, %", [Series("a", [(44, 1.0), (88, 36.0563)])]))
-
-
 def test_a_start_does_not_set_the_scale(tmp_path):
     """99 % at the first step, and all others on the floor."""
     rows = [{"kind": "train", "step": step, "data_wait_fraction": 0.99 if step == 1 else 0.02} for step in range(1, 9)]

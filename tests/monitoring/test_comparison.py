@@ -8,7 +8,6 @@ from dataclasses import asdict, replace
 from run_folders import Tags, page_of, write_run
 
 from ds_vit import cli
-from ds_vit.monitoring.report.charts import line_widths
 from ds_vit.monitoring.report.page import differences, outcomes
 from ds_vit.monitoring.report.panels import curves
 from ds_vit.monitoring.report.record import Record
@@ -108,13 +107,3 @@ def test_where_a_comparison_is_written(evil, tmp_path, capsys, monkeypatch):
     said = capsys.readouterr()
     assert said.out == "comparison.html\n"
     assert "in the current folder (--output FILE puts the page elsewhere)" in said.err
-
-
-def test_curves_that_agree_are_all_seen(evil):
-    """The second run drawn over the first, in the same width."""
-    record = Record.read(evil)
-    loss = curves([record, replace(record, name="again")])[0]
-    assert [(curve.look, curve.width) for curve, _ in loss["curves"]] == [("c0 band", 4.6), ("c1", 1.6)]
-    assert line_widths(1) == [line_widths(3)[-1]]
-    assert sorted(line_widths(8), reverse=True) == line_widths(8)
-    assert max(line_widths(50)) <= 7

@@ -49,7 +49,6 @@ def test_a_disk_that_refuses_costs_the_profile_alone(ranks, tmp_path):
     [
         ("--profile-steps 3", "--profile-steps 3: write the first step and the one behind the last"),
         ("--profile-steps 0:2", "such as 10:13 for 10 to 12"),
-        ("--profile-steps 5:5", "such as 10:13 for 10 to 12"),
         ("--profile-steps 5:8", "--profile-steps 5:8: the run has 6 steps"),
         ("--profile-steps 1:2 --eval-only --val-split validation", "--profile-steps has no effect with --eval-only"),
     ],

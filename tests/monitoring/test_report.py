@@ -30,12 +30,6 @@ from ds_vit.monitoring.report.panels import class_panels, gradients, table
 from ds_vit.monitoring.report.record import Record
 from ds_vit.monitoring.sheets import write_predictions
 
-SHORT = [
-    {"image": "1.png", "class": "a", "predicted": name, "probability": "0.5", "class_number": "0"}
-    | {"predicted_number": str(at)}
-    for at, name in enumerate("ab")
-]
-
 
 def test_gradients_by_power_of_two(evil):
     """Shares at the wrong power, and lines that are not at fp16's limits."""
@@ -124,19 +118,6 @@ def test_figures_of_classes(evil):
         ["b", "1", "33.3 %", "100.0 %", "50.0 %"],
         ["a", "2", "100.0 %", "50.0 %", "66.7 %"],
     ]
-
-
-def test_long_names_of_mistakes_have_room(evil):
-    """A syllable of a file's name a line, and the probability behind a scrollbar."""
-    record = Record.read(evil)
-    short = replace(record, classes=["a", "b", "c"], predictions=[{**row, "image": "1.png"} for row in SHORT])
-    for rows, wide in (
-        (SHORT, False),
-        ([{**row, "image": "val/ox/ILSVRC2012_val_00000001.JPEG"} for row in SHORT], True),
-    ):
-        *_, mistakes = class_panels(replace(short, predictions=rows))
-        assert mistakes["wide"] == wide
-    assert mistakes["title"] == "The 1 most confident of 1 mistakes in 2 images"
 
 
 def test_21843_classes(evil):

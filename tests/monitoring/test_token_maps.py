@@ -175,7 +175,7 @@ def test_many_classes_are_drawn_from_all_over():
     assert classes == np.linspace(0, 999, 8).round().astype(int).tolist()
 
 
-@pytest.mark.parametrize(("world", "words"), [(1, ["-vb", 16]), (2, ["-vb", 3]), (2, ["-vb", 1, "--tp", 2])])
+@pytest.mark.parametrize(("world", "words"), [(1, ["-vb", 16]), (2, ["-vb", 3])])
 def test_a_run_draws_images_of_all_classes_in_any_layout(ranks, tmp_path, world, words):
     # Catches: images of one class, or other images with another batch of evaluation or another number of ranks.
     colours = {"blue": (0, 0, 255), "green": (0, 255, 0), "red": (255, 0, 0)}

@@ -53,8 +53,7 @@ def test_stages_and_remedies(photos, monkeypatch):
     assert again["would_give"] == {}
 
 
-@pytest.mark.parametrize("on", ["cpu", "device"])
-def test_all_crops_of_an_image_are_timed(photos, monkeypatch, on):
+def test_all_crops_of_an_image_are_timed(photos, monkeypatch):
     """Would catch a benchmark of one crop for a task that trains on several."""
     monkeypatch.setattr(bench_data, "_TRIES", 1)
     monkeypatch.setattr(Task, "crops", CropConfig(32, num_local=2))
@@ -62,10 +61,9 @@ def test_all_crops_of_an_image_are_timed(photos, monkeypatch, on):
     finish, transform = bench_data.finish_local_images, MultiCrop.decoded
     monkeypatch.setattr(bench_data, "finish_local_images", lambda *a, **k: local.append(finish(*a, **k)))
     monkeypatch.setattr(MultiCrop, "decoded", lambda self, *a: decoded.append(a[0]) or transform(self, *a))
-    words = ["--json", "--images", 8, *WORDS, "--data-dir", photos, "--workers", 0, "--augment-on", on]
+    words = ["--json", "--images", 8, *WORDS, "--data-dir", photos, "--workers", 0, "--augment-on", "device"]
     seconds = json.loads(bench(*words)[1].splitlines()[-1])["seconds"]
-    assert {"decode", "augment", "transfer"} <= seconds.keys()
-    assert ("augment on device" in seconds) == (on == "device")
+    assert {"decode", "augment", "augment on device", "transfer"} <= seconds.keys()
     # In transfer and in the loader as a whole, 8 images each; decoded to time it, to augment, and by the loader.
     assert {tuple(views.shape) for views in local} == {(4, 2, 3, 32, 32)}
     assert len(local) >= 4

@@ -17,7 +17,6 @@ from ds_vit.config.units import parse_bytes
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import Process
 from ds_vit.planner.counting import saved_bytes
-from ds_vit.train import main
 from ds_vit.training.auto_batch import Memory, TrialStep, by_trying, choose_batch, legal
 from ds_vit.training.build import engine_config
 from ds_vit.training.cost import Cost
@@ -198,16 +197,6 @@ def test_a_trial_keeps_what_the_estimate_says(monkeypatch, world, rank, words):
         for batch in legal(config)[:3]:
             assert trial(batch) >= 0
         assert all(parameter.grad is None for layer in trial.layers for parameter in layer.parameters())
-
-
-def test_a_dry_run_says_what_it_would_take(capsys, tmp_path):
-    # Catches: a dry run that tries, or that shows the batch of a run without the flag.
-    words = [*RUN, *BATCH, "--auto-batch", "--memory", memory_for(8, 1), "--dry-run", "--output", str(tmp_path / "a")]
-    assert main(words) == 0
-    said = capsys.readouterr().out
-    assert "--auto-batch: 24 = 1 rank × 8 images × 3 micro-batches; " in said
-    assert "a micro-batch of 12 would need " in said
-    assert [*tmp_path.iterdir()] == []
 
 
 @pytest.mark.parametrize(
