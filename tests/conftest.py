@@ -77,7 +77,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 _LONGEST = (
     *("launch", "layouts", "cluster_slurm", "self_distillation", "fuzz", "contrastive", "benchmark_scripts"),
     *("cluster_faults", "json_walk", "planned_memory", "compile", "memory", "parity_tool", "bench", "examples_page"),
-    *("resume", "precision", "kill", "tp_every_name", "cluster_doctor", "every_name", "finetune_page", "doc_commands"),
+    *("resume", "precision", "kill", "tensor_parallel", "cluster_doctor", "every_name", "finetune_page"),
 )
 
 

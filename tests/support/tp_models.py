@@ -1,4 +1,4 @@
-"""Cut models for the tests of tensor parallelism: what each rank computes, put together, beside the uncut layer's."""
+"""Sharded models for the tests of tensor parallelism: the results of all ranks, compared with the whole layer's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vits import shake
 
 from ds_vit.models.checkpointing import CheckpointFunction
 from ds_vit.models.keyed_init import initialise
-from ds_vit.models.layers import Layer, take_apart
+from ds_vit.models.layers import BlockLayer, Layer, take_apart
 from ds_vit.models.zoo import ModelSpec, create_model
 from ds_vit.parallel.tensor.collectives import TensorParallel
 from ds_vit.parallel.tensor.shard import shard_layer
@@ -19,7 +19,7 @@ from ds_vit.parallel.tensor.slices import assemble
 
 WIDTH = {"depth": 2, "embed_dim": 48, "num_heads": 6, "mlp_ratio": 3.0}  # heads and hidden size divide by 2 and by 3
 
-# Every kind of block, by what is special about cutting it: timm's name and arguments.
+# Every kind of block, by what is special about sharding it: timm's name and arguments.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "Attention and Mlp": ("vit_tiny_patch16_224", {}),
     "activation with a weight": ("vit_tiny_patch16_224", {"act_layer": "prelu"}),
@@ -31,6 +31,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "packed SwiGLU": ("vit_giant_patch14_dinov2", {}),
     "SwiGLU, RMS norm, no bias": ("aimv2_large_patch14_224", {}),
     "parallel scaling, qk-norm, no bias": ("vit_base_patch16_xp_224", {}),
+    "parallel scaling, qk-norm, MLP bias": ("vit_22b_patch14_224", {}),
     "parallel scaling, bias": ("vit_pwee_patch16_reg1_gap_256", {}),
     "two parallel branches": ("vit_small_patch16_18x2_224", {}),
     "residual post-norm": ("vit_base_patch16_rpn_224", {}),
@@ -54,6 +55,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_heads": 12, "embed_dim": 96, "num_kv_heads": 6, "rope_rescale_coords": 1.0},
     ),
     "DINOv3": ("vit_small_patch16_dinov3_qkvb", {}),
+    "DINOv3, SwiGLU, no bias": ("vit_7b_patch16_dinov3", {}),
     "learned rotary frequencies": ("vit_small_patch16_rope_mixed_ape_224", {}),
 }
 
@@ -77,7 +79,7 @@ def spec_of(name: str, kwargs: dict[str, Any], grid: int = 3, **more: Any) -> Mo
 
 
 def whole_layers(spec: ModelSpec, dtype: torch.dtype = torch.float64, gated: bool = False) -> list[Layer]:
-    """The uncut layers, with weights away from their initial values: the same on every rank.
+    """The whole layers, with weights away from their initial values: the same on every rank.
 
     `gated` gives the blocks' attention timm's output gate, which its models do not pass on to their blocks.
     """
@@ -98,11 +100,32 @@ def tensor_parallel(sequence_parallel: bool = False) -> TensorParallel:
 
 
 def sharded_copies(layers: list[Layer], tp: TensorParallel, class_parallel: bool = False) -> list[Layer]:
-    """This rank's share of the layers; the layers stay whole."""
+    """This rank's share of the layers, whose parameters are checked; the layers stay whole."""
     copies = copy.deepcopy(layers)
-    for layer in copies:
+    for whole, layer in zip(layers, copies, strict=True):
         shard_layer(layer, tp, class_parallel=class_parallel)
+        check_parameters(layer, whole, tp)
     return copies
+
+
+def check_parameters(layer: Layer, whole: Layer, tp: TensorParallel) -> None:
+    """Names, descriptions, DeepSpeed's tag and memory of a sharded layer's parameters; its slices make the whole."""
+    wholes = whole.state_dict(keep_vars=True)
+    assert list(wholes) == list(layer.state_dict()), "names or their order changed"
+    everyone = from_all_ranks({name: parameter.detach() for name, parameter in layer.named_parameters()})
+    for name, parameter in layer.named_parameters():
+        full, description = wholes[name], parameter.tp_slice
+        assert parameter.requires_grad == full.requires_grad
+        assert parameter.is_contiguous()
+        assert description.full_shape == tuple(full.shape)
+        assert (description.rank, description.size) == (tp.rank, tp.size)
+        is_sharded = description.dim is not None
+        assert is_sharded == getattr(parameter, "tensor_model_parallel", False)
+        if is_sharded:
+            assert parameter.untyped_storage().nbytes() == parameter.nbytes, "the whole is still held"
+        elif isinstance(layer, BlockLayer) or "attn_pool" in name:
+            assert full.ndim < 2 or name.endswith("latent"), f"{name} is not sharded"
+        assert torch.equal(assemble([of_rank[name] for of_rank in everyone], description), full)
 
 
 def from_all_ranks(value: Any) -> list[Any]:
@@ -113,7 +136,7 @@ def from_all_ranks(value: Any) -> list[Any]:
 
 
 def whole_gradients(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The gradients of a cut layer put together; AssertionError where what every rank holds differs bitwise."""
+    """The gradients of a sharded layer, assembled; AssertionError where what every rank holds differs bitwise."""
     mine = {name: parameter.grad for name, parameter in layer.named_parameters()}
     everyone = from_all_ranks(mine)
     out = {}
@@ -174,10 +197,10 @@ def close(actual: torch.Tensor, expected: torch.Tensor, what: str, rtol: float =
 
 
 def compare_block(kind: str, sequence_parallel: bool, recompute: CheckpointFunction | None = None) -> None:
-    """Run a block whole and cut on the same tokens, backward from the same gradient, and compare everything."""
+    """Run a block whole and sharded on the same tokens, backward from the same gradient, and compare everything."""
     tp = tensor_parallel(sequence_parallel)
     embed, block, *_ = whole_layers(spec_of(*KINDS[kind]), gated="gated" in kind)
-    cut_embed, cut_block = sharded_copies([embed, block], tp)
+    own_embed, own_block = sharded_copies([embed, block], tp)
     count = block.num_tokens.training
     generator = torch.Generator().manual_seed(1)
     tokens, d_out = torch.randn(2, SAMPLES, count, embed.embed_dim, dtype=torch.float64, generator=generator)
@@ -187,14 +210,14 @@ def compare_block(kind: str, sequence_parallel: bool, recompute: CheckpointFunct
     out.backward(d_out)
 
     # What pads the sequence may be anything finite; it must not reach the result.
-    cut_x = own_tokens(tokens, tp, fill=3.0)
-    cut_out = run_block(cut_embed, cut_block, cut_x, recompute)
-    cut_out.backward(own_tokens(d_out, tp))
+    own_x = own_tokens(tokens, tp, fill=3.0)
+    own_out = run_block(own_embed, own_block, own_x, recompute)
+    own_out.backward(own_tokens(d_out, tp))
 
-    close(all_tokens(cut_out, count, tp), out.detach(), "output")
-    close(all_tokens(cut_x.grad, count, tp), x.grad, "input gradient")
-    gradients = whole_gradients(cut_block)
+    close(all_tokens(own_out, count, tp), out.detach(), "output")
+    close(all_tokens(own_x.grad, count, tp), x.grad, "input gradient")
+    gradients = whole_gradients(own_block)
     for name, parameter in block.named_parameters():
         close(gradients[name], parameter.grad, name)
     if getattr(embed, "rope", None) is not None:
-        close(whole_gradients(cut_embed.rope)["freqs"], embed.rope.freqs.grad, "freqs")
+        close(whole_gradients(own_embed.rope)["freqs"], embed.rope.freqs.grad, "freqs")
