@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
 import shlex
@@ -14,15 +15,15 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from curves import assert_same_curve, read_rows, train_in, train_rows
+from curves import read_rows, train_in, train_rows
 from interrupting import TINY, train_with
 from project import ON_CPU, ROOT, wait_until
-from ranks import RankFailure
-from runs import DIGITS, run_quietly
+from runs import ONE_BLOCK, run_quietly
 from safetensors import safe_open
 
-from ds_vit.checkpoint.folder import checkpoints, mark_best, marked, step_of
+from ds_vit.checkpoint.folder import checkpoints, marked, step_of
 from ds_vit.fault_tolerance import exit_codes
+from ds_vit.fault_tolerance.errors import UserError
 
 EPOCH = 11  # steps, of digits' 1,442 images
 STEPS = 3 * EPOCH
@@ -55,6 +56,8 @@ def test_ctrl_c_and_the_command_that_it_ends_with(ranks, tmp_path):
     names = [f"step-{s:08d}" for s in reversed(saved) if s <= step]
     assert [path.name for path in checkpoints(output / "checkpoints")] == names
     assert f"at {step} of {STEPS} by Ctrl-C; saved in" in said
+    command = f"--recipe {output}/config.yaml --output {output} --resume auto".replace(" ", "")
+    assert command in "".join(said.replace("│", "").split()).partition("ifitendsearly")[2], "a table folds long lines"
     sentence = said.splitlines()[-1]
     assert sentence.startswith(f"interrupted at {step} of {STEPS}; resume with: python ")
     command = shlex.split(sentence)
@@ -62,7 +65,15 @@ def test_ctrl_c_and_the_command_that_it_ends_with(ranks, tmp_path):
     assert code == 0, err
     rows = read_rows(output)
     assert [row["step"] for row in rows if row["kind"] == "checkpoint"] == saved
-    _check_stamps(rows)
+    # Time and epoch in every row, and the mean loss of each epoch so far.
+    assert {row["kind"] for row in rows} == {"train", "eval", "eval_ema", "gradients", "checkpoint"}
+    assert [row["wall_seconds"] for row in rows] == sorted(row["wall_seconds"] for row in rows)
+    assert all(row["epoch"] == (row["step"] - 1) // EPOCH for row in rows)
+    trained = train_rows(rows)
+    assert len(trained) == STEPS
+    for row in trained:
+        losses = [r["loss"] for r in trained if r["epoch"] == row["epoch"] and r["step"] <= row["step"]]
+        assert row["epoch_loss"] == pytest.approx(statistics.fmean(losses), rel=1e-6)
     best = marked(output / "checkpoints", "best")
     header, values = tensors(output / "checkpoints" / best / "model.safetensors")
     header["step"] = str(step_of(best))
@@ -72,71 +83,22 @@ def test_ctrl_c_and_the_command_that_it_ends_with(ranks, tmp_path):
     assert f"best {best})" in told
 
 
-def test_a_kill_costs_an_epoch_at_most_and_the_start_said_how_to_go_on(ranks, tmp_path):
-    """A kill that nothing can be said after; a best one that is of a course which was given up."""
-    output = tmp_path / "run"
-    argv = words("-b", 128, "--output", output)
-    with pytest.raises(RankFailure, match="was killed by SIGKILL"):
-        ranks.run(1, train_with, argv, str(output), 0, signal.SIGKILL, {"step": EPOCH + 7, "delay": 0.0})
-    assert marked(output / "checkpoints", "latest") == f"step-{EPOCH:08d}"
-    other = tmp_path / "other"
-    [(code, start, err)] = ranks.run(1, run_quietly, words("-b", 128, "--dry-run", "--output", other))
-    assert code == 0, err
-    command = f"--recipe {other}/config.yaml --output {other} --resume auto"
-    table = "".join(start.replace("│", "").split())  # it folds long lines
-    assert "".join(command.split()) in table.partition("ifitendsearly")[2]
-    [(code, _, err)] = ranks.run(1, run_quietly, command.replace(str(other), str(output)).split())
-    assert code == 0, err
-    rows = train_rows(read_rows(output))
-    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
-    whole = train_in(ranks, 1, words("-b", 128, "--output", tmp_path / "whole"))
-    assert_same_curve(whole, rows, rtol=1e-6, keys=("loss", "grad_norm"))
-
-    mark_best(output / "checkpoints", f"step-{STEPS:08d}")
-    back = ["--resume", output / "checkpoints" / f"step-{EPOCH:08d}", "--max-steps", EPOCH + 1]
-    [(code, _, err)] = ranks.run(1, run_quietly, words("-b", 128, "--output", output, *back))
-    assert code == 0, err
-    assert marked(output / "checkpoints", "best") in (None, f"step-{EPOCH + 1:08d}")
-
-
-def train_until(argv, stop):
-    """On a rank: train until something is wrong with the first evaluation, or with the step after it."""
-    from unittest import mock
-
-    from ds_vit.fault_tolerance.errors import UserError
-
-    place = {"evaluation": "ds_vit.training.evaluation.evaluate", "step": "ds_vit.training.trainer.Trainer.train_step"}
-    if stop == "evaluation":
-        broken = mock.patch(place[stop], side_effect=UserError("planted"))
-    else:
-        from ds_vit.training.trainer import Trainer
-
-        train_step = Trainer.train_step
-
-        def take(self, step, batches):
-            if step > EPOCH:
-                self.checkpoints._saver.wait()
-                self.checkpoints._collect()
-                raise UserError("planted")
-            train_step(self, step, batches)
-
-        broken = mock.patch(place[stop], take)
-    with broken:
-        return run_quietly(argv)
-
-
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("stop", ["evaluation", "step"])
-def test_an_epoch_is_saved_before_it_is_evaluated(ranks, tmp_path, stop):
+@pytest.mark.parametrize("is_evaluated", [False, True])
+def test_an_epoch_is_saved_before_it_is_evaluated(ranks, tmp_path, is_evaluated):
     """An epoch that is lost to an error of its evaluation; an evaluation that a resumed run leaves out, repeats though
     its figures are known, or forgets where it says which step was the best."""
     argv = words("-b", 64, "--max-steps", 2 * EPOCH)
     train_in(ranks, 2, [*argv, "--output", tmp_path / "whole"])
     output = tmp_path / "run"
-    for code, _, err in ranks.run(2, train_until, [*argv, "--output", str(output)], stop):
-        assert (code, "planted" in err) == (2, True)
+    if is_evaluated:
+        train_in(ranks, 2, [*argv, "--max-steps", EPOCH, "--output", output])
+    else:
+        broken = functools.partial(mock.patch, "ds_vit.training.evaluation.evaluate", side_effect=UserError("planted"))
+        for code, _, err in ranks.run(2, run_quietly, [*argv, "--output", str(output)], broken):
+            assert (code, "planted" in err) == (2, True)
     assert marked(output / "checkpoints", "latest") == f"step-{EPOCH:08d}"
-    assert (output / "checkpoints" / f"step-{EPOCH:08d}" / "evaluation.json").exists() == (stop == "step")
+    assert (output / "checkpoints" / f"step-{EPOCH:08d}" / "evaluation.json").exists() == is_evaluated
     train_in(ranks, 2, [*argv, "--output", output, "--resume", "auto"])
 
     def rows(folder):
@@ -147,18 +109,6 @@ def test_an_epoch_is_saved_before_it_is_evaluated(ranks, tmp_path, stop):
     for name in ("best", f"step-{2 * EPOCH:08d}/evaluation.json"):
         one, two = ((folder / "checkpoints" / name).read_text() for folder in (output, tmp_path / "whole"))
         assert one == two
-
-
-def _check_stamps(rows: list[dict]) -> None:
-    """Time and epoch in every row, and the mean loss of each epoch so far."""
-    assert {row["kind"] for row in rows} == {"train", "eval", "eval_ema", "gradients", "checkpoint"}
-    assert [row["wall_seconds"] for row in rows] == sorted(row["wall_seconds"] for row in rows)
-    assert all(row["epoch"] == (row["step"] - 1) // EPOCH for row in rows)
-    rows = train_rows(rows)
-    assert len(rows) == STEPS
-    for row in rows:
-        losses = [r["loss"] for r in rows if r["epoch"] == row["epoch"] and r["step"] <= row["step"]]
-        assert row["epoch_loss"] == pytest.approx(statistics.fmean(losses), rel=1e-6)
 
 
 def test_without_checkpoints_the_table_says_what_that_costs(ranks, tmp_path):
@@ -244,12 +194,10 @@ def train_without_its_folder(argv, folder):
         return main(argv), said.getvalue()
 
 
-@pytest.mark.parametrize("interval", ["0", "2"])
-def test_a_folder_that_is_removed_in_mid_run(ranks, tmp_path, interval):
+def test_a_folder_that_is_removed_in_mid_run(ranks, tmp_path):
     # Catches: code 0 and "completed" for a run whose metrics and configuration are gone.
-    argv = [*DIGITS, "--model-kwargs", "patch_size=8", "embed_dim=24", "depth=1", "num_heads=2", "--max-steps", "4"]
-    argv += ["--deepspeed_config", ROOT / "ds_configs" / "cpu_zero1_fp32.json", "--output", tmp_path / "run"]
-    argv += ["--log-interval", "1", "--checkpoint-interval", interval]
+    argv = [*ONE_BLOCK, *CONFIG, "--max-steps", 4, "--log-interval", 1, "--checkpoint-interval", 0]
+    argv += ["--output", tmp_path / "run"]
     [(code, said)] = ranks.run(1, train_without_its_folder, [str(word) for word in argv], tmp_path / "run")
     assert code == 74
     assert "metrics.jsonl: the folder was removed while the run wrote to it" in said

@@ -161,7 +161,10 @@ def test_what_was_the_best_before_a_rollback_is_forgotten(manager):
     manager.boundary(4)
     manager.evaluated(8, {}, is_best=True)
     manager._saver.wait()
+    manager.parent.mkdir(parents=True, exist_ok=True)
+    (manager.parent / "best").write_text("step-00000008\n")
     resume_from(manager, 4)
+    assert not (manager.parent / "best").exists()
     manager.boundary(5)
     assert 5 not in manager._saver.best
     manager.boundary(8)

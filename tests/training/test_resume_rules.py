@@ -437,18 +437,6 @@ def test_an_earlier_one_by_name_and_then_auto(ranks, copy, run):
     assert_same_curve(run[1], rows, rtol=1e-6)
 
 
-def test_a_file_with_a_checkpoints_name(ranks, copy, run):
-    # Catches: a run that ends with code 74 because something else has the name of its next checkpoint; a checkpoint one
-    # step behind the one that was resumed from, which pushes an older one out.
-    for name in ("step-00000010", ".step-00000010.old", ".step-00000010.partial", "step-00000099"):
-        (copy / "checkpoints" / name).write_text("no folder")
-    argv = words("--output", copy, "--checkpoint-interval", 5, "--max-steps", 10, "--resume", "auto")
-    rows = train_in(ranks, 1, argv)
-    assert [row["step"] for row in rows[len(run[1]) :] if row["kind"] == "checkpoint"] == [10]
-    assert newest(copy / "checkpoints")[0].step == 10
-    assert not list((copy / "checkpoints").glob(".*"))
-
-
 def test_a_finished_run_is_left_as_it_is(ranks, copy, run):
     # Catches: a supervisor's last restart that trains one more step, or fails.
     before = (copy / "model.safetensors").read_bytes()
