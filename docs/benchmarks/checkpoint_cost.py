@@ -64,13 +64,13 @@ def measure(model: str, folder: str, rounds: int) -> dict[str, float]:
     import torch.distributed as dist
 
     from ds_vit import config as flags
-    from ds_vit.checkpoint.rank_share import RankShare
+    from ds_vit.checkpoint.gather import RankShare
     from ds_vit.config.run_folder import RunFolder
     from ds_vit.engine.start import device_of, quiet_deepspeed
     from ds_vit.fault_tolerance.signals import Signals
     from ds_vit.launching.process import discover
     from ds_vit.models.zoo import names_and_shapes
-    from ds_vit.monitoring.throughput import Throughput
+    from ds_vit.monitoring.metrics import Throughput
     from ds_vit.optim.ema import Ema
     from ds_vit.parallel.groups import build_groups
     from ds_vit.training.build import checkpoint_config, engine_config, input_config

@@ -37,8 +37,7 @@ from ds_vit.engine.start import quiet_deepspeed
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import Process, discover
 from ds_vit.models.zoo import num_parameters
-from ds_vit.monitoring.metrics import make_console, print_columns
-from ds_vit.monitoring.throughput import Throughput
+from ds_vit.monitoring.metrics import Throughput, make_console, print_columns
 from ds_vit.tasks.metrics import Batch
 from ds_vit.tools.bench import Bench, make_ours, measure_sides, resolve_engine, table, title
 from ds_vit.training.build import resolve_parts

@@ -19,9 +19,8 @@ import torch
 import torch.distributed as dist
 
 from ds_vit.checkpoint import folder as folders
-from ds_vit.checkpoint.gather import Gather
+from ds_vit.checkpoint.gather import OPTIMIZER, Gather, RankShare
 from ds_vit.checkpoint.load import from_first_rank
-from ds_vit.checkpoint.rank_share import OPTIMIZER, RankShare
 from ds_vit.checkpoint.tensors import (
     WEIGHT_BYTES,
     FileEntry,

@@ -29,7 +29,7 @@ from ds_vit.engine.start import device_of, quiet_deepspeed
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import Process, discover
 from ds_vit.models.compiled import compiler_settings
-from ds_vit.monitoring.throughput import peak_tflops
+from ds_vit.monitoring.metrics import peak_tflops
 from ds_vit.planner.counting import count_flops
 from ds_vit.tasks import find_task
 from ds_vit.tasks.task import Horizon

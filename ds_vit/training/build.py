@@ -24,12 +24,11 @@ from ds_vit.fault_tolerance.watchdog import Watchdog
 from ds_vit.launching.process import Process
 from ds_vit.models.zoo import create_model
 from ds_vit.monitoring.gradient_health import GradientHealth
-from ds_vit.monitoring.metrics import Listeners, Reporter, make_console
+from ds_vit.monitoring.metrics import Listeners, Reporter, Throughput, make_console
 from ds_vit.monitoring.profile import StepProfiler
 from ds_vit.monitoring.progress import Line
 from ds_vit.monitoring.report.record import note_start
 from ds_vit.monitoring.sheets import TrainingSheet
-from ds_vit.monitoring.throughput import Throughput
 from ds_vit.optim.ema import Ema
 from ds_vit.parallel.groups import Groups
 from ds_vit.planner.counting import Flops, count_flops

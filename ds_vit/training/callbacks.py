@@ -22,9 +22,8 @@ from ds_vit.fault_tolerance.exit_codes import Diverged
 from ds_vit.fault_tolerance.watchdog import Watchdog
 from ds_vit.models.sequential import timm_names
 from ds_vit.monitoring.gradient_health import GradientHealth
-from ds_vit.monitoring.metrics import Reporter
+from ds_vit.monitoring.metrics import Reporter, Throughput
 from ds_vit.monitoring.profile import StepProfiler
-from ds_vit.monitoring.throughput import Throughput
 from ds_vit.optim.ema import Ema
 from ds_vit.tasks.metrics import Batch
 

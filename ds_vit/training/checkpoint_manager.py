@@ -32,6 +32,7 @@ from ds_vit.checkpoint.folder import (
     remove_leftovers,
     step_of,
 )
+from ds_vit.checkpoint.gather import RankShare
 from ds_vit.checkpoint.load import (
     from_first_rank,
     load_tensors,
@@ -40,15 +41,13 @@ from ds_vit.checkpoint.load import (
     tensors_of_json,
     verify_together,
 )
-from ds_vit.checkpoint.rank_share import RankShare
 from ds_vit.checkpoint.snapshot import Save, Saver
 from ds_vit.config.units import Interval, in_words
 from ds_vit.data.sampler import SampleOrder
 from ds_vit.engine.base import Engine
 from ds_vit.fault_tolerance.errors import NotSaved, UserError
 from ds_vit.fault_tolerance.signals import Ballot, Deadline, Interrupted, Signals
-from ds_vit.monitoring.metrics import Reporter
-from ds_vit.monitoring.throughput import Throughput
+from ds_vit.monitoring.metrics import Reporter, Throughput
 from ds_vit.optim.ema import Ema, TeacherAverage
 from ds_vit.tasks.task import Task
 from ds_vit.training.resume import Resume, first_step, skipped_batches

@@ -23,8 +23,7 @@ from ds_vit.engine.base import EVAL_CHUNK, Engine, Run
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.fault_tolerance.watchdog import Watchdog
 from ds_vit.monitoring import token_maps
-from ds_vit.monitoring.metrics import Reporter
-from ds_vit.monitoring.throughput import Throughput
+from ds_vit.monitoring.metrics import Reporter, Throughput
 from ds_vit.optim.ema import Ema
 from ds_vit.parallel.groups import Groups
 from ds_vit.tasks.evaluators import FeatureBank

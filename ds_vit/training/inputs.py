@@ -34,7 +34,7 @@ from ds_vit.data.sources.source import Source
 from ds_vit.device import pins_memory
 from ds_vit.engine.base import Engine
 from ds_vit.launching.process import Process
-from ds_vit.monitoring.throughput import Throughput
+from ds_vit.monitoring.metrics import Throughput
 from ds_vit.parallel.layout import Layout
 from ds_vit.tasks.metrics import Batch
 from ds_vit.tasks.task import Field, Task

@@ -11,8 +11,7 @@ import torch.distributed as dist
 
 from ds_vit.engine.base import Engine
 from ds_vit.engine.step_guard import StepResult
-from ds_vit.monitoring.metrics import Reporter
-from ds_vit.monitoring.throughput import Lagging, Throughput, peak_tflops
+from ds_vit.monitoring.metrics import Lagging, Reporter, Throughput, peak_tflops
 from ds_vit.planner.counting import Flops
 from ds_vit.training.callbacks import Callback, RolledBack, Step
 from ds_vit.training.cost import PeakMemory

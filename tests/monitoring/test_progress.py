@@ -15,9 +15,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from ds_vit.config.run_folder import RunFolder
 from ds_vit.monitoring import progress
-from ds_vit.monitoring.metrics import Reporter, make_console, print_columns, print_table, say
+from ds_vit.monitoring.metrics import Lagging, Reporter, make_console, print_columns, print_table, say
 from ds_vit.monitoring.progress import Line
-from ds_vit.monitoring.throughput import Lagging
 
 
 def terminal(width=80, *, is_terminal=True):

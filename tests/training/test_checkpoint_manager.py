@@ -14,7 +14,7 @@ from ds_vit.checkpoint.snapshot import Save
 from ds_vit.config.units import Interval
 from ds_vit.data.sampler import SampleOrder
 from ds_vit.fault_tolerance.signals import Deadline, Interrupted, Signals
-from ds_vit.monitoring.throughput import Throughput
+from ds_vit.monitoring.metrics import Throughput
 from ds_vit.tasks.metrics import Figure
 from ds_vit.training import checkpoint_manager, skipped_images
 from ds_vit.training.checkpoint_manager import CheckpointConfig, CheckpointManager

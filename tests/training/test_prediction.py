@@ -63,7 +63,7 @@ def test_the_time_of_a_known_accelerator_is_predicted(engine):
 
 def test_a_chip_has_one_peak_for_each_form(monkeypatch):
     # Catches: an H100 on a PCIe card that is taken for the faster one of a board, a chip with figures in two places.
-    from ds_vit.monitoring.throughput import _UNPLANNED_TFLOPS, peak_tflops
+    from ds_vit.monitoring.metrics import _UNPLANNED_TFLOPS, peak_tflops
     from ds_vit.planner.hardware import accelerator_of_device
 
     def peak(name, precision):
