@@ -107,11 +107,6 @@ def commit(parent: Path, step: int, entries: Sequence[FileEntry], texts: Mapping
     return final
 
 
-def discard(parent: Path, step: int) -> None:
-    """Remove the files of a checkpoint that could not be written."""
-    remove(partial_folder(parent, step))
-
-
 def remove_leftovers(parent: Path) -> list[str]:
     """Remove the unfinished checkpoints that killed runs left; returns their names."""
     names = [path.name for path in _list(parent) if _LEFTOVER.fullmatch(path.name)]

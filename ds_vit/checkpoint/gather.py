@@ -251,17 +251,8 @@ class Gather:
 
 
 def _check_whole(spec: TensorSpec, sources: Sequence[tuple[int, Segment]]) -> None:
-    """Check that every element of every tensor slice is sent by one rank."""
-    segments = sorted((segment for _, segment in sources), key=lambda p: (p.tp_slice.slice_rank, p.start))
-    given: dict[int, int] = defaultdict(int)
-    for segment in segments:
-        fits = segment.tp_slice.full_shape == spec.shape and segment.start == given[segment.tp_slice.slice_rank]
-        if not fits:
-            raise ValueError(
-                f"{spec.name} {spec.shape}: {segment} does not begin at element {given[segment.tp_slice.slice_rank]}"
-            )
-        given[segment.tp_slice.slice_rank] += segment.length
-    slices = segments[0].tp_slice.num_slices if segments else 1
-    sizes = {math.prod(segment.tp_slice.local_shape) for segment in segments}
-    if spec.num_bytes and (len(given) != slices or set(given.values()) != sizes):
-        raise ValueError(f"{spec.name} {spec.shape}: ranks hold {dict(given)} elements of its {slices} slices")
+    """Check that the segments have as many elements as the tensor's slices."""
+    slices = {segment.tp_slice.num_slices * math.prod(segment.tp_slice.local_shape) for _, segment in sources}
+    held, wanted = sum(segment.length for _, segment in sources), next(iter(slices), math.prod(spec.shape))
+    if held != wanted or any(segment.tp_slice.full_shape != spec.shape for _, segment in sources):
+        raise ValueError(f"{spec.name} {spec.shape}: ranks hold {held} elements of its {wanted}")

@@ -280,11 +280,12 @@ class Saver:
     def _save(self, save: Save, host: Mapping[str, Sequence[torch.Tensor]], kinds: tuple[str, ...]) -> None:
         try:
             begun = time.perf_counter()
-            entries, save.error = self._write(folders.partial_folder(self.parent, save.step), kinds, host)
+            temporary = folders.partial_folder(self.parent, save.step)
+            entries, save.error = self._write(temporary, kinds, host)
             if not save.error:
                 save.error = self._on_first_rank(lambda: self._commit(save, kinds, entries))
             if save.error:
-                self._on_first_rank(lambda: folders.discard(self.parent, save.step))
+                self._on_first_rank(lambda: remove(temporary))
             save.num_bytes = sum(entry.num_bytes for entry in entries)
             save.write_seconds = time.perf_counter() - begun
             self._finished.append(save)

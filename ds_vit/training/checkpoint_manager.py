@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import platform
 import shutil
-import signal
 import time
 from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, field
@@ -46,7 +45,7 @@ from ds_vit.config.units import Interval, in_words
 from ds_vit.data.sampler import SampleOrder
 from ds_vit.engine.base import Engine
 from ds_vit.fault_tolerance.errors import NotSaved, UserError
-from ds_vit.fault_tolerance.signals import Ballot, Deadline, Interrupted, Signals
+from ds_vit.fault_tolerance.signals import Ballot, Deadline, Interrupted, Signals, signal_name
 from ds_vit.monitoring.metrics import Reporter, Throughput
 from ds_vit.optim.ema import Ema, TeacherAverage
 from ds_vit.tasks.task import Task
@@ -151,7 +150,6 @@ class CheckpointManager:
         )
         self._saved_step: int | None = None  # of the last save that was started, or resumed from
         self._complete_step: int | None = None  # of the last save that was completed, or resumed from
-        self._failed_step: int | None = None  # of the last save that failed
         self._best_step: int | None = None  # whose weights are the best so far
         self._figures: tuple[int, Mapping[str, Any]] | None = None  # step and its evaluations, until written
         self._saved_at = time.monotonic()
@@ -216,7 +214,7 @@ class CheckpointManager:
         from_first_rank(lambda: forget_best_after(self.parent, step) if own else None)
         due = checkpoint.path.parent / folder_name(state.get("rollback_step", state["step"]))
         self._rollback_to = due if from_first_rank(due.is_dir) else checkpoint.path
-        self._best_step = self._failed_step = self._figures = None  # of steps that the run abandons
+        self._best_step = self._figures = None  # of steps that the run abandons
         self._due = False
         self.skipped_batches = skipped_batches(state, self.config.order)
         return step, {**state["history"], **from_first_rank(lambda: read_figures(checkpoint.path))}
@@ -257,7 +255,7 @@ class CheckpointManager:
             self._due = True
             return
         self._finish_save()
-        if self._failed_step != step and (error := self._saver.mark_best(step)):
+        if self._complete_step == step and (error := self._saver.mark_best(step)):
             self.num_failed += 1
             self._say(f"WARNING: the checkpoint of step {step} could not be marked as the best one ({error})")
 
@@ -306,7 +304,7 @@ class CheckpointManager:
     def save_last(self, step: int) -> str:
         """Save the step that the run stops at, unless it is saved (a collective); returns a phrase for people."""
         self._save_now(step, due=self._due)
-        self.stopped_unsaved = step > 0 and self._failed_step == step
+        self.stopped_unsaved = step > 0 and self._complete_step != step
         if self.stopped_unsaved:
             return "this step could not be saved"
         return f"saved in {self.parent}" if step else "nothing was trained yet"
@@ -373,7 +371,7 @@ class CheckpointManager:
             self._finish_save()
 
     def _stop(self, step: int, number: int) -> None:
-        why = ("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name) if number else "the time limit"
+        why = signal_name(number) if number else "the time limit"
         saved = self.save_last(step)
         self.stopped = f"by {why}; {saved}"
         self._say(f"interrupted by {why} after step {step}; {saved}; resume with --resume auto")
@@ -395,7 +393,6 @@ class CheckpointManager:
             }
             if save.error:
                 self.num_failed += 1
-                self._failed_step = save.step
                 row["error"] = save.error
                 self._say(
                     f"WARNING: the checkpoint of step {save.step} could not be written ({save.error}); training "
