@@ -16,9 +16,9 @@ from ds_vit.data.sampler import SampleOrder
 from ds_vit.fault_tolerance.signals import Deadline, Interrupted, Signals
 from ds_vit.monitoring.metrics import Throughput
 from ds_vit.tasks.metrics import Figure
-from ds_vit.training import checkpoint_manager, skipped_images
+from ds_vit.training import checkpoint_manager, inputs
 from ds_vit.training.checkpoint_manager import CheckpointConfig, CheckpointManager
-from ds_vit.training.skipped_images import SkippedImages
+from ds_vit.training.inputs import SkippedImages
 
 
 class NoDisk:
@@ -228,7 +228,7 @@ def test_an_interruption_does_not_choose_the_step_to_return_to(manager):
 def one_rank(monkeypatch):
     gather = {"all_gather_object": lambda out, own: out.__setitem__(0, own)}
     dist = SimpleNamespace(get_world_size=lambda: 1, get_rank=lambda: 0, **gather)
-    monkeypatch.setattr(skipped_images, "dist", dist)
+    monkeypatch.setattr(inputs, "dist", dist)
     return SimpleNamespace(describe=lambda number: f"{number}.jpg")
 
 
