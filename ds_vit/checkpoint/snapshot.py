@@ -40,8 +40,6 @@ from ds_vit.parallel.tensor.slices import Segment
 STATE_BYTES = 2**30
 """Largest file of optimizer state: small enough for many ranks to write at once."""
 
-_EMA_PREFIX = "ema-"
-
 
 class HostCopy:
     """Host memory for this rank's share: page-locked with a GPU, and reused by every save."""
@@ -154,14 +152,17 @@ class Saver:
         self._group = group
         self._host = HostCopy(share)
         self._held: list[Sequence[Segment]] | None = None
-        self._gathers: dict[tuple[str, ...], Gather] = {}
-        prefixes = ("", _EMA_PREFIX) if averages is None else ("",)
-        self._apart = {
-            f"{prefix}{name}": frozenset(names) for name, names in (apart or {}).items() for prefix in prefixes
-        }
-        self._averages = {name: frozenset(names) for name, names in (averages or {}).items()}
-        self._left_out = frozenset(left_out)
-        self._metadata = dict.fromkeys((*WEIGHTS.values(), *self._averages), metadata or {})
+        self._checkpoint: Gather | None = None  # of the last save
+        # Of `save_weights`: name → kind in a checkpoint, and its parameters.
+        separate = {name: frozenset(names) for name, names in (apart or {}).items()}
+        of_model = {"model": frozenset(share.shapes).difference(left_out, *separate.values()), **separate}
+        self._files = {name: ("model", names) for name, names in of_model.items()}
+        if averages is not None:
+            self._files |= {name: ("ema", frozenset(names)) for name, names in averages.items()}
+        elif share.ema is not None:
+            self._files |= {f"ema-{name}".removesuffix("-model"): ("ema", names) for name, names in of_model.items()}
+        self._best = (next(iter(averages or ()), "model"), *separate)  # of `save_best`
+        self._metadata = dict.fromkeys((*WEIGHTS.values(), *(averages or ())), metadata or {})
         self._thread: threading.Thread | None = None
         self._crash: BaseException | None = None
         self._finished: list[Save] = []
@@ -228,21 +229,14 @@ class Saver:
             NotSaved: on every rank; names the ranks that failed.
         """
         self.wait()
-        kinds = tuple(kind for kind in self.share.kinds() if not kind.startswith(OPTIMIZER))
-        host = self._host.take(kinds)
-        for name in self._apart:
-            source = "ema" if name.startswith(_EMA_PREFIX) else "model"
-            if source in host:
-                host[name] = host[source]
-        if self._averages:
-            average = host.pop("ema")
-            host |= dict.fromkeys(self._averages, average)
-        kinds = tuple(host)
+        taken = self._host.take(sorted({kind for kind, _ in self._files.values()}))
+        host = {name: taken[kind] for name, (kind, _) in self._files.items()}
+        gather = self._plan({name: self._specs(name) for name in host})
         temporary = folder / ".weights.partial"
-        entries, error = self._write(temporary, kinds, host, step=str(step))
+        entries, error = self._write(temporary, gather, host, step=str(step))
         if not error:
             names = [entry.name for entry in entries]
-            error = self._on_first_rank(lambda: move_files(temporary, folder, names, self._indices(kinds)))
+            error = self._on_first_rank(lambda: move_files(temporary, folder, names, index_files(gather.files)))
         if error:
             self._on_first_rank(lambda: remove(temporary))
             raise NotSaved(f"the weights could not be written to {folder}: {error}")
@@ -265,15 +259,18 @@ class Saver:
                 stale.unlink()
             return
         try:
-            weights = folders.open_checkpoint(self.parent / name).tensors("ema" if self._averages else "model")
+            weights = folders.open_checkpoint(self.parent / name).tensors(self._files[self._best[0]][0])
         except UserError as damage:
             raise OSError(str(damage)) from None
-        of_best = next(iter(self._averages), "model")
         metadata = {**self._metadata["model"], "step": str(folders.step_of(name))}
-        kinds = (of_best, *(name for name in self._apart if not name.startswith(_EMA_PREFIX)))
-        for kind, specs in self._specs(kinds).items():
-            state = {spec.name: weights[spec.name] for spec in specs}
-            save_weights(folder, state, name=BEST if kind == of_best else f"{BEST}-{kind}", metadata=metadata)
+        for file in self._best:
+            state = {spec.name: weights[spec.name] for spec in self._specs(file)}
+            save_weights(folder, state, name=BEST if file == self._best[0] else f"{BEST}-{file}", metadata=metadata)
+
+    def _specs(self, file: str) -> list[TensorSpec]:
+        """The tensors of a file of `save_weights`."""
+        kind, names = self._files[file]
+        return [spec for spec in self.share.specs(kind) if spec.name in names]
 
     # ---- in the thread -----------------------------------------------------------------------------------------
 
@@ -281,9 +278,12 @@ class Saver:
         try:
             begun = time.perf_counter()
             temporary = folders.partial_folder(self.parent, save.step)
-            entries, save.error = self._write(temporary, kinds, host)
+            if self._checkpoint is None or tuple(self._checkpoint.files) != kinds:
+                self._checkpoint = self._plan({kind: self.share.specs(kind) for kind in kinds})
+            indices = index_files(self._checkpoint.files)
+            entries, save.error = self._write(temporary, self._checkpoint, host)
             if not save.error:
-                save.error = self._on_first_rank(lambda: self._commit(save, kinds, entries))
+                save.error = self._on_first_rank(lambda: self._commit(save, entries, indices))
             if save.error:
                 self._on_first_rank(lambda: remove(temporary))
             save.num_bytes = sum(entry.num_bytes for entry in entries)
@@ -292,21 +292,17 @@ class Saver:
         except Exception as error:  # `finished` raises it in the main thread
             self._crash = error
 
-    def _commit(self, save: Save, kinds: tuple[str, ...], entries: Sequence[FileEntry]) -> None:
-        texts = {"state.json": json.dumps(save.state, indent=1) + "\n", **self._indices(kinds)}
+    def _commit(self, save: Save, entries: Sequence[FileEntry], indices: Mapping[str, str]) -> None:
+        texts = {"state.json": json.dumps(save.state, indent=1) + "\n", **indices}
         path = folders.commit(self.parent, save.step, entries, texts)
         if save.best:
             folders.mark_best(self.parent, path.name)
         folders.prune(self.parent, self.keep, save.spare)
 
-    def _indices(self, kinds: Sequence[str]) -> dict[str, str]:
-        """The index files of those kinds that take more than one file."""
-        return index_files({kind: self._gather(tuple(kinds)).files[kind] for kind in kinds})
-
     def _write(
-        self, temporary: Path, kinds: tuple[str, ...], host: Mapping[str, Sequence[torch.Tensor]], **more: str
+        self, temporary: Path, gather: Gather, host: Mapping[str, Sequence[torch.Tensor]], **more: str
     ) -> tuple[list[FileEntry], str]:
-        """All files of these kinds in a temporary folder, with `more` in the headers of weights (a collective).
+        """All files of a gather in a temporary folder, with `more` in the headers of weights (a collective).
 
         Returns:
             On every rank: the files of all ranks, and the errors by rank.
@@ -315,34 +311,16 @@ class Saver:
         if error:
             return [], error
         metadata = {kind: {**entries, **more} for kind, entries in self._metadata.items()}
-        results = gather_objects(self._gather(kinds).run(host, temporary, self._group, metadata), self._group)
+        results = gather_objects(gather.run(host, temporary, self._group, metadata), self._group)
         errors = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(results) if error]
         return [entry for entries, _ in results for entry in entries], "; ".join(errors)
 
-    def _gather(self, kinds: tuple[str, ...]) -> Gather:
-        """The transfers for these kinds; the ranks exchange once which segments they hold."""
+    def _plan(self, specs: Mapping[str, Sequence[TensorSpec]]) -> Gather:
+        """The transfers of these tensors; the ranks exchange once which segments they hold."""
         if self._held is None:
             self._held = gather_objects(self.share.saved, self._group)
-        if kinds not in self._gathers:
-            specs = self._specs(kinds)
-            limits = {kind: STATE_BYTES if kind.startswith(OPTIMIZER) else WEIGHT_BYTES for kind in kinds}
-            self._gathers[kinds] = Gather(self._held, specs, limits, self.rank)
-        return self._gathers[kinds]
-
-    def _specs(self, kinds: tuple[str, ...]) -> dict[str, list[TensorSpec]]:
-        """The whole tensors of each of these kinds; a tensor with a separate file is in no other."""
-        out = {}
-        for kind in kinds:
-            if kind in self._averages:
-                out[kind] = [spec for spec in self.share.specs("ema") if spec.name in self._averages[kind]]
-            elif kind in self._apart:
-                out[kind] = [spec for spec in self.share.specs("model") if spec.name in self._apart[kind]]
-            else:
-                elsewhere = frozenset().union(*(self._apart[name] for name in kinds if name in self._apart))
-                if self._apart.keys() & set(kinds):  # the weights of the end; a checkpoint has everything
-                    elsewhere |= self._left_out
-                out[kind] = [spec for spec in self.share.specs(kind) if spec.name not in elsewhere]
-        return out
+        limits = {kind: STATE_BYTES if kind.startswith(OPTIMIZER) else WEIGHT_BYTES for kind in specs}
+        return Gather(self._held, specs, limits, self.rank)
 
     def _on_first_rank(self, action: Callable[[], None]) -> str:
         """Do something on rank 0; returns the error on every rank (a collective)."""
