@@ -7,7 +7,6 @@ import itertools
 import re
 
 import pytest
-import torch
 from curves import train_in, train_rows
 from rich.console import Console
 from runs import ONE_BLOCK
@@ -15,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from ds_vit.config.run_folder import RunFolder
 from ds_vit.monitoring import progress
-from ds_vit.monitoring.metrics import Lagging, Reporter, make_console, print_columns, print_table, say
+from ds_vit.monitoring.metrics import Reporter, make_console, print_columns, print_table, say
 from ds_vit.monitoring.progress import Line
 
 
@@ -96,12 +95,6 @@ def test_a_file_gets_no_line():
     line.close()
     assert file.getvalue() == ""
     assert not line.moves
-
-
-def test_a_lagging_figure_is_the_one_before():
-    """A step's own loss would have to be waited for."""
-    figure = Lagging()
-    assert [figure.exchange(torch.tensor(x)) for x in (1.0, 2.0, 3.0)] == [None, 1.0, 2.0]
 
 
 def test_tensorboard_gets_every_step_of_a_short_run(ranks, tmp_path):

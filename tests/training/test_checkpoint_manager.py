@@ -232,19 +232,6 @@ def one_rank(monkeypatch):
     return SimpleNamespace(describe=lambda number: f"{number}.jpg")
 
 
-def test_a_disk_that_refuses_the_log_of_skipped_images(one_rank, tmp_path, capsys):
-    # Catches: a full disk in mid-run that ends as bad input (code 2), which no launcher restarts.
-    (tmp_path / "file").write_text("no folder")
-    images = SkippedImages(tmp_path / "file" / "skipped_images.jsonl", epoch_images=10, most=0.1)
-    images.add(one_rank, [(3, "broken")], "training", epoch=0)
-    assert images.gather() == 1
-    assert images.too_many() == ""
-    images.add(one_rank, [(3, "broken"), (4, "broken")], "training", epoch=1)
-    assert images.gather() == 3
-    assert "2 of the 10 images of epoch 1 (0.2)" in images.too_many()
-    assert capsys.readouterr().err.count("could not be written") == 1
-
-
 @pytest.mark.parametrize(
     ("images", "most", "allowed"), [(6, 0.01, 1), (60, 0.01, 1), (300, 0.01, 3), (6, 0.0, 0), (6, 1.0, 6)]
 )
