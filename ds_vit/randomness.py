@@ -129,7 +129,7 @@ def uniform(keys: torch.Tensor, name: str, shape: Sequence[int] = ()) -> torch.T
 
 
 def uniform_of(bits: torch.Tensor, shape: Sequence[int] = ()) -> torch.Tensor:
-    """What `uniform` makes of keys into which the draw's name is mixed already.
+    """As `uniform`, of keys into which the draw's name is mixed already.
 
     Args:
         bits: int64, of any shape where the draw of one sample is one number, else [B].
@@ -166,7 +166,7 @@ _global_state = threading.RLock()
 
 @contextmanager
 def keyed_global_rng(key: int, name: str) -> Iterator[None]:
-    """Let `random` and `numpy.random` be a pure function of (key, name) inside, and as they were outside.
+    """Make `random` and `numpy.random` a pure function of (key, name) inside, and restore them afterwards.
 
     timm's and torchvision's parameter draws read the global generators; this lets us call them instead of copying them.
     """

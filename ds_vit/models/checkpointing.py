@@ -53,8 +53,8 @@ def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkpoi
 class _SecondRun(_CachedTorchDispatchMode):
     """torch's, which reads what the first run kept, but allows other cheap operations in the second run.
 
-    In the first run autocast may have had a weight's cast at hand that it makes anew in the second, and ZeRO-3 decides
-    in each which parameters it gathers ahead.
+    Autocast may reuse a weight's cast in the first run and repeat it in the second, and ZeRO-3 chooses in each run
+    which parameters it prefetches.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

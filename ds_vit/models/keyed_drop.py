@@ -111,7 +111,7 @@ class KeyedDropout(KeyedDrop):
 class KeyedPatchDropout(KeyedDrop):
     """Patch dropout (Li et al. 2022, https://arxiv.org/abs/2212.00794); timm's `PatchDropout` and `…WithIndices`.
 
-    Which patches stay can be asked again by later layers (`keep_indices`): a rotary table must be gathered likewise.
+    Later layers ask `keep_indices` which patches stay: a rotary table must be gathered likewise.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class KeyedPatchDropout(KeyedDrop):
 
 
 def drawing(drops: Iterable[KeyedDrop]) -> list[KeyedDrop]:
-    """Those that draw anything in their mode; the rate comes last, as `KeyedDrop.own_row` needs."""
+    """The modules that draw in their current mode; the rate is read last, as `KeyedDrop.own_row` needs."""
     return [drop for drop in drops if (drop.training or drop.always) and not drop.lifted and drop.rate > 0.0]
 
 

@@ -1,6 +1,6 @@
 """A timm ViT taken apart: an embedding, its blocks, a head; each calls timm's own code under timm's own names.
 
-`take_apart` returns a list of layers that can be run one after the other (`SequentialViT`) or dealt to pipeline
+`take_apart` returns a list of layers that can be run one after the other (`SequentialViT`) or split into pipeline
 stages. A layer is a shallow part of the timm model: it holds some of its sub-modules and parameters under their timm
 paths, so `layer.state_dict()` has timm's names, and a container's prefix is all that has to be stripped from a name.
 
@@ -297,7 +297,7 @@ class HeadLayer(Layer):
     def pass_on(
         self, outputs: torch.Tensor, keys: torch.Tensor, carried: Sequence[torch.Tensor]
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """What `forward` returns: the outputs, or of a chain what follows from them and what earlier layers passed."""
+        """The outputs; within a chain, the inputs of the next layer or the outputs of all towers."""
         if self.chained is None:
             return outputs
         return (carried[0], keys, *carried[1:], outputs) if self.chained == "inner" else (*carried, outputs)

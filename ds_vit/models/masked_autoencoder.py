@@ -144,7 +144,7 @@ class MaskedAutoencoder(nn.Module):
     settings: AutoencoderSettings
 
     def add_decoder(self, settings: AutoencoderSettings) -> None:
-        """Give a model from `create_model` its decoder, on its device, and fix what is not trained."""
+        """Add the decoder to a model from `create_model`, on its device, and freeze what is not trained."""
         self.settings = settings
         width = settings.decoder_dim
         device = next(self.parameters()).device

@@ -14,7 +14,7 @@ from ds_vit.models.sequential import timm_names
 from ds_vit.models.zoo import TimmViT
 
 _UNDECAYED = frozenset({"mask_token", "text.pos_embed"})
-"""What we add to timm's models, treated like their class token and position embeddings."""
+"""Parameters that ds_vit adds to timm's models: not decayed, like their class token and position embeddings."""
 
 
 def no_weight_decay_names(model: TimmViT) -> frozenset[str]:

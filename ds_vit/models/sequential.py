@@ -48,7 +48,7 @@ class SizeSwitch:
 
     The table of positions stays a parameter of the model's own grid: timm's `dynamic_img_size` resamples it in each
     forward pass, and its gradient comes back through that. Rotary tables of each size are computed once. At the model's
-    own size all is as if it had never been another one.
+    own size the results are those of a model that never takes another.
 
     Layers that are run again for their activations need the size of their first run: `BlockRun` sets it.
 
@@ -69,7 +69,7 @@ class SizeSwitch:
         self._size: int | None = None
 
     def set(self, size: int) -> None:
-        """Let the layers take square images of another size.
+        """Set the size of the square images that the layers take.
 
         Args:
             size: pixels.
@@ -221,7 +221,7 @@ class Towers(nn.Module):
         return tower
 
     def forward(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """What `run()` returns; DeepSpeed and torch prepare the parameters around this call."""
+        """Return `run()`; DeepSpeed and torch prepare the parameters around this call."""
         return run()
 
 

@@ -115,7 +115,7 @@ TEXT_MODELS: dict[str, TextSettings] = {
     "siglip_large": replace(_SIGLIP, width=1024, depth=24, heads=16),
     "siglip_so400m": replace(_SIGLIP, width=1152, depth=27, heads=16, mlp_ratio=3.7362),
 }
-"""Those of open_clip's ViT-B-16, ViT-L-14, ViT-H-14, ViT-bigG-14 and …-quickgelu, and SigLIP's."""
+"""The text towers of open_clip's ViT-B-16, ViT-L-14, ViT-H-14, ViT-bigG-14 and …-quickgelu, and SigLIP's."""
 
 
 def text_settings(name: str) -> TextSettings:

@@ -38,7 +38,7 @@ OFFERED = (*_TORCH, *_OURS)
 """Every name that an `optimizer` block may have, in any case."""
 # DeepSpeed's arguments that only choose an implementation; ours is torch's fused or foreach one.
 _IMPLEMENTATION = ("torch_adam", "adam_w_mode", "fp32_optimizer_states", "fused", "foreach")
-# What these arguments are for is not to be had here, under ZeRO or in any layout.
+# Arguments whose purpose is unsupported: under ZeRO, or in some layout.
 _REFUSED_ARGUMENTS = {
     "capturable": "it is for CUDA graphs of a whole step, which are not made here",
     "differentiable": "it is for gradients through an optimizer step, which are not taken here",
@@ -145,12 +145,12 @@ def states_per_element(cls: type[torch.optim.Optimizer], arguments: Mapping[str,
 
 
 def rules_of(cls: type[torch.optim.Optimizer]) -> OptimizerRules:
-    """What a class of `optimizer_class` needs in addition to its arithmetic."""
+    """The rules of a class of `optimizer_class`."""
     return getattr(cls, "rules", _ELEMENTWISE)
 
 
 def _try(cls: type[torch.optim.Optimizer], params: Mapping[str, Any], path: str) -> None:
-    """Let the optimizer check its arguments before a process group exists; rate and decay are checked elsewhere."""
+    """Have the optimizer check its arguments before a process group exists; rate and decay are checked elsewhere."""
     others = {"lr", "weight_decay", *rules_of(cls).own_arguments}
     arguments = {key: value for key, value in params.items() if key not in others}
     try:

@@ -74,7 +74,7 @@ class MuonRules(OptimizerRules):
     shown_to_deepspeed = False  # it would orthogonalize gradients itself, before this Muon does
 
     def notes(self, arguments: Mapping[str, Any]) -> list[str]:
-        """Where DeepSpeed's Muon would do something else."""
+        """A note where DeepSpeed's Muon would do something else."""
         if {"nesterov", "adjust_lr_fn"} & arguments.keys():
             return []
         return [
@@ -97,7 +97,7 @@ class MuonRules(OptimizerRules):
 
 
 class Muon(PerParameterOptimizer):
-    """Momentum, orthogonalized matrix by matrix; AdamW for what is no matrix.
+    """Momentum, orthogonalized matrix by matrix; AdamW for all other parameters.
 
     Groups with `use_fallback` get AdamW (NAdamW with `nesterov`); `fallback_names` says which parameters those are.
     The momentum takes half of AdamW's memory. A matrix is gathered on one rank, orthogonalized there, and sent
@@ -281,15 +281,15 @@ class WholeMatrices:
         self._own = [segment for shard in shards for segment in shard.segments]
         # The map's flat tensors that these parameters are, in their order.
         self._number = {segment.block: number for number, shard in enumerate(shards) for segment in shard.segments}
-        told = self._everybodys()
-        held = [[segment for segment, _ in segments] for segments in told]
+        everyones = self._everybodys()
+        held = [[segment for segment, _ in segments] for segments in everyones]
         self._rank = 0 if len(held) == 1 else dist.get_rank(zero_map.group)
         self._slices = {segment.name: segment.tp_slice for segments in held for segment in segments}
         owners = _owners(held, {name: cost(described.full_shape) for name, described in self._slices.items()})
         self.owned = tuple(name for name, owner in owners.items() if owner == self._rank)
         """timm names of the matrices that this rank works on."""
         places = [{segment.place for segment in segments} for segments in held]
-        counted = [{segment.place for segment, counts in segments if counts} for segments in told]
+        counted = [{segment.place for segment, counts in segments if counts} for segments in everyones]
 
         def travels(segment: Segment, rank: int, owner: int) -> bool:
             """Whether a rank's segment goes into the owner's matrix: its own, or what counts where it has no copy."""

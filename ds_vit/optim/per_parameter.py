@@ -46,7 +46,7 @@ class OptimizerRules:
         return None
 
     def identity(self, fallback: frozenset[str] | None) -> dict[str, Any]:
-        """What must be the same in a run that resumes from a checkpoint, as plain data."""
+        """Plain data that must be the same in a run that resumes from a checkpoint."""
         return {}
 
     def rows(self, trained: Collection[str], fallback: frozenset[str] | None) -> list[tuple[str, str]]:

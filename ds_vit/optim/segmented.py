@@ -16,7 +16,7 @@ from ds_vit.device import send
 from ds_vit.parallel.zero_map import Shard, ZeroMap
 
 ELEMENTS_AT_ONCE = 2**22
-"""So many elements have a factor each at a time: 12 bytes per element, 8 of them the index of torch's expansion."""
+"""Elements whose factors are expanded at a time: 12 bytes per element, 8 of them the index of torch's expansion."""
 
 
 class SegmentedTensors:

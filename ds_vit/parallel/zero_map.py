@@ -1,7 +1,7 @@
 """The map of ZeRO's flat memory: which part of which timm parameter lies where on this rank.
 
-DeepSpeed trains flat fp32 tensors, not parameters. What has to know parameters all the same (LAMB's norms, layer-wise
-decay, the moving average, gradient statistics, checkpoints) reads this map. No other file reads where ZeRO's
+DeepSpeed trains flat fp32 tensors, not parameters. Code that needs parameters (LAMB's norms, layer-wise decay, the
+moving average, gradient statistics, checkpoints) reads this map. No other file reads where ZeRO's
 optimizers keep what they train (engine/base.py reads their norms, loss scales and numbers of groups);
 tests/parallel/test_zero_map.py has a canary for each attribute it relies on.
 
@@ -154,7 +154,7 @@ class ZeroMap:
         return getattr(self._optimizer, "optimizer", self._optimizer)
 
     def counts(self, segment: Segment) -> bool:
-        """Whether this rank's copy of a segment is the one that sums over `group` shall see."""
+        """Whether sums over `group` count this rank's copy of a segment."""
         return (self.stage > 0 or self.dp_rank == 0) and (self.tp_rank == 0 or not segment.replicated)
 
     def state_keys(self) -> tuple[str, ...]:
@@ -206,7 +206,7 @@ class ZeroMap:
     def refresh(self) -> None:
         """Bring the values of the flat tensors into the model's own parameters (a collective).
 
-        What ZeRO does at the end of a step: cast, and gather over the data-parallel ranks.
+        As ZeRO at the end of a step: cast, and gather over the data-parallel ranks.
         """
         optimizer = self._optimizer
         if self.stage == 0:
@@ -387,7 +387,7 @@ def _laid_out_like(group: FlatGroup, teachers: Mapping[int, torch.Tensor]) -> to
 
 
 def _gather_flats(optimizer: Any, flats: Sequence[torch.Tensor], shares: Sequence[Sequence[torch.Tensor]]) -> None:
-    """What ZeRO-1 and ZeRO-2 do with their own flat memory at the end of a step."""
+    """All-gather flat memory as ZeRO-1 and ZeRO-2 gather theirs at the end of a step."""
     from deepspeed.runtime.utils import all_gather_dp_groups
 
     all_gather_dp_groups(

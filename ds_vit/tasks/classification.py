@@ -84,8 +84,8 @@ class Accuracy(Metrics):
 
     Args:
         device: where the sums are kept.
-        bce: trained with binary cross-entropy: the probability that is noted is a class's own.
-        noted: keep what each sample was taken for too, in `by_sample` float64 [N, 2]: 1 + the class, its probability.
+        bce: trained with binary cross-entropy: the probability is a sigmoid of the class's logit.
+        noted: also keep each sample's prediction, in `by_sample` float64 [N, 2]: 1 + the class, its probability.
     """
 
     most_noted = 200_000

@@ -37,7 +37,7 @@ _ONE_CAPTION = "a caption describes one image, and there are no labels to mix"
 
 
 class Contrastive(Task):
-    """What `--task clip` and `--task siglip` have in common.
+    """Base of `--task clip` and `--task siglip`.
 
     A batch has "images" [B, 3, H, W] and "texts" int64 [B, L], both on the first stage.
     """
@@ -170,7 +170,7 @@ class Contrastive(Task):
         return self._normalised((images, texts), logits)
 
     def _normalised(self, features: Sequence[torch.Tensor], logits: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What `_features` returns: those of `compared` in float32 [B, E], and the first row of the logits."""
+        """The result of `_features`: those of `compared` in float32 [B, E], and the first row of the logits."""
         return {**dict(zip(self.compared, map(_unit, features), strict=True)), "logits": logits[0]}
 
     def encode(self, name: str, context: StepContext, batch: Batch) -> torch.Tensor:

@@ -32,7 +32,7 @@ class Evaluator:
     """Rates features, in addition to a task's metrics.
 
     Attributes:
-        figure: what it gives.
+        figure: its metric.
         learn: (this rank's `FeatureBank` of the training split, groups) → metrics whose `update` takes features of
             the validation split and their batch, with "targets".
     """
@@ -61,7 +61,7 @@ class FeatureBank:
     def collect(
         cls, outputs: Iterable[tuple[torch.Tensor, Batch]], num_classes: int, groups: Groups, device: torch.device
     ) -> FeatureBank:
-        """The bank of what an engine yields in evaluation, whose batches are dealt to the ranks one after the other."""
+        """The bank of an engine's outputs in evaluation, whose batches are assigned to the ranks in turn."""
         found = []
         for number, (rows, batch) in enumerate(outputs):
             valid = batch["valid"]
@@ -80,7 +80,7 @@ class FeatureBank:
 
 
 class _Top1(Metrics):
-    """Top-1 of what features are taken for; `predict` says it."""
+    """Top-1 accuracy of the classes that `predict` gives."""
 
     def __init__(self, name: str, bank: FeatureBank, groups: Groups) -> None:
         super().__init__(2, bank.features.device)  # right, images
@@ -104,7 +104,7 @@ class _Top1(Metrics):
 
 
 def _unit(features: torch.Tensor) -> torch.Tensor:
-    """Directions in float64, where nearness is not decided by rounding; of what is not finite, none."""
+    """Features normalised in float64, so that rounding decides no neighbour; non-finite rows become zero."""
     return F.normalize(features.double(), dim=1).nan_to_num()
 
 
@@ -196,7 +196,7 @@ class LinearProbe(_Top1):
         self._classify: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def predict(self, features: torch.Tensor) -> torch.Tensor:
-        """As `_Top1.predict`; learns when it is asked for the first time."""
+        """As `_Top1.predict`; the first call fits the classifier."""
         if self._classify is None:
             self._classify = self._fit()
         return self._classify(features).argmax(dim=1)
@@ -217,12 +217,12 @@ class LinearProbe(_Top1):
         for features, _, _ in bank.blocks(block):
             moments[1] += (features.double() - mean).square().sum(0)
         deviation = (self._sum(moments[1]) / count).sqrt()
-        # What varies less than this is rounding to a large part, and rounding differs between layouts: not magnified.
+        # A smaller deviation is mostly rounding, which differs between layouts: it is not magnified.
         least = _LEAST_DEVIATION * (mean.square() + deviation.square()).mean().sqrt()
         deviation.clamp_(min=least)
         deviation[deviation == 0] = 1.0
 
-        # The last column is the bias, which is not held small.
+        # The last column is the bias, which is not penalised.
         weights = moments.new_zeros(bank.num_classes, width + 1, requires_grad=True)
 
         def logits(features: torch.Tensor) -> torch.Tensor:

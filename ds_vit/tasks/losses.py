@@ -20,7 +20,7 @@ Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class LossRule:
-    """Which loss it is and what is done to its targets: followed by every form of the loss.
+    """The kind of loss and the treatment of its targets, for every form of the loss.
 
     Attributes:
         soft_targets: targets are float32 [B, C] with smoothing already inside (mixing), and used as they are, except
@@ -164,9 +164,9 @@ class MaskedPatchLoss:
         return mean, (variance + 1e-6).sqrt()
 
     def painted(self, prediction: torch.Tensor, pixels: torch.Tensor) -> torch.Tensor:
-        """What is painted, as images [B, C, height, width] in the units of `pixels`.
+        """The prediction as images [B, C, height, width] in the units of `pixels`.
 
-        With `norm_pix_loss` each patch gets back the mean and the deviation that the true one has.
+        With `norm_pix_loss` each patch is given the mean and deviation of the true one.
         """
         prediction = prediction.float()
         if self.norm_pix_loss:

@@ -108,7 +108,7 @@ class Reconstruction(Metrics):
         super().__init__(2, device)  # loss, images
         self._loss = loss
         self._image = image
-        # An image, and it painted.
+        # An image and its prediction.
         self.pixels: torch.Tensor = torch.zeros(self.num_shown, 2, 3, *image.img_size, device=device)
 
     @cached_property
@@ -127,7 +127,7 @@ class Reconstruction(Metrics):
         self.pixels[places] = torch.stack((images, self._loss.painted(outputs[rows], images)), dim=1)
 
     def pictures(self) -> dict[str, torch.Tensor]:
-        """A row per sample: the image, its visible patches, the prediction, and that with the visible patches."""
+        """Original, masked, predicted and composite image of each sample, a row each."""
         keys = self._shown
         mean, std = (self.pixels.new_tensor(values).view(-1, 1, 1) for values in (self._image.mean, self._image.std))
         image, painted = (self.pixels[: len(keys)] * std + mean).clamp(0.0, 1.0).unbind(1)

@@ -1,4 +1,4 @@
-"""How well weights do: sums that add up over micro-batches and ranks, and the figures that people see of them."""
+"""Evaluation metrics: sums that add up over micro-batches and ranks, and the figures that are reported of them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ stage is this rank's, and in evaluation "valid" bool [B], which rows count."""
 
 @dataclass(frozen=True)
 class Figure:
-    """A metric as people see it.
+    """A reported metric.
 
     Attributes:
         name: its key in metrics.jsonl.
         label: in a line or a table.
         unit: after the number.
         digits: behind the point, in a line; a table shows one more.
-        higher_is_better: which way is up.
+        higher_is_better: whether a higher value is better.
         summed_up: whether summary.json has its best and its last value. A task's first metric decides which weights are
             the best only if it is.
     """
@@ -39,14 +39,14 @@ class Figure:
         return f"{figures[self.name]:.{self.digits + more_digits}f}{self.unit and ' ' + self.unit}"
 
     def best(self, *values: float) -> float:
-        """The best of some values; one that is not a number is none."""
+        """The best of some values; NaN is the best only where all are."""
         numbers = [value for value in values if value == value] or values
         return max(numbers) if self.higher_is_better else min(numbers)
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """Images with their first captions, for people.
+    """Images with their first captions, for the report.
 
     Attributes:
         samples: K samples, evenly spaced in the split.
@@ -73,7 +73,7 @@ class Metrics(ABC):
             the ranks. None where the metrics have none.
         rows: a float32 row per sample of the split, as `by_sample`, for `compute`. None where the metrics need none.
         pairs: to show, from `compute`. None where the metrics have none.
-        pixels: what `pictures` are made of, zero where this rank has none: they add up over the ranks too.
+        pixels: the contents of `pictures`, zero where this rank has none: they add up over the ranks too.
     """
 
     num_samples: int = 0

@@ -68,7 +68,7 @@ _SIZES = "its crops are of two sizes, --img-size and --local-crops-size"
 _PARTS = ("class", "patch")
 """Class tokens and masked patches: each with its own centre or Sinkhorn-Knopp."""
 _PACKED = ("rows", "weight", "lengths", "of_prototypes")
-"""What a piece has of each part's assignment."""
+"""The tensors of each part's assignment in a piece."""
 
 
 _Taught = dict[str, torch.Tensor]
@@ -77,7 +77,7 @@ _Taught = dict[str, torch.Tensor]
 
 @dataclass(frozen=True, eq=False)
 class _Views:
-    """What follows from the keys of a micro-batch's samples.
+    """Keys and masks of a micro-batch's crops.
 
     Attributes:
         keys: of the crops, int64 [B, V].
@@ -257,7 +257,7 @@ class SelfDistillation(Task):
         return context.forward(tower, inputs, {"keys": keys}, grad=tower == MAIN_TOWER)
 
     def _masked_patches(self, tokens: torch.Tensor, views: _Views) -> torch.Tensor:
-        """Those of global crops' tokens [2B, S, D] that are masked: [M, D]."""
+        """The masked patches among global crops' tokens [2B, S, D]: [M, D]."""
         patches = tokens[:, self.model.num_prefix_tokens :].flatten(0, 1)
         return patches.index_select(0, views.patches)
 

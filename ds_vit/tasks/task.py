@@ -1,4 +1,4 @@
-"""What a run trains: `--task` selects a `Task`, and no code outside this package knows which one it is.
+"""The interface of a task: `--task` selects a `Task`, and no code outside this package knows which one it is.
 
 A task defines the model and its towers, the tensors of a batch, one training step of a micro-batch, and the metrics
 that rate the weights. The input path allocates, loads, broadcasts and pads by `fields`. The engine calls `step` for
@@ -47,7 +47,7 @@ Loss = Callable[[torch.Tensor, Batch], torch.Tensor]
 
 @dataclass(frozen=True)
 class Horizon:
-    """What the schedules of a run are made for; a run that `--max-steps` or a signal stops early keeps it.
+    """The horizon of a run's schedules; a run that `--max-steps` or a signal stops early keeps it.
 
     Attributes:
         total_steps: of the schedules.
@@ -86,7 +86,7 @@ def linear_warmup(step: int, start: float, end: float, warmup_steps: int) -> flo
 
 
 class StepContext(ABC):
-    """What the engine offers to a task's step, on this rank.
+    """The engine's services for a task's step, on this rank.
 
     Attributes:
         groups: the process groups of the run.
@@ -214,9 +214,9 @@ class Task(ABC):
     feature_tower: ClassVar[str] = MAIN_TOWER
     """The tower whose features are evaluated, and whose images token maps show."""
     not_replayed: str = "the task does not state that its steps can be"
-    """Why a CUDA graph cannot replay `step` and `collect`; a derived class states it anew. "" where both do the same in
-    every micro-batch: they read tensors of `fixed_batch` and of the device, and scheduled values, and keep nothing but
-    values in tensors."""
+    """Why a CUDA graph cannot replay `step` and `collect`; each derived class sets it again. It is "" where both do the
+    same in every micro-batch: they read tensors of `fixed_batch` and of the device, and scheduled values, and keep
+    nothing but values in tensors."""
     collected_once: ClassVar[tuple[str, ...]] = ()
     """Tensors of `collect` that are the same in each micro-batch: only those of the first are kept."""
     updates_after_step: ClassVar[bool] = False
@@ -230,7 +230,7 @@ class Task(ABC):
     has_text: ClassVar[bool] = False
     """Whether a field reads texts, so that the images must have captions."""
     takes_pairs: ClassVar[bool] = False
-    """Whether the main tower takes an image and a text together, and nothing with images only."""
+    """Whether the main tower takes an image and a text together, and rejects images without texts."""
     tokenizer: Tokenizer | None = None
     crops: CropConfig | None = None
     encoded_dim: int = 0

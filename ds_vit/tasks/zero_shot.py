@@ -38,7 +38,7 @@ Template = Callable[[str], str]
 
 @dataclass(frozen=True)
 class ZeroShotData:
-    """What `--zeroshot` classifies, and the sentences of its classes.
+    """The images of `--zeroshot` and the prompts of their classes.
 
     Attributes:
         source: images with one class each.

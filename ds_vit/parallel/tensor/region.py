@@ -31,7 +31,7 @@ from ds_vit.parallel.tensor.collectives import (
 
 @dataclass(frozen=True)
 class Region:
-    """Where each rank computes a share of the heads or hidden features of all tokens.
+    """A part of the model in which each rank computes a share of the heads or hidden features of all tokens.
 
     Attributes:
         tp: the group; its `sequence_parallel` says what tokens look like outside.
@@ -155,7 +155,7 @@ class _ShardedNorm(torch.autograd.Function):
 
 
 class ShardedNorm(nn.Module):
-    """What `convert` makes of a timm layer norm (`centred`) or RMS norm over sharded features: this rank's [d]."""
+    """A timm layer norm (`centred`) or RMS norm over sharded features, by `convert`: this rank's [d]."""
 
     centred: bool
     tp: TensorParallel

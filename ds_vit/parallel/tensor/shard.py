@@ -36,7 +36,7 @@ def _planned(module: nn.Module) -> list[tuple[nn.Module, ShardingPlan]]:
 
 
 def _members(module: nn.Module, names: tuple[str, ...]) -> Iterator[tuple[str, nn.Module | torch.Tensor]]:
-    """Those of the named members that exist and are not an identity."""
+    """The named members that exist and are not an identity."""
     for name in names:
         member = getattr(module, name, None)
         if member is not None and not isinstance(member, nn.Identity):

@@ -115,8 +115,7 @@ def assemble_flat(slices: Sequence[torch.Tensor], description: TensorSlice) -> t
 class Segment:
     """`length` elements from `start` of a parameter's flattened tensor slice, in one of a rank's flat tensors.
 
-    The ZeRO map is made of these, and ranks tell each other in them what they hold: to write checkpoints, to put
-    matrices together.
+    The ZeRO map consists of these. Ranks exchange them to write checkpoints and to gather matrices.
 
     Attributes:
         name: timm's.
@@ -145,5 +144,5 @@ class Segment:
 
     @property
     def place(self) -> tuple[str, int, int, int]:
-        """What it is of the whole; the same for copies on several ranks."""
+        """Its place in the whole parameter; the same for copies on several ranks."""
         return self.name, self.tp_slice.slice_rank, self.start, self.length
