@@ -25,7 +25,6 @@ from ds_vit.launching.process import Process
 from ds_vit.models.zoo import create_model
 from ds_vit.monitoring.gradient_health import GradientHealth
 from ds_vit.monitoring.metrics import Listeners, Reporter, Throughput, make_console
-from ds_vit.monitoring.profile import StepProfiler
 from ds_vit.monitoring.progress import Line
 from ds_vit.monitoring.report.record import note_start
 from ds_vit.monitoring.sheets import TrainingSheet
@@ -332,8 +331,8 @@ class Training:
             StepLog(engine, inputs, resolved.log_interval, precision, self.flops, throughput, self.peak, reporter)
         )
         if steps := parse_steps(config.profile_steps, "--profile-steps"):
-            profiler = StepProfiler(steps, self.folder.profile, engine.groups, engine.device)
-            callbacks.append(Profile(profiler, throughput, self.watchdog, reporter))
+            of_rank = (self.folder.profile, engine.groups, engine.device)
+            callbacks.append(Profile(steps, *of_rank, throughput, self.watchdog, reporter))
         return callbacks
 
 

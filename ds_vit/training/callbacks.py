@@ -6,26 +6,35 @@ is a class here and a line in `build._callbacks`.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.profiler import profile, record_function
 
 from ds_vit.config.augmentation import ImageSizes
+from ds_vit.device import is_accelerator, profiled_activities, synchronize
 from ds_vit.engine.base import Engine
 from ds_vit.engine.step_guard import Rejection, StepResult
-from ds_vit.fault_tolerance.errors import ReplicasDiffer
+from ds_vit.fault_tolerance.errors import ReplicasDiffer, first_line
 from ds_vit.fault_tolerance.exit_codes import Diverged
 from ds_vit.fault_tolerance.watchdog import Watchdog
 from ds_vit.models.sequential import timm_names
 from ds_vit.monitoring.gradient_health import GradientHealth
 from ds_vit.monitoring.metrics import Reporter, Throughput
-from ds_vit.monitoring.profile import StepProfiler
 from ds_vit.optim.ema import Ema
+from ds_vit.parallel.groups import Groups, gather_objects
 from ds_vit.tasks.metrics import Batch
+
+WAITING = "waiting for data"
+"""Its name in a trace."""
+_PROFILED = 30  # operations in a table
 
 
 @dataclass(frozen=True)
@@ -324,28 +333,92 @@ class Clock(Callback):
 
 @dataclass(eq=False)
 class Profile(Callback):
-    """Records steps with torch's profiler (--profile-steps)."""
+    """Records steps with torch's profiler (`--profile-steps`) as traces and tables of operations.
 
-    profiler: StepProfiler
+    One rank of each pipeline stage records, because the others of its stage do the same. Work between two steps, such
+    as an evaluation, is not recorded.
+
+    Attributes:
+        steps: to record, counted from 1.
+        folder: for the traces and tables.
+        groups: of the run.
+        device: of this rank.
+        throughput: does not count the time of writing.
+        watchdog: receives that it is written.
+        reporter: of rank 0, says where it is or why it is missing; None elsewhere.
+    """
+
+    steps: range
+    folder: Path
+    groups: Groups
+    device: torch.device
     throughput: Throughput
     watchdog: Watchdog
     reporter: Reporter | None
 
+    def __post_init__(self) -> None:
+        self._records = self.groups.dp_rank == 0 and self.groups.tp_rank == 0
+        self._profile: profile | None = None
+        self._activities = profiled_activities(self.device)
+
     def batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """As `Callback.batches`."""
-        return self.profiler.batches(batches)
+        """As `Callback.batches`; waiting for each is named in the trace."""
+        while True:
+            with record_function(WAITING) if self._profile is not None else contextlib.nullcontext():
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield batch
 
     def before_step(self, step: int) -> None:
         """As `Callback.before_step`."""
-        self.profiler.before(step)
+        if step not in self.steps or not self._records:
+            return
+        if step == self.steps.start:
+            if self._profile is not None:
+                self._profile.stop()  # after a rollback
+            os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # else it prints between the lines of the run
+            self._profile = profile(activities=self._activities)
+            synchronize(self.device)
+            self._profile.start()
+        elif self._profile is not None:
+            self._profile.toggle_collection_dynamic(True, self._activities)
 
     def after_step(self, step: Step) -> None:
         """As `Callback.after_step`; the last step writes the profile (a collective)."""
-        if self.profiler.after(step.number):
+        if step.number not in self.steps:
+            return
+        is_last = step.number == self.steps[-1]
+        if self._profile is not None:
+            synchronize(self.device)
+            if not is_last:
+                self._profile.toggle_collection_dynamic(False, self._activities)
+        if is_last:
             self.throughput.pause()
             self.watchdog.beat(step.number, "writing the profile", patience=4)
-            self.profiler.finish(self.reporter.say if self.reporter else None)
+            self._finish()
             self.throughput.resume()
+
+    def _finish(self) -> None:
+        own: str | None = None
+        try:
+            own = self._write(self._profile) if self._profile is not None else None
+        except Exception as error:  # training continues without it, and the other ranks wait here
+            own = f"WARNING: the profile could not be written: {self.folder}: {first_line(error)}"
+        found = sorted(line for line in gather_objects(own) if line)
+        if self.reporter and found:  # none: resumed between these steps
+            self.reporter.say(found[0])
+
+    def _write(self, recorded: profile) -> str:
+        self._profile = None
+        recorded.stop()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / f"stage{self.groups.pipeline_stage}-rank{self.groups.rank}.json"
+        recorded.export_chrome_trace(str(path))
+        longest = "self_device_time_total" if is_accelerator(self.device) else "self_cpu_time_total"
+        table = recorded.key_averages().table(sort_by=longest, row_limit=_PROFILED, max_name_column_width=80)
+        path.with_suffix(".txt").write_text(table)
+        return f"steps {self.steps[0]} to {self.steps[-1]} profiled: {self.folder}"
 
 
 # ---- do the ranks that should hold the same weights hold the same weights? -------------------------------------------

@@ -6,8 +6,8 @@ import pytest
 from project import ROOT
 from runs import DIGITS, run_quietly
 
-from ds_vit.monitoring.profile import WAITING
 from ds_vit.train import main
+from ds_vit.training.callbacks import WAITING
 
 RUN = [*DIGITS, "--val-split", "", "--max-steps", "6", "--warmup-steps", "1", "--checkpoint-interval", "0"]
 RUN += ["--model-kwargs", "patch_size=4", "embed_dim=32", "depth=3", "num_heads=2", "-b", "4"]

@@ -97,7 +97,7 @@ def _one(record: Record) -> dict[str, Any]:
         ("Classes", class_panels(record)),
         ("Pairs", pair_panels(record)),
         ("Images", _pictures(record)),
-        ("Layout", [card for card in (_launches(record), _layout(record), _predicted(record)) if card]),
+        ("Layout", [card for card in (_launches(record), _layout(record)) if card]),
     ]
     return {
         "heading": record.name,
@@ -159,17 +159,6 @@ def _layout(record: Record) -> Panel | None:
         "hosts": hosts,
         "colours": {host: f"c{at % NUM_COLOURS}" for at, host in enumerate(dict.fromkeys(hosts))},
     }
-
-
-def _predicted(record: Record) -> Panel | None:
-    """Memory by the planner, and measured."""
-    memory = record.summary.get("memory") or {}
-    both = [memory.get("predicted_bytes") or 0, memory.get("measured_bytes") or 0]
-    if not all(both):
-        return None
-    title = "Predicted and measured" + ", on a CPU with everything that the process uses" * record.on_cpu
-    line = ("memory of the fullest rank", *(f"{number / 1e9:.3g} GB" for number in both))
-    return table(title, ("", "predicted", "measured"), [line], wide=True)
 
 
 def _key_figures(record: Record) -> list[tuple[str, str]]:
