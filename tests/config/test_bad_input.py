@@ -1,6 +1,5 @@
 """Bad input: one clear line, exit code 2, no process group, nothing half-written."""
 
-import json
 import sys
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import pytest
 import torch.distributed as dist
 from curves import read_rows, train_rows
 from picture_folders import CPU, TINY, make_folder
+from runs import run_quietly
 from safetensors.torch import load_file
 
 from ds_vit.checkpoint.folder import marked
@@ -33,14 +33,6 @@ def refused(capsys, tmp_path, *words, config=CPU):
     return lines[0]
 
 
-def json_file(tmp_path, **changes):
-    """The CPU file with changes."""
-    data = {**json.loads(Path(CPU).read_text()), **changes}
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(data))
-    return str(path)
-
-
 def test_fast_decoding_without_its_libraries_or_jpegs(capsys, tmp_path, folder, monkeypatch):
     """A flag without effect, and a missing library that a worker would find."""
     pytest.importorskip("simplejpeg")
@@ -52,52 +44,6 @@ def test_fast_decoding_without_its_libraries_or_jpegs(capsys, tmp_path, folder, 
     monkeypatch.setitem(sys.modules, "torchcodec.decoders", None)
     line = refused(capsys, tmp_path, "--data-dir", folder, "--decode", "fast", "--augment-on", "device")
     assert "cannot import torchcodec" in line
-
-
-LION = {"type": "Lion", "params": {"lr": 1e-3, "corrected_weight_decay": True}}
-# Flags, changes of the JSON, and what the line must contain.
-REFUSED = [
-    ("--model vit_tinny_patch16_224", {}, ["vit_tinny_patch16_224", "vit_tiny_patch16_224"]),
-    ("--model resnet50", {}, ["resnet50"]),
-    ("--task mae --model deit_tiny_distilled_patch16_224", {}, ["Distilled"]),
-    ("--model beit_base_patch16_224", {}, ["'beit' family"]),
-    ("--model-kwargs attn_drop_rate=0.1 patch_size=8 depth=1", {}, ["attn_drop"]),
-    ("--data-dir nowhere", {}, ["nowhere"]),
-    ("--deepspeed_config absent.json", {}, ["absent.json"]),
-    ("", {"train_batch_size": 10, "gradient_accumulation_steps": 1}, ["10 is not micro-batch 4 x", "= 4", "or choose"]),
-    ("--batch-size 7", {}, ["7", "6"]),
-    ("--mixup 0.8 --batch-size 3", {}, ["odd", "3"]),
-    ("--eval-metric knn_top1", {}, ["--eval-metric knn_top1", "top1, top5, loss"]),
-    ("--num-classes 1", {}, ["--num-classes 1 is smaller than the 2 classes of the data"]),
-    ("", {"optimizer": {"type": "Rprop"}}, ["optimizer Rprop was removed; use AdamW"]),
-    ("--layer-decay 0.7", {"optimizer": LION}, ["--layer-decay does not work with corrected_weight_decay of Lion"]),
-    (
-        "--sched linear",
-        {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 2}}},
-        ["--sched", "WarmupLR"],
-    ),
-]
-
-
-@pytest.mark.parametrize(("words", "changes", "parts"), REFUSED, ids=lambda value: str(value)[:50])
-def test_refused_before_training(capsys, tmp_path, folder, words, changes, parts):
-    """A message without the numbers, the flag or the nearest valid name; a run that starts or crashes."""
-    data = [] if "--data" in words else ["--data-dir", folder]
-    line = refused(capsys, tmp_path, *data, *words.split(), config=json_file(tmp_path, **changes))
-    assert all(part in line for part in parts), line
-
-
-def run_main(argv):
-    """What a rank runs: main's exit code and what it said."""
-    import contextlib
-    import io
-
-    from ds_vit.train import main
-
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said):
-        code = main(argv)
-    return code, said.getvalue()
 
 
 def test_image_that_cannot_be_decoded(ranks, tmp_path, folder):
@@ -112,7 +58,7 @@ def test_image_that_cannot_be_decoded(ranks, tmp_path, folder):
     argv = [*TINY, "--workers", "2", "--deepspeed_config", CPU, "--data-dir", str(folder)]
     argv += ["--max-steps", "3", "-b", "6", "--output", str(output), "--checkpoint-interval", "0"]
     argv += ["--on-bad-image", "error"]
-    [(code, said)] = ranks.run(1, run_main, argv)
+    [(code, _, said)] = ranks.run(1, run_quietly, argv)
     assert code == 2
     assert str(Path("cat") / "1.png") in said
     assert len([line for line in said.splitlines() if line.startswith("train.py: error")]) == 1
@@ -120,7 +66,7 @@ def test_image_that_cannot_be_decoded(ranks, tmp_path, folder):
     assert not (output / "summary.json").exists()
     (output / "metrics.jsonl").write_text('{"kind": "train", "step": 99}\n')
     (folder / "val" / "cat" / "1.png").write_bytes(sound)
-    [(code, said)] = ranks.run(1, run_main, argv)
+    [(code, _, said)] = ranks.run(1, run_quietly, argv)
     assert code == 0, said
     assert all(row["step"] <= 3 for row in read_rows(output))
     assert (output / "unsaved-1" / "metrics.jsonl").exists()
@@ -144,9 +90,9 @@ def test_too_many_bad_images_end_the_run_saved(ranks, tmp_path, folder):
     layouts = ((1, ["-b", "2", *limit]), (2, ["-b", "1", *error]), (2, ["-b", "2", "--pp", "2", *limit]))
     for world, layout in layouts:
         output = tmp_path / f"run{len(lines)}"
-        results = ranks.run(world, run_main, [*argv, *layout, "--output", str(output)])
-        assert [code for code, _ in results] == [2] * world
-        [line] = [line for _, said in results for line in said.splitlines() if "error" in line]
+        results = ranks.run(world, run_quietly, [*argv, *layout, "--output", str(output)])
+        assert [code for code, *_ in results] == [2] * world
+        [line] = [line for *_, said in results for line in said.splitlines() if "error" in line]
         lines.append(line.replace(str(output), "RUN"))
         step = max(row["step"] for row in train_rows(read_rows(output)))
         assert marked(output / "checkpoints", "latest") == f"step-{step:08d}"
@@ -155,10 +101,14 @@ def test_too_many_bad_images_end_the_run_saved(ranks, tmp_path, folder):
     assert "train/cat/1.png: " in lines[0]
     assert "), and none is allowed;" in lines[0]
     argv += ["-b", "2"]
-    [(code, said)] = ranks.run(1, run_main, [*argv, "--output", str(tmp_path / "allowed")])  # one is always allowed
+    [(code, _, said)] = ranks.run(
+        1, run_quietly, [*argv, "--output", str(tmp_path / "allowed")]
+    )  # one is always allowed
     assert code == 0, said
     (folder / "train" / "cat" / "1.png").write_bytes(sound)
-    [(code, said)] = ranks.run(1, run_main, [*argv, *limit, "--output", str(tmp_path / "run0"), "--resume", "auto"])
+    [(code, _, said)] = ranks.run(
+        1, run_quietly, [*argv, *limit, "--output", str(tmp_path / "run0"), "--resume", "auto"]
+    )
     assert code == 0, said
 
 
@@ -177,7 +127,8 @@ def meet_at_a_taken_port(argv):
         port = other.getsockname()[1]
         os.environ |= {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
         os.environ |= {"MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": "2"}
-        return port, *run_main(argv)
+        code, _, said = run_quietly(argv)
+        return port, code, said
 
 
 def test_a_port_that_is_taken(ranks, tmp_path, folder):
@@ -196,7 +147,7 @@ def test_a_bug_in_a_loaders_worker_is_none_of_the_image(ranks, tmp_path, folder)
     """A ValueError of our own code in a worker, which travelled as if a file were damaged."""
     output = tmp_path / "out"
     argv = [*TINY, "--workers", "2", "--deepspeed_config", CPU, "--data-dir", str(folder), "--output", str(output)]
-    [(code, said)] = ranks.run(1, with_a_broken_sampler, argv)
+    [(code, _, said)] = ranks.run(1, with_a_broken_sampler, argv)
     assert code == exit_codes.BUG
     assert "planted" in said
     assert "train.py: error" not in said
@@ -210,7 +161,7 @@ def with_a_broken_sampler(argv):
         raise ValueError("planted")
 
     batches.TrainBatches.load = broken
-    return run_main(argv)
+    return run_quietly(argv)
 
 
 def test_every_command_shows_a_bug(capsys, monkeypatch):

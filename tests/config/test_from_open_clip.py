@@ -91,7 +91,6 @@ ACCEPTED = {
     ),
     f"{SMALL} --resume latest --name a --logs runs": ("--resume auto --output runs/a",),
     f"{SMALL} --resume logs/a/checkpoints/epoch_3.pt": ("--initial-checkpoint logs/a/checkpoints/epoch_3.pt",),
-    f"{SMALL} --pretrained weights.safetensors": ("--initial-checkpoint weights.safetensors",),
     f"{START} --train-data 'a/{{00..12}}.tar::b/{{00..41}}.tar' --dataset-resampled --model ViT-L-14-336-quickgelu": (
         "--data-dir 'wds/a/{00..12}.tar' 'wds/b/{00..41}.tar'",
         "--model vit_large_patch14_clip_quickgelu_336 --text-model clip_large_quickgelu",
@@ -99,7 +98,6 @@ ACCEPTED = {
     f"{START} --train-data 'a/{{00..12}}.tar::b/{{1..42}}.tar' --model ViT-B-16 --train-data-upsampling-factors 1::2": (
         "--data-weights 13 84",
     ),
-    f"{SMALL} --save-frequency 1": ("--checkpoint-interval epoch",),
     f"{SMALL} --save-frequency 0": ("--checkpoint-interval 0",),
     f"{SMALL} --siglip --accum-freq 4 --grad-checkpointing --torchcompile": (
         "--task siglip --model vit_base_patch16_clip_224 --text-model clip_base --tokenizer clip",
@@ -118,12 +116,10 @@ ACCEPTED = {
         "--sched wsd",
         "--wsd-decay-fraction 0.2 --min-lr 1e-6",
     ),
-    f"{SMALL} --skip-scheduler": ("--sched constant", "--warmup-steps 0"),
     f"{SMALL} --force-quick-gelu --force-image-size 240 240 --image-resize-mode longest --val-data v.csv": (
         "vit_base_patch16_clip_quickgelu_224 --text-model clip_base_quickgelu",
         "--img-size 240 --crop-mode border",
     ),
-    f"{SMALL} --opt timm/lamb --lr 1e-3": ("--clip-grad 1.0",),
 }
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import math
 import shutil
@@ -15,11 +13,13 @@ import torch
 import torchvision
 import yaml
 from project import ROOT
+from runs import run_quietly
 from safetensors.torch import load_file, save_file
 
 from ds_vit import cli
 from ds_vit.tasks.classification import Accuracy
 from ds_vit.tools.evaluate import _other_data_in
+from ds_vit.tools.evaluate import main as evaluate_main
 from ds_vit.weights.files import find_weights
 
 CONFIGS = ROOT / "ds_configs"
@@ -27,18 +27,11 @@ IMAGES = 103  # not a multiple of any batch or rank count used here
 KWARGS = {**oracle.KWARGS, "num_heads": 4}
 
 
-def eval_on_rank(argv):
-    """On a rank: its exit code."""
-    from ds_vit.tools.evaluate import main
-
-    return main(argv)
-
-
 def evaluate(ranks, world, tmp_path, *argv):
     """What `launch/eval.py` writes on `world` ranks."""
     output = tmp_path / "figures.json"
     words = [str(word) for word in (*argv, "--output", output)]
-    assert ranks.run(world, eval_on_rank, words) == [0] * world
+    assert ranks.run(world, evaluate_main, words) == [0] * world
     return json.loads(output.read_text())
 
 
@@ -263,18 +256,10 @@ def test_eval_only_is_the_same_evaluation(ranks, run_folder, tmp_path):
 
 def failed(ranks, argv):
     """Exit code 2 and the one line on stderr."""
-    [(code, _, err)] = ranks.run(1, _quietly, [str(word) for word in argv])
+    [(code, _, err)] = ranks.run(1, run_quietly, argv, main=evaluate_main)
     assert code == 2, err
     assert err.count("\n") == 1, err
     return code, err
-
-
-def _quietly(argv, main=eval_on_rank):
-    """On a rank: exit code, stdout and stderr."""
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = main(argv)
-    return code, out.getvalue(), err.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -354,7 +339,7 @@ def test_which_weights_are_found(tmp_path):
 
 def test_the_command_of_one_process(ranks, run_folder, by_timm):
     """`ds-vit eval` that does not reach the same code, and eval.json in the run's folder."""
-    [(code, out, err)] = ranks.run(1, _quietly, ["eval", str(run_folder), "--val-split", "val"], cli.main)
+    [(code, out, err)] = ranks.run(1, run_quietly, ["eval", run_folder, "--val-split", "val"], main=cli.main)
     assert code == 0, err
     result = json.loads((run_folder / "eval.json").read_text())
     assert right(result) == by_timm(run_folder / "model.safetensors")[:2]

@@ -8,6 +8,7 @@ import shutil
 import pytest
 import timm
 from class_folders import NAMES, make_folders, short_run
+from runs import run_quietly
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -139,19 +140,9 @@ def test_evaluation_refuses_other_classes(ranks, run, data, tmp_path):
         shutil.copytree(data / split, other / split)
         (other / split / NAMES[2]).rename(other / split / "another")
     words = [str(run), "--data-dir", str(other), "--output", str(tmp_path / "eval.json")]
-    [(code, err)] = ranks.run(1, eval_on_rank, words)
+    [(code, _, err)] = ranks.run(1, run_quietly, words, main=evaluate.main)
     assert code == 2
     assert "was trained on 3 classes and the data has 3; " in err
     assert "there and 'another' here" in err
-    assert ranks.run(1, eval_on_rank, [str(run), "--output", str(tmp_path / "eval.json")])[0][0] == 0
-
-
-def eval_on_rank(argv):
-    """On a rank: exit code and stderr."""
-    import contextlib
-    import io
-
-    err = io.StringIO()
-    with contextlib.redirect_stderr(err):
-        code = evaluate.main(argv)
-    return code, err.getvalue()
+    words = [str(run), "--output", str(tmp_path / "eval.json")]
+    assert ranks.run(1, run_quietly, words, main=evaluate.main)[0][0] == 0
