@@ -7,6 +7,7 @@ import tarfile
 import pytest
 from curves import assert_same_curve, read_rows
 from old_runs import FOLDER, STEPS, STOPPED, TASKS, command
+from PIL import Image
 from project import ROOT
 from runs import run_quietly
 
@@ -34,6 +35,12 @@ def in_folder(folder, argv, main=None):
         os.chdir(before)
 
 
+def picture(folder):
+    """An image file."""
+    Image.new("RGB", (32, 24), (200, 30, 90)).save(folder / "picture.png")
+    return folder / "picture.png"
+
+
 def test_tools_read_it(ranks, unpacked, tmp_path):
     """Catches: a tool that an older run's configuration ends, or that finds none of its weights."""
     task, folder = unpacked
@@ -50,7 +57,7 @@ def test_tools_read_it(ranks, unpacked, tmp_path):
     assert metrics
     assert {name: found[name] for name in metrics} == pytest.approx({name: last[name] for name in metrics}, rel=1e-5)
     if task in ("classification", "distillation"):
-        assert "%" in tool("predict", "run", next((ROOT / "docs" / "images").glob("*.png")))
+        assert "%" in tool("predict", "run", picture(tmp_path))
     if task != "bridgetower":
         tool("export", "run", "--to", "timm", "--output", tmp_path / "timm")
         assert (tmp_path / "timm" / "model.safetensors").is_file()
@@ -62,7 +69,7 @@ def test_tools_read_a_run_of_a_removed_optimizer(ranks, tmp_path):
         archive.extractall(tmp_path, filter="data")
     for path in tmp_path.glob("run/deepspeed*.json"):
         path.write_text(path.read_text().replace('"Lamb"', '"Rprop"'))
-    image = next((ROOT / "docs" / "images").glob("*.png"))
+    image = picture(tmp_path)
     export = ("export", "run", "--to", "timm", "--output", tmp_path / "timm")
     for words in (("predict", "run", image), ("eval", "run", "--workers", "0"), export):
         [(code, _, err)] = ranks.run(1, in_folder, str(tmp_path), words, cli.main, timeout=200)
