@@ -31,6 +31,7 @@ from deepspeed.runtime.zero.offload_config import (
 )
 from pydantic import BaseModel
 from ranks import RankFailure, RankPool
+from runs import resolved
 
 from ds_vit.fault_tolerance.errors import UserError
 
@@ -335,20 +336,6 @@ def _write(folder: Path, case_data: Mapping[str, Any], place: int | str) -> list
     return [*ARGS, *schedule, *words, "--pp", pp]
 
 
-def planned(argv: list[str]) -> Resolved:
-    """What the first of two ranks would carry out; nothing is started.
-
-    Raises:
-        ValueError: it is refused.
-    """
-    from ds_vit.config import parse
-    from ds_vit.launching.process import Process
-    from ds_vit.training.resolve import resolve_run
-
-    config, explicit = parse(argv)
-    return resolve_run(config, explicit, Process("env", 0, WORLD, 0, WORLD), on_cpu=True)
-
-
 def _essence(plan: Resolved) -> tuple[Any, ...]:
     """All of a plan that a JSON file decides."""
     told = {key: value for key, value in plan.deepspeed.json.items() if value != {}}
@@ -374,7 +361,7 @@ def without_ranks(case: Case, folder: Path) -> Verdict | None:
 
     argv = _write(folder / "case", case.data, case.place)
     try:
-        plan = planned(argv)
+        plan = resolved(argv, WORLD)
     except ValueError as error:
         # The way out of train.py: a UserError becomes a line for each thing and exit code 2, else there is a traceback.
         head, *lines = str(error).split("\n")
@@ -384,7 +371,8 @@ def without_ranks(case: Case, folder: Path) -> Verdict | None:
         (folder / "case").rename(folder / f"done-{len(list(folder.iterdir()))}")
     reference = folder / f"reference-{zlib.crc32(f'{json.dumps(case.reference)}{case.place}'.encode())}"
     if not reference.exists():
-        (reference / "essence").write_text(str(_essence(planned(_write(reference, case.reference, case.place)))))
+        argv = _write(reference, case.reference, case.place)
+        (reference / "essence").write_text(str(_essence(resolved(argv, WORLD))))
     if str(_essence(plan)) != (reference / "essence").read_text():
         return None
     said = [note.removeprefix(IDLE) for note in plan.notes if note.startswith(IDLE)]
