@@ -216,7 +216,7 @@ def create_self_distillation(
 
 
 def count_crops(model: SelfDistillationViT, *, num_local: int, local_size: int, masked_share: float) -> None:
-    """Set how many images a sample brings to each tower, for estimates of memory and time.
+    """Set how many images one sample brings to each tower, for estimates of memory and time.
 
     A small crop counts by its share of a large one's tokens.
 
