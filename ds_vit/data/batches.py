@@ -340,14 +340,8 @@ def _zeros(shape: tuple[int, ...]) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(storage).view(shape)
 
 
-class ReadFailure(NamedTuple):
-    """An error for people on its way out of a worker, as a value: raised there, torch would wrap it in a traceback."""
-
-    error: Exception
-
-
 class Batches(Dataset):
-    """A map from a batch's number to the batch, or to the failure to read it.
+    """A map from a batch's number to the batch, or to an error for people: torch would wrap one that is raised.
 
     Args:
         reader: of its rows.
@@ -359,12 +353,12 @@ class Batches(Dataset):
         self.reader = reader
         self._most_bytes = most_rows * most_bytes
 
-    def __getitem__(self, number: int) -> MicroBatch | ReadFailure:
+    def __getitem__(self, number: int) -> MicroBatch | Exception:
         try:
             with shielded():
                 return self.load(number)
         except (UserError, OSError) as error:
-            return ReadFailure(error)
+            return error
 
     def load(self, number: int) -> MicroBatch:
         """Read a batch."""

@@ -405,19 +405,19 @@ def require_fast_on_device() -> None:
         ) from error
 
 
-TALLY: Counter[str] = Counter()
-"""Images of this process that were augmented on the device since its training began: "loader" for those that the loader
-decoded, "device" for the others; among these "refused" by the device, and "large" beyond `_AT_ONCE`."""
-
 _AT_ONCE = 256 * 2**20  # bytes of pixels: whole images lie in the device's memory until their crops are taken
 
 
-def decode_on(device: torch.device, files: Sequence[File]) -> Iterator[list[torch.Tensor]]:
+def decode_on(
+    device: torch.device, files: Sequence[File], tally: Counter[str] | None = None
+) -> Iterator[list[torch.Tensor]]:
     """The pixels of JPEG files, several files decoded at once.
 
     Args:
         device: where they are to be. torchcodec decodes on CUDA devices and CPUs; for others the pixels are copied.
         files: of a micro-batch.
+        tally: counts images that were decoded here ("device"), and among these the ones that torchcodec refused
+            ("refused") or that are too large to be decoded with others ("large").
 
     Returns:
         Of the files of each call uint8 [3, H, W] each, on `device`.
@@ -426,6 +426,7 @@ def decode_on(device: torch.device, files: Sequence[File]) -> Iterator[list[torc
         ImageDecodeError: a file that Pillow cannot decode either.
         UserError: torchcodec cannot decode on this device at all.
     """
+    tally = Counter() if tally is None else tally
     where = device if decodes_jpeg(device) else torch.device("cpu")
     sizes = [3 * math.prod(file.size) for file in files]
     keys = [(total // _AT_ONCE, own > _AT_ONCE) for own, total in zip(sizes, itertools.accumulate(sizes), strict=True)]
@@ -441,9 +442,9 @@ def decode_on(device: torch.device, files: Sequence[File]) -> Iterator[list[torc
             if pixels is None or pixels.shape != (3, *file.size):
                 image = decode(file.data.numpy().tobytes(), file.name)
                 pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
-                TALLY["refused"] += 1
+                tally["refused"] += 1
             images.append(pixels.to(device))
-        TALLY.update(device=len(images), large=is_large)
+        tally.update(device=len(images), large=is_large)
         yield images
 
 

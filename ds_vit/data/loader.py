@@ -36,7 +36,6 @@ from ds_vit.data.batches import (
     InSlot,
     MicroBatch,
     Reader,
-    ReadFailure,
     TrainBatches,
     Transform,
     shared_memory_advice,
@@ -117,8 +116,8 @@ class Loader:
                 multiprocessing.connection.wait([worker.sentinel for worker in workers], timeout=1)
                 self._check(workers)
                 raise
-            if isinstance(item, ReadFailure):
-                raise item.error
+            if isinstance(item, Exception):
+                raise item
             yield _each_tensor(_received, item)
 
     def _check(self, workers: Sequence[BaseProcess]) -> None:

@@ -16,7 +16,6 @@ import torch
 from ds_vit.config import RunConfig
 from ds_vit.config.run_folder import RunFolder
 from ds_vit.config.units import Interval, parse_steps
-from ds_vit.data.decode import TALLY
 from ds_vit.data.sources.source import Source
 from ds_vit.engine.start import device_of
 from ds_vit.fault_tolerance.signals import Deadline, Signals
@@ -254,8 +253,9 @@ class Training:
             steps=trainer.step,
             exit_word=exit_word,
         )
-        if total := TALLY["device"] + TALLY["loader"]:
-            summary["decoded_on_device"] = (TALLY["device"] - TALLY["refused"]) / total
+        decoded = trainer.inputs.decoded
+        if total := decoded["device"] + decoded["loader"]:
+            summary["decoded_on_device"] = (decoded["device"] - decoded["refused"]) / total
         images, batch = throughput.total_images, self.config.batch.global_batch
         summary["memory"] = self.peak.figures()
         summary["step_seconds"] = {"measured": batch * throughput.total_seconds / images if images else None}

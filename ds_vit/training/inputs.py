@@ -29,7 +29,6 @@ from ds_vit.config.augmentation import ImageSizes
 from ds_vit.config.run_folder import LineLog
 from ds_vit.data.augment.on_device import Crops
 from ds_vit.data.batches import MicroBatch
-from ds_vit.data.decode import TALLY
 from ds_vit.data.device import finish_keys, finish_valid
 from ds_vit.data.loader import Loader, eval_loader, train_loader
 from ds_vit.data.sampler import SampleOrder, Share, evaluation_keys, evaluation_rows, num_evaluation_batches
@@ -132,6 +131,7 @@ class InputPipeline:
         skipped: file that images are named in that could not be decoded, or None.
 
     Attributes:
+        decoded: images of training that the loader decoded ("loader"), and the counts of `decode_on`.
         look: receives the micro-batches of a new run, as read and as the model gets them; or None.
     """
 
@@ -153,7 +153,7 @@ class InputPipeline:
         epoch_images = order.steps_per_epoch * order.global_batch
         most = config.max_bad_images if config.on_bad_image == "skip" else 0.0
         self.skipped = SkippedImages(skipped, epoch_images=epoch_images, most=most)
-        TALLY.clear()
+        self.decoded: Counter[str] = Counter()
         self._stream = torch.Stream(engine.device) if pins_memory(engine.device) else None
 
     def training(self, first_step: int = 0, skipped_batches: int = 0) -> Generator[Batch, None, None]:
@@ -207,7 +207,8 @@ class InputPipeline:
                 epoch = number // accumulation // config.order.steps_per_epoch
                 self.skipped.add(config.train_source, batch.skipped, "training", epoch)
                 if isinstance(batch.images, Crops) and config.task.augment.decode == "fast":
-                    TALLY["loader"] += sum(crop.file is None for crop in batch.images.crops)
+                    self.decoded["loader"] += sum(crop.file is None for crop in batch.images.crops)
+                    batch = batch._replace(images=batch.images._replace(tally=self.decoded))
                 self._log_samples(number, batch)
             shared = self._share(self._finish(fields, batch, training=True))
             if first_step == 0 and self.look is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from PIL import Image
 from ds_vit.config.augmentation import AugmentConfig, MixConfig
 from ds_vit.data import decode as decoding
 from ds_vit.data.batches import MicroBatch
-from ds_vit.data.decode import TALLY, File, ImageDecodeError, _require_decoder, decode, decode_on
+from ds_vit.data.decode import File, ImageDecodeError, _require_decoder, decode, decode_on
 from ds_vit.data.device import finish_images
 from ds_vit.data.sampler import Share
 from ds_vit.data.settings import ImageConfig
@@ -167,9 +168,9 @@ def test_what_the_device_cannot_decode_pillow_does(monkeypatch):
 
     monkeypatch.setattr(decoders, "decode_jpeg", picky)
     _require_decoder.cache_clear()
-    TALLY.clear()
-    _same_as_pillow(decode_on(CPU, _files(datas)), datas)
-    assert TALLY == {"device": 4, "refused": 2, "large": 0}
+    tally = Counter()
+    _same_as_pillow(decode_on(CPU, _files(datas), tally), datas)
+    assert tally == {"device": 4, "refused": 2, "large": 0}
 
 
 def test_large_images_are_decoded_a_few_at_a_time(monkeypatch):
@@ -182,11 +183,11 @@ def test_large_images_are_decoded_a_few_at_a_time(monkeypatch):
     assert sum(calls) == 5
     assert max(calls) <= 3
     calls.clear()
-    TALLY.clear()
+    tally = Counter()
     monkeypatch.setattr(decoding, "_AT_ONCE", 3 * 62 * 70)  # the last two are larger
-    _same_as_pillow(decode_on(CPU, _files(datas)), datas)
+    _same_as_pillow(decode_on(CPU, _files(datas), tally), datas)
     assert calls[-2:] == [1, 1]
-    assert TALLY == {"device": 5, "large": 2}
+    assert tally == {"device": 5, "large": 2}
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,7 @@ def test_a_parquet_file_is_converted_once_and_again_when_it_changes(plain, tmp_p
         source = pickle.loads(pickle.dumps(open_source("hfds/", str(tmp_path), "train")))
         assert source.describe(7) == str(tmp_path / "train" / "data-00001-of-00002.parquet[2]")
         assert _same(source, plain)
+        assert source.fingerprint == plain.fingerprint, "a run of one form resumes on another"
         made.append({path: path.stat().st_mtime_ns for path in (tmp_path / "train").rglob("*.arrow")})
     assert len(made[0]) == 2
     assert made[0] == made[1]

@@ -1,4 +1,4 @@
-"""Captions: tokens, the built-in glyphs, and the same texts for any number of ranks and workers and from any step."""
+"""Captions: tokens, the built-in glyphs, and images that go with their texts."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from micro_batches import in_global_order, load
+from micro_batches import load
 from PIL import Image
 from token_files import write_tokenizer
 
 from ds_vit.config.augmentation import AugmentConfig, MixConfig
 from ds_vit.data.decode import undecodable
-from ds_vit.data.device import finish_texts
 from ds_vit.data.loader import eval_loader
 from ds_vit.data.sampler import Share
 from ds_vit.data.settings import ImageConfig
@@ -30,7 +29,6 @@ from ds_vit.fault_tolerance.errors import UserError
 
 BYTES = build_tokenizer("bytes", 24)
 SETTINGS = {"image": ImageConfig((8, 8)), "augment": AugmentConfig(no_aug=True), "mix": MixConfig()}
-LAYOUTS = [Share(0, 1, 12), Share(0, 1, 3, 4), Share(0, 3, 2, 2)]
 
 
 class Pairs(Source):
@@ -67,13 +65,6 @@ def text_of(ids: torch.Tensor) -> str:
     end = ids.tolist().index(BYTES.end_id)
     assert set(ids.tolist()[end + 1 :]) <= {BYTES.pad_id}
     return bytes(ids.tolist()[1:end]).decode()
-
-
-def loaded(share: Share, start: int = 0, stop: int = 6, **options) -> torch.Tensor:
-    """The texts of some steps, [steps, 12, 24]."""
-    options = {**SETTINGS, "on_bad_image": "skip", "tokenizer": BYTES, **options}
-    batches = load(Pairs(), share, start, stop, **options)
-    return in_global_order(batches, share, lambda batch: finish_texts(batch, device="cpu"))
 
 
 def test_bytes():
@@ -166,25 +157,12 @@ def test_captions_that_are_cut_are_counted():
     assert default_context_length("clip", 64) == 64
 
 
-def test_neither_layout_nor_workers_nor_the_first_step_change_a_text():
-    """Would catch a draw that depends on the rank, a replaced image with the bad one's text, and texts that decode."""
-    whole = loaded(LAYOUTS[0])
-    for share, options in (
-        *((share, {}) for share in LAYOUTS[1:]),
-        (LAYOUTS[2], {"start": 2, "num_workers": 2}),
-        (LAYOUTS[1], {"load_images": False, "load_targets": False, "start": 1, "stop": 4}),
-    ):
-        steps = slice(options.get("start", 0), options.get("stop", 6))
-        assert torch.equal(loaded(share, **options), whole[steps]), options
-    texts = [text_of(row) for row in whole.flatten(0, 1)]
-    assert {text.split(",")[0] for text in texts} <= {str(n) for n in range(30) if n % 5 != 4}
-    assert len({text for text in texts if text.startswith("2,")}) > 1, "an image's captions are never drawn"
-
-
 def test_images_go_with_their_texts():
     """Would catch a replacement that brings only one of the two, in training and in evaluation."""
     options = {**SETTINGS, "on_bad_image": "skip", "tokenizer": BYTES}
-    batches = load(Pairs(), LAYOUTS[0], **options)
+    batches = load(Pairs(), Share(0, 1, 12), **options)
+    drawn = {text_of(ids) for batch in batches for ids in batch.texts}
+    assert len([text for text in drawn if text.startswith("2,")]) > 1, "an image's captions are never drawn"
     batches += eval_loader(Pairs(), image=SETTINGS["image"], batch=12, on_bad_image="skip", tokenizer=BYTES)
     for batch in batches:
         for image, ids in zip(batch.images[batch.valid], batch.texts[batch.valid], strict=True):
@@ -197,7 +175,7 @@ def test_texts_that_nothing_reads_cost_nothing():
     """Would catch captions that are read for a task of images only."""
     pairs = Pairs()
     pairs.captions = lambda index: pytest.fail("a caption was read")
-    batches = load(pairs, LAYOUTS[0], **SETTINGS, on_bad_image="skip")
+    batches = load(pairs, Share(0, 1, 12), **SETTINGS, on_bad_image="skip")
     assert {batch.texts for batch in batches} == {None}
 
 

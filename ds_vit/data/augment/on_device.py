@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -79,13 +80,15 @@ class Cut(NamedTuple):
 class Crops(NamedTuple):
     """The samples of a micro-batch before augmentation: the bytes of one after the other, uint8, and what to do.
 
-    `num_views` is how many crops a sample has, one sample after the other; 0 if it is one image.
+    `num_views` is how many crops a sample has, one sample after the other; 0 if it is one image. `tally` is that of
+    `decode_on`.
     """
 
     data: torch.Tensor
     crops: Sequence[Crop]
     size: Size
     num_views: int = 0
+    tally: Counter[str] | None = None
 
 
 class CuttingTransform:
@@ -196,7 +199,7 @@ def _pixels(crops: Crops, device: torch.device) -> Iterator[tuple[torch.Tensor, 
     files = [File(part, *crop.file) for part, crop in zip(data, crops.crops, strict=True) if crop.file and len(part)]
     owners = np.cumsum([bool(crop.file and crop.num_bytes) for crop in crops.crops]) - 1
     done = 0
-    for images in decode_on(device, files):
+    for images in decode_on(device, files, crops.tally):
         is_planar = all(image.is_contiguous() for image in images)
         flat = [(image if is_planar else image.permute(1, 2, 0)).reshape(-1) for image in images]
         begins = np.cumsum([0, *map(len, flat)]).tolist()
