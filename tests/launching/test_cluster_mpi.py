@@ -48,30 +48,20 @@ def test_mpirun_over_two_hosts(ranks, real_images, tmp_path):
     assert not list(tmp_path.rglob("pwned"))
 
 
-def test_a_signal_and_an_error_under_mpirun(tmp_path):
-    # Catches: mpirun that kills the ranks on SIGTERM before they have saved; an error lost among mpirun's own words.
-    fails, waits = tmp_path / "fails", tmp_path / "waits"
-    fails.mkdir()
-    waits.mkdir()
+def test_a_signal_under_mpirun(tmp_path):
+    # Catches: mpirun that kills the ranks on SIGTERM before they have saved.
     (tmp_path / "script.py").write_text(
         "import os, pathlib, signal, sys, time\n"
         "rank = os.environ['OMPI_COMM_WORLD_RANK']\n"
-        "def end(number, frame): pathlib.Path('saved' + rank).write_text(str(number)); sys.exit(75)\n"
+        "def end(number, frame): pathlib.Path('saved' + rank).touch(); sys.exit(75)\n"
         "signal.signal(signal.SIGUSR1, end)\n"
-        "if sys.argv[1:] == ['fail'] and rank == '1': raise RuntimeError('rank 1 is unhappy')\n"
         "pathlib.Path('ready' + rank).touch(); time.sleep(300)\n"
     )
     line = [*LAUNCH, "--mpirun", "mpirun --oversubscribe", str(tmp_path / "script.py")]
-    done = subprocess.run([*line, "fail"], cwd=fails, env=environ(), capture_output=True, text=True, timeout=200)
-    assert done.returncode == 1
-    said = done.stderr[done.stderr.rindex("failed first") :]
-    assert "RuntimeError: rank 1 is unhappy" in said
-
-    process = subprocess.Popen(line, cwd=waits, env=environ(), stderr=subprocess.PIPE, text=True)
-    wait_until(lambda: len(list(waits.glob("ready*"))) == 2 or process.poll() is not None, "no ranks")
+    process = subprocess.Popen(line, cwd=tmp_path, env=environ(), stderr=subprocess.PIPE, text=True)
+    wait_until(lambda: len(list(tmp_path.glob("ready*"))) == 2 or process.poll() is not None, "no ranks")
     assert process.poll() is None, process.communicate()[1]
     process.terminate()
     _, error = process.communicate(timeout=120)
     assert process.returncode == 75, error
-    assert (waits / "saved0").exists()
-    assert (waits / "saved1").exists()
+    assert len(list(tmp_path.glob("saved*"))) == 2

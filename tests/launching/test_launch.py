@@ -9,7 +9,6 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -43,59 +42,30 @@ def launch(command: Sequence[str], cwd: Path, **environ: str) -> subprocess.Comp
     return subprocess.run(command, cwd=cwd, env=env | ON_CPU | environ, capture_output=True, text=True, timeout=300)
 
 
-def launchers() -> dict[str, tuple[list[str], int]]:
-    """Launcher → (its command before `launch/train.py`, its number of ranks)."""
-    python = sys.executable
-    port = ["--master_port", str(free_port())]
-    return {
-        "python": ([python], 1),
-        "torchrun": ([str(BIN / "torchrun"), "--nproc_per_node", "2", *port], 2),
-        "ds-vit launch": ([python, "-m", "ds_vit.cli", "launch", "-n", "2", "train"], 2),
-        "mpirun": ([str(BIN / "mpirun"), "-np", "2", "--oversubscribe", "--bind-to", "none", python], 2),
-    }
-
-
 @pytest.fixture(scope="module")
 def reference(ranks) -> list[dict]:
     """The same training in one rank of the pool."""
     return train_in(ranks, 1, [*TRAINING, "--batch-size", "16"])
 
 
-@pytest.mark.parametrize("launcher", ["python", "torchrun", "mpirun", "ds-vit launch"])
-def test_every_launcher_trains_the_same(launcher, reference, tmp_path):
+@pytest.mark.parametrize("launcher", ["torchrun", "ds-vit launch"])
+def test_each_launcher_trains_the_same(launcher, reference, tmp_path):
     # Catches: a launcher whose ranks do not find each other, all take rank 0's data, or train a model each.
-    command, num_ranks = launchers()[launcher]
-    environ = {}
-    if launcher == "mpirun":
-        if not (BIN / "mpirun").exists():
-            pytest.skip("no mpirun: pip install 'ds-vit[mpi]'")
-        port = str(free_port())
-        environ = {"MASTER_PORT": port, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    line = [sys.executable, "-m", "ds_vit.cli", "launch", "-n", "2", "train"]
+    if launcher == "torchrun":
+        port = ["--master_port", str(free_port())]
+        line = [str(BIN / "torchrun"), "--nproc_per_node", "2", *port, str(ROOT / "launch" / "train.py")]
     output = tmp_path / "out"
-    arguments = [*TRAINING, "--batch-size", str(16 // num_ranks), "--output", str(output)]
-    script = [] if command[-1] == "train" else [str(ROOT / "launch" / "train.py")]
-    done = launch([*command, *script, *arguments], tmp_path, **environ)
+    done = launch([*line, *TRAINING, "--batch-size", "8", "--output", str(output)], tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert json.loads((output / "summary.json").read_text())["layout"]["dp"] == num_ranks
+    assert json.loads((output / "summary.json").read_text())["layout"]["dp"] == 2
     assert_same_curve(reference, read_rows(output), rtol=1e-5)
 
 
-def test_bad_input_is_one_line_and_exit_code_2(tmp_path):
-    # Catches: an error printed once per rank, lost by the launcher, or found after the run's folder was made.
-    command = [sys.executable, str(BIN / "deepspeed"), "--num_accelerators", "2", "--master_port", str(free_port())]
-    arguments = [*CONFIG, "--dataset", "digits", "--model", "vit_tiny_patch17_224", "--output", str(tmp_path / "out")]
-    done = launch([*command, str(ROOT / "launch" / "train.py"), *arguments], tmp_path)
-    assert done.returncode == 2, done.stdout + done.stderr
-    said = [line for line in (done.stdout + done.stderr).splitlines() if line.startswith("train.py: error")]
-    assert len(said) == 1
-    assert "vit_tiny_patch16_224" in said[0]
-    assert "Traceback" not in done.stdout + done.stderr
-    assert not (tmp_path / "out").exists()
-
-
 def test_ds_vit_launch_ends_with_the_whole_message(tmp_path):
-    # Catches: words of the launcher, or the first line only, as the last thing on the screen.
-    words = ["train", "--modle", "x", "--lrr", "3"]
+    # Catches: words of the launcher, or the first line only, as the last thing on the screen; an error that is found
+    # after the run's folder was made.
+    words = ["train", "--modle", "x", "--lrr", "3", "--output", "out"]
     done = launch([sys.executable, "-m", "ds_vit.cli", "launch", "-n", "2", *words], tmp_path)
     assert done.returncode == 2, done.stdout + done.stderr
     first, *problems, remedy, others = done.stderr.partition("failed first")[2].splitlines()[1:]
@@ -104,6 +74,7 @@ def test_ds_vit_launch_ends_with_the_whole_message(tmp_path):
     assert flags == ["--modle", "--lrr", "--deepspeed_config", "--data-dir"]
     assert "ds-vit from-timm" in remedy
     assert others == "run: (1 more rank ended after it)"
+    assert not (tmp_path / "out").exists()
 
 
 def process_of_rank(rank: int, output: Path) -> psutil.Process:
@@ -117,30 +88,28 @@ def process_of_rank(rank: int, output: Path) -> psutil.Process:
     raise AssertionError(f"no process of rank {rank}")
 
 
-def test_a_frozen_rank_ends_the_run_and_it_goes_on(ranks, tmp_path):
-    # Catches: a run that hangs on a rank that stands still; a restart from the beginning, or with another curve.
-    output, steps = tmp_path / "out", 40
-    words = [str(steps) if word == "3" else word for word in TRAINING] + ["--batch-size", "8"]
-    limits = ["--stall-seconds", "10", "--checkpoint-interval", "5", "--output", str(output)]
+def test_a_killed_rank_ends_the_run_and_it_resumes(ranks, tmp_path):
+    # Catches: a run that hangs on a rank that is gone; a restart from the beginning, or with another curve.
+    output = tmp_path / "out"
+    words = ["40" if word == "3" else word for word in TRAINING] + ["--batch-size", "8"]
     line = ["bash", str(ROOT / "launch" / "local.sh"), "--num_ranks", "2", "--restarts", "1", "--backoff", "0"]
-    line += ["--grace", "5", "--logs", str(tmp_path / "logs"), str(ROOT / "launch" / "train.py"), *words, *limits]
+    line += ["--grace", "2", "--logs", str(tmp_path / "logs"), str(ROOT / "launch" / "train.py"), *words]
+    line += ["--checkpoint-interval", "5", "--output", str(output)]
     environ = {**os.environ, **ON_CPU, "DS_VIT_PYTHON": sys.executable}
     process = subprocess.Popen(line, cwd=tmp_path, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     try:
         latest = output / "checkpoints" / "latest"
         wait_until(lambda: latest.exists() or process.poll() is not None, "no checkpoint")
         assert process.poll() is None, process.communicate()[1]
-        process_of_rank(1, output).send_signal(signal.SIGSTOP)
+        process_of_rank(1, output).kill()
         _, error = process.communicate(timeout=300)
     finally:
         process.kill()
         process.wait()
     said = error.decode()
     assert process.returncode == 0, said
+    assert "failed first" in said
     assert "restarting in 0 s with --resume auto (restart 1 of 1)" in said
-    assert re.search(r"failed first, code 7[12]", said), said
-    assert "rank 1 (host" in said
-    assert "is lost: no sign of life" in said
     assert_same_curve(train_in(ranks, 2, words), read_rows(output), rtol=1e-6)
 
 
@@ -249,7 +218,7 @@ def test_glyphs_names_characters(tmp_path):
     # Catches: a recipe that does not learn, a flag of predict that was renamed, a character that is not held out, a
     # held-out name with a word that has no token, and names that differ only after the context length.
     env = {**os.environ, **ON_CPU, "DS_VIT_PYTHON": sys.executable}
-    line = ["bash", ROOT / "launch" / "glyphs.sh", tmp_path / "run", "--max-steps", "12", "--log-interval", "1"]
+    line = ["bash", ROOT / "launch" / "glyphs.sh", tmp_path / "run", "--max-steps", "6", "--log-interval", "1"]
     done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     losses = [row["loss"] for row in read_rows(tmp_path / "run") if row["kind"] == "train"]

@@ -139,10 +139,6 @@ class Host:
         self.sshd.wait(20)
         self.sshd = None
 
-    def kill(self) -> None:
-        """Pull the power plug: every process of this host is killed, and its network is gone."""
-        os.kill(self.init, 9)
-
     def processes(self) -> list[str]:
         """The command lines of the processes that run on this host, without those of this call and the sshd's."""
         lines = self.check("ps", "-e", "-o", "args=").splitlines()
