@@ -85,7 +85,7 @@ def reset_peak_bytes(device: torch.device) -> None:
 
 @dataclass
 class _Pool:
-    """The memory pool of this process's graphs.
+    """The memory pool of this process's graphs; the allocator does not count what only replays write.
 
     Attributes:
         bytes: that it holds.
@@ -99,16 +99,11 @@ class _Pool:
 _pool = _Pool()
 
 
-def reserved_bytes(device: torch.device) -> int:
-    """Bytes that this process has taken of an accelerator, for tensors, graphs and later ones."""
-    return torch.accelerator.memory_reserved(device)
-
-
-def count_pool(device: torch.device, more: int) -> None:
-    """Note that the graphs' pools hold so many more bytes; the allocator does not count what only replays write."""
+def count_pool(device: torch.device, size: int) -> None:
+    """Set the number of bytes that the graphs' pool holds."""
     before = peak_bytes(device)
     reset_peak_bytes(device)
-    _pool.bytes, _pool.peak_before = _pool.bytes + more, before
+    _pool.bytes, _pool.peak_before = size, before
 
 
 def has_graphs() -> bool:
@@ -121,21 +116,22 @@ def graph_pool(device: torch.device) -> Any:
     return torch.get_device_module(device).graph_pool_handle()
 
 
-def new_graph(device: torch.device) -> Any:
-    """What `capture` records into; `replay()` repeats it."""
-    return torch.get_device_module(device).CUDAGraph()
-
-
 @contextlib.contextmanager
-def capture(device: torch.device, graph: Any, pool: Any) -> Iterator[None]:
-    """Within it, operations of this thread are recorded, on a separate stream, and not run.
+def capture(device: torch.device, pool: Any) -> Iterator[Any]:
+    """Record the operations of this thread in a graph, on a separate stream, without running them.
 
     Other threads work as always: the loader's pins memory.
+
+    Yields:
+        The graph; `replay()` repeats it.
     """
-    stream = torch.accelerator.current_stream(device)
+    module, stream = torch.get_device_module(device), torch.accelerator.current_stream(device)
+    graph = module.CUDAGraph()
     try:
-        with torch.get_device_module(device).graph(graph, pool=pool, capture_error_mode="thread_local"):
-            yield
+        with module.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            before = torch.accelerator.memory_reserved(device)  # torch has emptied its cache by now
+            yield graph
+        count_pool(device, _pool.bytes + torch.accelerator.memory_reserved(device) - before)
     except BaseException:
         # Where CUDA has given up the capture, torch raises before it leaves the stream and closes the pool. Blocks that
         # several streams use are not freed while a pool is open.

@@ -1,7 +1,7 @@
-"""One face over DeepSpeed's engines: initialise, train a step, run the model, sum and mean over the ranks.
+"""The interface of both engines around DeepSpeed: initialise, train a step, run the model, reduce over the ranks.
 
-What DeepSpeed's engines do otherwise than we need is worked around here, in start.py and patches/, with
-a canary test each in tests/engine/test_deepspeed_canaries.py.
+Workarounds for DeepSpeed are in this module, start.py and patches.py; each has a canary test in
+tests/engine/test_deepspeed_canaries.py.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from ds_vit.optim.build import rules_of
 from ds_vit.optim.ema import TeacherAverage
 from ds_vit.optim.rate_factors import RateFactors
 from ds_vit.parallel.groups import Groups, gather_rows
+from ds_vit.parallel.tensor.class_parallel import gather_logits
 from ds_vit.parallel.tensor.collectives import TensorParallel
 from ds_vit.parallel.zero_map import ZeroMap, build_zero_map, flat_groups
 from ds_vit.tasks.metrics import Batch
@@ -44,16 +45,16 @@ from ds_vit.tasks.task import StepContext, Task
 Run = Callable[[StepContext, Batch], torch.Tensor]
 """(context of this rank, micro-batch) → outputs [B, …]."""
 
-# Evaluation runs this many batches at a time: through a pipeline the bubble stands against the logits kept, and between
-# two such chunks a run can be stopped.
+# Evaluation runs this many batches at a time: trades pipeline bubble against logits held. Between two such chunks a run
+# can be stopped.
 EVAL_CHUNK = 32
-# What DeepSpeed's DynamicLossScaler counts.
+# The counters of DeepSpeed's DynamicLossScaler.
 _LOSS_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 @dataclass(kw_only=True, eq=False)
 class RankContext(StepContext):
-    """What the contexts of both engines have in common; attributes as in `StepContext`.
+    """Base of both engines' contexts; attributes as in `StepContext`.
 
     Attributes:
         zero_map: of this rank; None in evaluation only.
@@ -79,17 +80,15 @@ class RankContext(StepContext):
 
 
 class Engine(ABC):
-    """What is common to the plain and the pipeline engine.
+    """Base of the plain and the pipeline engine.
 
     Args:
-        model: what DeepSpeed shall train.
+        model: that DeepSpeed trains.
         optimizer: over the model's trained parameters; None for evaluation only.
         task: defines the training step.
         config: the DeepSpeed JSON with every "auto" resolved.
         groups: of the run.
         class_parallel: the ranks over which the outputs are sharded by class, or None.
-        input_names: the fields of a batch that the model takes, in its order; the keys follow them.
-        whole_outputs: puts outputs together that are cut over classes (a collective of the tensor-parallel group).
         write_initial: passes initial values in fp32 to `ZeroMap.set_values`; None where the model has them in fp32.
 
     Attributes:
@@ -111,8 +110,6 @@ class Engine(ABC):
         *,
         groups: Groups,
         class_parallel: TensorParallel | None = None,
-        input_names: Sequence[str] = ("images",),
-        whole_outputs: Callable[[torch.Tensor], torch.Tensor] = lambda outputs: outputs,
         write_initial: Callable[[Callable[[Mapping[str, torch.Tensor]], None]], None] | None = None,
     ) -> None:
         import deepspeed
@@ -123,20 +120,19 @@ class Engine(ABC):
         self.groups = groups
         self._task = task
         self._sizes: SizeSwitch | None = None
-        self._input_names = tuple(input_names)
-        self._whole_outputs = whole_outputs
+        self._input_names = [field.name for field in task.fields(training=True) if field.stage == "first"]
         self._clip = float(own["gradient_clipping"])
         own_sums = optimizer is not None and takes_gradients(own)
         if own_sums:  # for another type than the model's, DeepSpeed has other wrappers, and another copy of gradients
             own.get("data_types", {}).pop("grad_accum_dtype", None)
         if self.stage == 0:
-            # Without ZeRO DeepSpeed throws the norm away, and in a pipeline clips by a wrong one.
+            # Without ZeRO DeepSpeed discards the norm, and in a pipeline clips by a wrong one: the flat gradient clips.
             own["gradient_clipping"] = 0.0
         if optimizer is not None and not rules_of(type(optimizer)).shown_to_deepspeed:
             own.pop("optimizer", None)
         own["zero_allow_untested_optimizer"] = True
         if self.stage == 3:
-            own["zero_optimization"]["contiguous_gradients"] = False  # a bucket that nobody would use
+            own["zero_optimization"]["contiguous_gradients"] = False  # a bucket that would not be used
         own["zero_force_ds_cpu_optimizer"] = False  # DeepSpeed's own CPU Adam needs a JIT build
         if "steps_per_print" not in own:
             own["steps_per_print"] = 2**63 - 1
@@ -148,6 +144,7 @@ class Engine(ABC):
         import_muon_uncompiled()
         self.on_close = contextlib.ExitStack()
         self.engine, *_ = deepspeed.initialize(**arguments)
+        self._grad_scaler = autocast_scaler(self.engine)
         self.units = ZeroUnits(self.engine, trains=optimizer is not None) if self.stage == 3 else None
         if self.units is not None:
             self.on_close.callback(self.units.close)
@@ -178,7 +175,7 @@ class Engine(ABC):
         self.engine._take_model_step = clip_and_take_step
 
     def _adapt_the_optimizer(self) -> None:
-        """Have DeepSpeed's wrapper of the optimizer sum, clip and judge as we need it, and guard its steps."""
+        """Patch reduction, clipping and overflow checks of DeepSpeed's optimizer, and guard its steps."""
         groups, optimizer, flat = self.groups, self.engine.optimizer, self.flat
         names = timm_names(self.engine.module)
         if flat is not None:
@@ -193,31 +190,28 @@ class Engine(ABC):
             flats = flat_groups(optimizer) if self.stage < 3 else ()
             self.zero_map = build_zero_map(self.engine, groups, names, self._task.is_fixed, flats)
         sums = flat or self.units
-        judges = sums is not None and self._device_can_judge()
+        decides = sums is not None and self._device_can_decide()
         if self.units is not None:
             self.units.count(self.zero_map)
-            if judges:
-                self.units.defer_norm_check(lambda: self.guard.device_judges)
+            if decides:
+                self.units.defer_norm_check(lambda: self.guard.device_decides)
         self.guard = StepGuard(
             self.zero_map,
             self._current_norm,
             self._current_loss,
             self.clipped_by,
-            judged=self._norm_is_judged(),
-            square_norms=sums.square_norms if sums is not None and judges else None,
+            checked=self._norm_is_checked(),
+            square_norms=sums.square_norms if sums is not None and decides else None,
         )
         self._keep_bounds()
         if self.engine.lr_scheduler is not None:
-            hold_scheduler_on_skipped_steps(self.engine.lr_scheduler, lambda: self.guard.rejection is None)
+            hold_scheduler_on_skipped_steps(self.engine.lr_scheduler, lambda: self.guard.skipped is None)
 
     def _keep_bounds(self) -> None:
-        """Clamp the task's bounded parameters once they are updated; ZeRO then copies them to the model.
-
-        ZeRO steps the optimizer once for each parameter group: a clamp before a parameter's own turn would be undone.
-        """
+        """Clamp the task's bounded parameters after each update; ZeRO then copies them to the model."""
         bounds, base = self._task.bounds, self.zero_map.base
         bounded = [
-            (shard.parameter, view, bounds[segment.name])
+            (view, bounds[segment.name])
             for shard in self.zero_map.shards
             for segment, view in zip(shard.segments, shard.views(), strict=True)
             if segment.name in bounds
@@ -228,27 +222,26 @@ class Engine(ABC):
 
         def step_and_clamp(*args: Any, **kwargs: Any) -> Any:
             result = take_step(*args, **kwargs)
-            for parameter, view, (low, high) in bounded:
-                if any(stepped is parameter for group in base.param_groups for stepped in group["params"]):
-                    view.clamp_(low, high)
+            for view, (low, high) in bounded:
+                view.clamp_(low, high)
             return result
 
         base.step = step_and_clamp
 
     @property
     def module(self) -> nn.Module:
-        """The part of the model that DeepSpeed trains on this rank."""
+        """This rank's part of the model."""
         return self.engine.module
 
     def tower(self, name: str) -> SequentialViT:
-        """One tower of the task; not in a pipeline, whose stages have parts of it."""
+        """One tower of the task; without a pipeline, whose stages hold parts of it."""
         module = self.module
         assert isinstance(module, Towers)
         return module[name]
 
     @property
     def device(self) -> torch.device:
-        """Where the inputs have to be."""
+        """The device of the inputs."""
         return self.engine.device
 
     @property
@@ -258,13 +251,13 @@ class Engine(ABC):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type that the model takes its pixels in."""
+        """The type of the model's images."""
         if self.engine.bfloat16_enabled():
             return torch.bfloat16
         return torch.float16 if self.engine.fp16_enabled() else torch.float32
 
     def take_images_of(self, size: int, patch_size: tuple[int, int]) -> None:
-        """Let the model take square images of another size from the next batch on, in training and evaluation.
+        """Set the size of square images from the next batch on, in training and evaluation.
 
         Args:
             size: pixels; for a model that `check_sizes` accepts.
@@ -304,10 +297,6 @@ class Engine(ABC):
     def lr(self) -> float:
         """The base learning rate of the next step."""
         return float(self.engine.optimizer.param_groups[0]["lr"])
-
-    @property
-    def _grad_scaler(self) -> torch.amp.GradScaler | None:
-        return autocast_scaler(self.engine)
 
     def loss_scale(self) -> float:
         """The loss scale of the next step; 1 where there is none."""
@@ -365,8 +354,8 @@ class Engine(ABC):
 
         Args:
             batches: of this rank.
-            meanwhile: called before anything of this step changes the weights, if it can be while the device has work:
-                the moment to ask for the verdict on the step before, and to leave training by an exception.
+            meanwhile: called before this step changes the weights, if possible while the device has work. It reads the
+                outcome of the step before, and may leave training by an exception.
         """
 
     @abstractmethod
@@ -378,8 +367,8 @@ class Engine(ABC):
         Args:
             batches: this rank's evaluation batches, all of one shape.
             num_batches: how many; the same on every rank.
-            features: let the last layer give the images' features (see `giving_features`) in place of its outputs.
-            run: gives what is yielded, in place of `Task.outputs`.
+            features: the last layer returns the images' features (see `giving_features`) in place of its outputs.
+            run: returns the outputs, in place of `Task.outputs`.
 
         Yields:
             (outputs of the last layer in fp32, batch) of each batch, on the ranks whose rows count: those of the
@@ -388,25 +377,27 @@ class Engine(ABC):
 
     def _whole(self, outputs: torch.Tensor, features: bool) -> torch.Tensor:
         """Outputs of the last layer in fp32, gathered where they are sharded over classes; features never are."""
-        return (outputs if features else self._whole_outputs(outputs)).float()
+        tp = self.context.class_parallel
+        if tp is not None and not features:
+            outputs = gather_logits(outputs, num_classes=self._task.num_classes, tp=tp)
+        return outputs.float()
 
     def _inputs(self, batch: Batch) -> tuple[torch.Tensor | None, ...]:
         """The towers' inputs without the keys, the main one's first; None on the other pipeline stages."""
         return tuple(batch.get(name) for name in self._input_names)
 
     def _result(self, loss: torch.Tensor) -> StepResult:
-        norm = self.engine.get_global_grad_norm() if self.flat is None else self.flat.grad_norm
-        return StepResult(loss, norm, self.guard.verdict(applied=self.engine.was_step_applied()))
+        return StepResult(loss, self._current_norm(), self.guard.outcome(applied=self.engine.was_step_applied()))
 
     def _current_norm(self) -> torch.Tensor | float | None:
-        """The global gradient norm before clipping, while the optimizer takes its step."""
+        """The global gradient norm of this step before clipping."""
         return self.engine.optimizer._global_grad_norm if self.flat is None else self.flat.grad_norm
 
-    def _device_can_judge(self) -> bool:
-        """Whether a step whose norm is not finite can be rejected without reading a number on the host.
+    def _device_can_decide(self) -> bool:
+        """Whether the device can skip a step whose norm is not finite, without a number read on the host.
 
-        It can where the optimizer's kernel takes a flag for it, and nobody else has to know before the next step: no
-        loss scale, no scheduler of DeepSpeed's, no other pipeline stage.
+        The optimizer's kernel must take a flag for it, and nothing else may depend on the outcome before the next step:
+        no loss scale, no scheduler of DeepSpeed's, no other pipeline stage.
         """
         engine, optimizer = self.engine, self.engine.optimizer
         return (
@@ -420,7 +411,7 @@ class Engine(ABC):
             and engine.lr_scheduler is None
         )
 
-    def _norm_is_judged(self) -> bool:
+    def _norm_is_checked(self) -> bool:
         """Whether DeepSpeed reads the norm, and skips the step where it is not finite, before it calls the optimizer.
 
         It does at ZeRO-3 and with offload, except for bf16 under `check_grad_overflow: false`. FlatGradient does under
@@ -436,7 +427,7 @@ class Engine(ABC):
         """Sum and number of this rank's losses, while the optimizer takes its step; (None, 0) where it has none."""
 
     def clipped_by(self) -> float:
-        """What clipping multiplies the gradients of the step under way by."""
+        """The factor by which clipping multiplies the gradients of the step under way."""
         norm = self._current_norm()
         if self._clip <= 0 or norm is None:
             return 1.0
@@ -453,7 +444,7 @@ class Engine(ABC):
         return value
 
     def write_events(self, events: Sequence[tuple[str, float, int]]) -> None:
-        """Give figures to the monitors that the JSON switches on (rank 0 only has any)."""
+        """Write figures to the monitors that the JSON enables (on rank 0 only)."""
         if self.engine.monitor.enabled:
             self.engine.monitor.write_events(list(events))
 

@@ -1,9 +1,9 @@
 """The flat gradient of ZeRO-0, ZeRO-1 and ZeRO-2, in place of DeepSpeed's loops over parameters.
 
 A bucket holds neighbouring parameters of a group. As soon as the backward pass has all of its gradients, one operation
-copies them into flat memory, they are freed, and the ranks begin to sum them. The optimizer steps once on the flat
-masters. Where masters have another type than the weights, one copy per group brings them back, and on several ranks one
-gather.
+copies them into flat memory, they are freed, and the ranks begin to reduce them. The optimizer steps once on the flat
+masters. Where masters have another type than the weights, one copy per group casts them back; on several ranks one
+gather per group distributes the weights.
 
 | | flat gradient of a rank | reduced |
 |---|---|---|
@@ -20,7 +20,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ from ds_vit.config.deepspeed_keys import value_of
 from ds_vit.config.deepspeed_rules import elements_of_bucket
 from ds_vit.device import is_accelerator
 from ds_vit.engine.patches import autocast_scaler
-from ds_vit.engine.step_guard import SquareNorms
+from ds_vit.engine.step_guard import CountedGradients, SquareNorms
 from ds_vit.parallel.groups import Groups
 from ds_vit.parallel.zero_map import FlatGroup, Shard, flat_groups
 
@@ -39,44 +39,48 @@ _NORM_PIECE = 2**16
 """Elements whose squares a CPU sums in fp32, one after the other: of 2**24 the norm is 7e-4 too small."""
 
 
+class _Places(NamedTuple):
+    """Memory for the gradients of a bucket: a view per parameter, and the gaps between the views."""
+
+    memory: torch.Tensor
+    views: list[torch.Tensor]
+    gaps: list[torch.Tensor]
+
+
 @dataclass(eq=False)
 class _Bucket:
     """Gradients of neighbouring parameters of one group.
 
     Attributes:
+        group: number of the group.
         start: first element in the group's flat memory.
         stop: element behind the last one.
         parameters: last one first.
         starts: first element of each.
-        memory: where the gradients are written [stop - start].
-        views: of `memory`, one per parameter.
-        gaps: between the views.
-        added, added_views, added_gaps: where those of later micro-batches are written, to be added to `memory`.
-        sent: memory that is reduced: `memory`, or a buffer in the type of the reduction.
-        parts: (rank that gets the sum, or None for all; piece of `sent`).
-        own: (piece of `sent`, its place in the flat gradient), for what this rank gets and does not have in place.
-        slot: the buffer that `memory` or `sent` is.
+        home: where the gradients are written.
+        added: where those of later micro-batches are written, to be added to `home`.
+        sent: memory that is reduced: that of `home`, or a buffer in the type of the reduction.
+        parts: (rank that receives the sum, or None for all; piece of `sent`).
+        own: (piece of `sent`, its place in the flat gradient), for pieces that this rank receives out of place.
+        slot: index of the buffer that `home` or `sent` uses.
         taken: whether the gradients of this micro-batch are written.
     """
 
+    group: int
     start: int
     stop: int
     parameters: list[torch.Tensor] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
-    memory: torch.Tensor = field(init=False)
-    views: list[torch.Tensor] = field(init=False)
-    gaps: list[torch.Tensor] = field(init=False)
-    added: torch.Tensor = field(init=False)
-    added_views: list[torch.Tensor] = field(init=False)
-    added_gaps: list[torch.Tensor] = field(init=False)
+    home: _Places = field(init=False)
+    added: _Places = field(init=False)
     sent: torch.Tensor = field(init=False)
     parts: list[tuple[int | None, torch.Tensor]] = field(default_factory=list)
     own: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     slot: int = 0
     taken: bool = False
 
-    def lay_out(self, buffer: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
-        """The beginning of a buffer as memory of this bucket, each parameter's place in it, and what lies between."""
+    def lay_out(self, buffer: torch.Tensor) -> _Places:
+        """Places of this bucket at the beginning of a buffer."""
         memory, done = buffer.narrow(0, 0, self.stop - self.start), self.stop - self.start
         views, gaps = [], []
         for p, start in zip(self.parameters, self.starts, strict=True):
@@ -85,11 +89,11 @@ class _Bucket:
             if high < done:
                 gaps.append(memory[high:done])
             done = low
-        return memory, views, gaps
+        return _Places(memory, views, gaps)
 
 
 def flatten_parameters(optimizer: torch.optim.Optimizer, most: int) -> list[FlatGroup]:
-    """Without ZeRO: give the optimizer flat parameters, of which the model's parameters become views.
+    """Without ZeRO: replace the optimizer's parameters by flat ones, of which the model's parameters become views.
 
     Args:
         optimizer: torch's, or one like it.
@@ -117,7 +121,7 @@ def flatten_parameters(optimizer: torch.optim.Optimizer, most: int) -> list[Flat
 
 
 class FlatGradient:
-    """The gradients of a step, from the first one that comes to the update.
+    """The gradients of a step, from the first one in the backward pass to the update.
 
     Args:
         engine: DeepSpeed's, initialized; without offload of the optimizer.
@@ -126,7 +130,8 @@ class FlatGradient:
 
     Attributes:
         flats: the parameter groups, at ZeRO-0 in pieces of a bucket each.
-        shares: what this rank updates from, a flat gradient for each master; their values count within a step.
+        shares: the flat gradient of each master on this rank; valid within a step.
+        fresh: whether the next micro-batch is the first of a step.
         grad_norm: global, of the step under way, before clipping; None where the JSON says not to compute it.
         releases: whether the memory of an applied gradient is freed; a captured graph needs it to stay where it is.
         on_overflow: called without ZeRO before the step of gradients that overflowed is skipped.
@@ -135,7 +140,7 @@ class FlatGradient:
     def __init__(self, engine: Any, groups: Groups, config: Mapping[str, Any]) -> None:
         from deepspeed.runtime.config import DtypeEnum
 
-        self._engine, self._optimizer, self._config = engine, engine.optimizer, config
+        self._engine, self._optimizer = engine, engine.optimizer
         self._clip = float(config["gradient_clipping"])
         self._stage, self._pipeline = engine.zero_optimization_stage(), groups.layout.pp > 1
         self._dp, self._ranks, self._rank = groups.dp, groups.layout.dp, groups.dp_rank
@@ -172,10 +177,11 @@ class FlatGradient:
             for master, share in zip(self._masters, self.shares, strict=True):
                 master.grad = share
         self._one = torch.ones((), device=engine.device)
+        self._order = {id(p): number for number, p in enumerate(engine.module.parameters())}
         self._buckets = self._cut(whole, accumulates=engine.gradient_accumulation_steps() > 1)
         self._in_flight: list[tuple[_Bucket, list[Any]] | None] = [None, None]
         self._works: list[Any] = []
-        self._next, self._fresh = 0, True
+        self._next, self.fresh = 0, True
         self._boundary: bool | None = None
         self.grad_norm: torch.Tensor | None = None
         self.on_overflow: Callable[[], None] = lambda: None
@@ -189,39 +195,36 @@ class FlatGradient:
 
     def _cut(self, whole: Sequence[torch.Tensor], *, accumulates: bool) -> list[_Bucket]:
         """The buckets of all groups, in the order in which a backward pass completes them."""
-        order = {id(p): number for number, p in enumerate(self._engine.module.parameters())}
-        found: list[tuple[int, int, _Bucket]] = []  # the place of its last gradient in the model, its group
+        buckets: list[_Bucket] = []
         for number, group in enumerate(self.flats):
             bucket = None
             for p, start in zip(reversed(group.parameters), reversed(group.starts), strict=True):
-                stop = start + p.numel()
                 if bucket is None or (self._stage and bucket.stop - start > self._most):
-                    bucket = _Bucket(start, stop)
-                    found.append((0, number, bucket))
+                    bucket = _Bucket(number, start, start + p.numel())
+                    buckets.append(bucket)
                 bucket.start = start
                 bucket.parameters.append(p)
                 bucket.starts.append(start)
-        found = [(min(order[id(p)] for p in bucket.parameters), number, bucket) for _, number, bucket in found]
-        found.sort(key=lambda item: -item[0])
-        largest, device = max(bucket.stop - bucket.start for *_, bucket in found), self._engine.device
+        buckets.sort(key=lambda bucket: -min(self._order[id(p)] for p in bucket.parameters))
+        largest, device = max(bucket.stop - bucket.start for bucket in buckets), self._engine.device
         slots = [] if self._in_place else [torch.zeros(largest, dtype=self._wire, device=device) for _ in range(2)]
         adding = torch.zeros(largest, dtype=self._model_type, device=device) if accumulates else None
-        for turn, (_, number, bucket) in enumerate(found):
+        for turn, bucket in enumerate(buckets):
             bucket.slot = turn % 2
             length = bucket.stop - bucket.start
-            home = slots[bucket.slot] if self._sharded else whole[number].narrow(0, bucket.start, length)
-            bucket.memory, bucket.views, bucket.gaps = bucket.lay_out(home)
-            bucket.sent = bucket.memory if self._in_place else slots[bucket.slot].narrow(0, 0, length)
+            home = slots[bucket.slot] if self._sharded else whole[bucket.group].narrow(0, bucket.start, length)
+            bucket.home = bucket.lay_out(home)
+            bucket.sent = bucket.home.memory if self._in_place else slots[bucket.slot].narrow(0, 0, length)
             if adding is not None and not self._sharded:
-                bucket.added, bucket.added_views, bucket.added_gaps = bucket.lay_out(adding)
-            self._address(bucket, self.shares[number])
-        return [bucket for *_, bucket in found]
+                bucket.added = bucket.lay_out(adding)
+            self._address(bucket, self.shares[bucket.group])
+        return buckets
 
     def _address(self, bucket: _Bucket, share: torch.Tensor) -> None:
-        """Write down which rank gets which part of a bucket."""
+        """Assign each part of a bucket to the rank that receives its sum."""
         if self._stage == 0:
             bucket.parts = [(None, bucket.sent)]
-            bucket.own = [] if self._in_place else [(bucket.sent, bucket.memory)]
+            bucket.own = [] if self._in_place else [(bucket.sent, bucket.home.memory)]
             return
         size = share.numel()
         for owner in range(bucket.start // size, (bucket.stop - 1) // size + 1):
@@ -232,14 +235,13 @@ class FlatGradient:
                 bucket.own.append((piece, share.narrow(0, low - owner * size, high - low)))
 
     def _install(self) -> None:
-        """Replace DeepSpeed's ways from a gradient to the weights."""
+        """Replace DeepSpeed's reduction and its step."""
         engine, optimizer = self._engine, self._optimizer
         if self._pipeline:
             self._collect_behind_each_pass()
         else:
-            order = {id(p): number for number, p in enumerate(engine.module.parameters())}
             for bucket in self._buckets:
-                last = min(bucket.parameters, key=lambda p: order[id(p)])
+                last = min(bucket.parameters, key=lambda p: self._order[id(p)])
                 self._hooks.append(last.register_post_accumulate_grad_hook(partial(self._arrived, bucket)))
         engine.allreduce_gradients = self.finish
         if self._stage == 0:
@@ -267,40 +269,36 @@ class FlatGradient:
             with torch.no_grad():
                 for bucket in self._buckets:
                     self._collect(bucket)
-            self._fresh = False
+            self.fresh = False
 
         self._engine._INSTRUCTION_MAP = {**instructions, BackwardPass: backward_pass}
 
     def _clear(self, set_to_none: bool = True) -> None:
-        """After the update: at ZeRO-0 free the memory, which the forward pass needs more; views stay valid.
+        """After the update: at ZeRO-0 free the memory for the forward pass; views stay valid.
 
-        Otherwise clear what no gradient overwrites, where `clip` has spread NaN: the scaler would skip all later steps.
+        Otherwise zero it where `clip` has spread NaN: no gradient overwrites the padding, and the scaler would skip all
+        later steps.
         """
         if self.releases:
             for bucket in self._buckets:
-                bucket.memory.untyped_storage().resize_(0)
+                bucket.home.memory.untyped_storage().resize_(0)
         elif self._scaler is not None and self.overflow:
             torch._foreach_zero_(self.shares)
 
-    @property
-    def fresh(self) -> bool:
-        """Whether the next micro-batch is the first of a step."""
-        return self._fresh
-
     def end_replay(self, boundary: bool) -> None:
-        """Note a micro-batch whose pass a graph has replayed, without a hook; the last one of the step or not."""
-        self._fresh = boundary
+        """Set what hooks set, after a graph has replayed a micro-batch's pass; `boundary`: the last of the step."""
+        self.fresh = boundary
         if self._stage > 0:
             self._optimizer._epilogue_ran_this_backward = True
 
     def abandon(self, *, fresh: bool = True) -> None:
-        """Forget a pass that has not ended, and by default those of its step before it."""
+        """Drop a backward pass that has not ended, and by default the earlier ones of its step."""
         for bucket in self._buckets:
             bucket.taken = False
             for p in bucket.parameters:
                 p.grad = None
         self._works, self._in_flight, self._next = [], [None, None], 0
-        self._fresh, self._boundary = fresh, None
+        self.fresh, self._boundary = fresh, None
 
     def close(self) -> None:
         """Take the hooks off the parameters."""
@@ -311,7 +309,7 @@ class FlatGradient:
 
     @torch.no_grad()
     def _arrived(self, bucket: _Bucket, _: torch.Tensor) -> None:
-        """The parameter of a bucket that comes first in the model has its gradient: the others should have theirs."""
+        """Hook of a bucket's first parameter in the model: the others should have their gradients."""
         if self._boundary is None:
             self._boundary = self._engine.is_gradient_accumulation_boundary()
         if not self._sharded and not [p for p in bucket.parameters if p.grad is None]:
@@ -328,12 +326,12 @@ class FlatGradient:
     def _collect(self, bucket: _Bucket) -> None:
         """Write a bucket's gradients into flat memory, zeros for those that are missing, and free them."""
         bucket.taken = True
-        adds = not (self._fresh or self._sharded)
+        adds = not (self.fresh or self._sharded)
         if self._sharded:
             self._fold(bucket.slot)
-        elif self.releases and self._fresh:
-            bucket.memory.untyped_storage().resize_(bucket.memory.nbytes)
-        views, gaps = (bucket.added_views, bucket.added_gaps) if adds else (bucket.views, bucket.gaps)
+        elif self.releases and self.fresh:
+            bucket.home.memory.untyped_storage().resize_(bucket.home.memory.nbytes)
+        _, views, gaps = bucket.added if adds else bucket.home
         grads = [p.grad for p in bucket.parameters]
         empty = [view for view, grad in zip(views, grads, strict=True) if grad is None]
         if empty:
@@ -346,15 +344,15 @@ class FlatGradient:
         for p in bucket.parameters:
             p.grad = None
         if adds:
-            bucket.memory.add_(bucket.added)
+            bucket.home.memory.add_(bucket.added.memory)
 
     def _send(self, bucket: _Bucket) -> None:
-        """Begin to sum a bucket over the ranks, if that is to be done in this micro-batch."""
+        """Begin to reduce a bucket, if this micro-batch reduces."""
         if self._ranks == 1 or not (self._boundary or self._sharded):
             return
-        if bucket.sent is not bucket.memory:
+        if bucket.sent is not bucket.home.memory:
             self._fold(bucket.slot)
-            bucket.sent.copy_(bucket.memory)
+            bucket.sent.copy_(bucket.home.memory)
         if self._before != 1:
             bucket.sent.mul_(self._before)
         works = [
@@ -369,7 +367,7 @@ class FlatGradient:
             self._in_flight[bucket.slot] = bucket, works
 
     def _fold(self, slot: int) -> None:
-        """Wait for the sum in a buffer, and bring this rank's part of it to its place."""
+        """Wait for the sum in a buffer, and copy this rank's part of it to its place."""
         in_flight, self._in_flight[slot] = self._in_flight[slot], None
         if in_flight is None:
             return
@@ -379,14 +377,14 @@ class FlatGradient:
         for piece, place in bucket.own:
             if self._after != 1:
                 piece.mul_(self._after)
-            if self._sharded and not self._fresh:
+            if self._sharded and not self.fresh:
                 place.add_(piece)
             else:
                 place.copy_(piece)
 
     @torch.no_grad()
     def finish(self, *_: Any, **__: Any) -> None:
-        """The end of a backward pass, in a pipeline of all those of a step: take the rest, and wait for the sums."""
+        """End a backward pass, in a pipeline all those of a step: write the other buckets, and wait for the sums."""
         if self._pipeline:
             self._boundary = True
         elif self._boundary is None:
@@ -403,37 +401,26 @@ class FlatGradient:
             torch._foreach_mul_(self.shares, self._after)
         for bucket in self._buckets:
             bucket.taken = False
-        self._works, self._next, self._fresh, self._boundary = [], 0, self._boundary, None
+        self._works, self._next, self.fresh, self._boundary = [], 0, self._boundary, None
         if self._stage > 0:
             self._optimizer._epilogue_ran_this_backward = True
 
     # ---- the step ----------------------------------------------------------------------------------------------------
 
     def count(self, shards: Sequence[Shard], *, first: bool) -> None:
-        """Set what the norm counts.
+        """Set the gradients that the norm counts.
 
         Args:
             shards: of the ZeRO map.
-            first: this rank is the first of its tensor-parallel group, which counts what all of them hold.
+            first: this rank is the first of its tensor-parallel group, which counts replicated parameters.
         """
-        self._names: list[str] = []
-        self._pieces: list[torch.Tensor] = []
-        of_name: list[int] = []
-        for share, shard in zip(self.shares, shards, strict=True):
-            for segment in shard.segments:
-                if first or not segment.replicated:
-                    whole = segment.of(share)
-                    pieces = (whole,) if is_accelerator(share.device) else whole.split(_NORM_PIECE)
-                    self._pieces += pieces
-                    of_name += [len(self._names)] * len(pieces)
-                    self._names.append(segment.name)
-        self._of_name = of_name
+        most = None if is_accelerator(self._engine.device) else _NORM_PIECE
+        counts = lambda segment: first or not segment.replicated  # noqa: E731
+        self._counted = CountedGradients(shards, self.shares, counts, most)
 
     def _norm(self) -> torch.Tensor:
         """The norm of the reduced gradients, loss scale included (a collective of all ranks)."""
-        norms = torch._foreach_norm(self._pieces, 2, dtype=torch.float32) if self._pieces else [0 * self._one]
-        self._norms = torch.stack(norms)
-        norm = torch.linalg.vector_norm(self._norms)
+        norm = torch.linalg.vector_norm(self._counted.norms(torch.float32))
         if self._alone:
             return norm
         square = norm.square()
@@ -441,18 +428,17 @@ class FlatGradient:
         return square.sqrt()
 
     def square_norms(self) -> SquareNorms:
-        """Squared gradient norms of the step under way with the names of their parameters, to be read later."""
-        if self._stage == 0 and self._rank > 0:
-            return tuple
-        norms, names, of_name = self._norms, self._names, self._of_name
-        # A rank that counts nothing has a zero for a norm.
-        return lambda: zip([names[n] for n in of_name], norms[: len(of_name)].double().square().tolist(), strict=True)
+        """As `CountedGradients.square_norms`, on one data-parallel rank without ZeRO."""
+        return tuple if self._stage == 0 and self._rank > 0 else self._counted.square_norms()
 
     @torch.no_grad()
     def clip(self) -> list[torch.Tensor]:
-        """Measure the gradient, unscale and clip it; what the optimizer reads, one for each master (a collective).
+        """Measure, unscale and clip the gradient (a collective).
 
-        A GradScaler decides on each rank by what it sees there: what is not finite on one is then so on all.
+        A GradScaler decides on each rank by the gradients there: a norm that is not finite spreads to all of them.
+
+        Returns:
+            The gradients that the optimizer reads, one for each master.
         """
         scaler, scale = self._scaler, 1.0
         if scaler is not None:
@@ -469,7 +455,7 @@ class FlatGradient:
             grads = [share.to(master.dtype) for share, master in zip(grads, self._masters, strict=True)]
         factor = None
         if self._clip > 0:
-            # fmin passes over NaN: the layers that are finite stay so, for the report on the others.
+            # fmin ignores NaN: layers that are finite stay so, for the report on the others.
             factor = torch.fmin(self._clip / (norm / scale + 1e-6), self._one)
         if scaler is not None:
             factor = (self._one if factor is None else factor) + 0 * norm
@@ -509,7 +495,7 @@ class FlatGradient:
             self._gather()
 
     def _gather(self) -> None:
-        """Bring each rank's part of the weights to all."""
+        """Gather the weights from their owners."""
         from deepspeed.comm import comm
 
         gather = comm.cdb.all_gather_function

@@ -1,24 +1,23 @@
 """The passes of a micro-batch as CUDA graphs: captured once, replayed on static inputs (`--cuda-graph`).
 
-The first pass of a kind runs eagerly and fills what is kept for later ones: caches, handles of libraries. The second is
-captured: Python runs once more, the device runs nothing. That pass and all later ones are replays, in which no hook
-runs; `StepGraphs` sets what DeepSpeed's hooks and those of the flat gradient would have set.
+The first pass of a kind runs eagerly and fills caches and handles of libraries. The second is captured: Python runs
+once more, the device runs nothing. That pass and all later ones are replays, in which no hook runs; `StepGraphs` sets
+the state that DeepSpeed's hooks and those of the flat gradient set.
 
 Everything that varies is a tensor at a fixed address: the batch, scheduled values, the loss scale. All graphs share one
-memory pool, so what a replay returns is valid until the next one.
+memory pool, so the outputs of a replay are valid until the next one.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from ds_vit.device import capture, count_pool, graph_pool, new_graph, reserved_bytes
+from ds_vit.device import capture, count_pool, graph_pool
 from ds_vit.engine.flat_gradient import FlatGradient
 from ds_vit.fault_tolerance.errors import first_line
 from ds_vit.tasks.task import StepContext
@@ -28,14 +27,6 @@ Pass = Callable[..., Any]
 """Some `Given` → a tensor, or tensors by name."""
 
 LOSS_SCALE = "loss scale"
-
-
-@dataclass(eq=False)
-class _Captured:
-    """A graph with the tensors that it returns."""
-
-    graph: Any
-    outputs: Any
 
 
 class StepGraphs:
@@ -60,23 +51,23 @@ class StepGraphs:
         self._scalars: dict[str, torch.Tensor] = {}
         self._values: dict[str, float] = {}
         self.reason = ""
-        self._pool_bytes = 0
-        self.clear()
+        self._graphs: dict[tuple[Any, ...], tuple[Any, Any] | None] = {}  # a graph, and the tensors that it returns
+        self._pool = graph_pool(self._device)
 
     def clear(self) -> None:
         """Drop all graphs and their memory."""
-        count_pool(self._device, -self._pool_bytes)
-        self._graphs: dict[tuple[Any, ...], _Captured | None] = {}
-        self._pool, self._pool_bytes = graph_pool(self._device), 0
+        count_pool(self._device, 0)
+        self._graphs.clear()
+        self._pool = graph_pool(self._device)
 
     def run(self, name: str, function: Pass, *given: Given) -> Any:
-        """What `function(*given)` returns, by a replay or, where that is not possible yet or any more, eagerly.
+        """Replay `function(*given)`, or run it eagerly where it is not captured; returns its outputs.
 
         Args:
             name: of the pass.
-            function: runs DeepSpeed's engine forward and perhaps backward; all that differs from call to call is in
-                `given`, which it reads on the device, in the scheduled values and in the loss scale.
-            given: tensors by name, those of the host only as what the device's were made from.
+            function: runs DeepSpeed's engine forward and perhaps backward. Only `given`, which it reads on the device,
+                the scheduled values and the loss scale may differ from call to call.
+            given: tensors by name; those on the host are ignored.
         """
         on_device = [_on_device(part, self._device) for part in given]
         boundary = self._engine.is_gradient_accumulation_boundary()
@@ -93,16 +84,16 @@ class StepGraphs:
             captured = self._graphs[key] = self._capture(function, inputs)
         if captured is None:
             return function(*given)
-        captured.graph.replay()
+        graph, outputs = captured  # the latter in memory that the next replay writes, of whichever graph
+        graph.replay()
         if torch.is_grad_enabled():
             self._advance(boundary)
-        outputs = captured.outputs  # in memory that the next replay writes, of whichever graph
         if isinstance(outputs, Mapping):
             return {name: tensor.clone() for name, tensor in outputs.items()}
         return outputs.clone()
 
     def _filled(self, given: Sequence[Given]) -> list[Given]:
-        """The tensors at the addresses that graphs read."""
+        """Copy the tensors to the addresses that graphs read."""
         inputs: list[Given] = []
         pairs = []
         for place, part in enumerate(given):
@@ -118,13 +109,13 @@ class StepGraphs:
         return inputs
 
     def _advance(self, boundary: bool) -> None:
-        """Set what the hooks of a forward and backward pass set."""
+        """Set the state that the hooks of a forward and backward pass set."""
         if hasattr(self._engine.optimizer, "set_gradient_accumulation_boundary"):
             self._engine.optimizer.set_gradient_accumulation_boundary(boundary)
         self._flat.end_replay(boundary)
 
     def _set_scalars(self) -> None:
-        """Bring the values of this step to the device."""
+        """Copy the scalars of this step to the device."""
         values = dict(self._context.schedules)
         if self._engine.fp16_enabled():
             values[LOSS_SCALE] = float(self._engine.optimizer.loss_scale)
@@ -149,27 +140,20 @@ class StepGraphs:
             if scaler is not None:
                 del scaler.scale_loss
 
-    def _capture(self, function: Pass, inputs: Sequence[Given]) -> _Captured | None:
-        """A graph of the pass; None where it cannot be captured, and then all is as before."""
-        flat, fresh = self._flat, self._flat.fresh
-        graph = new_graph(self._device)
+    def _capture(self, function: Pass, inputs: Sequence[Given]) -> tuple[Any, Any] | None:
+        """A graph of the pass, and its outputs; None where it cannot be captured: the state is then as before."""
+        fresh = self._flat.fresh
         _renew_accumulators(self._engine.module)
         try:
-            with self._reading_scalars(), capture(self._device, graph, self._pool):
-                before = reserved_bytes(self._device)  # torch has emptied its cache by now
+            with self._reading_scalars(), capture(self._device, self._pool) as graph:
                 outputs = function(*inputs)
+            return graph, outputs
         except RuntimeError as error:
             self.reason = first_line(error.__context__ or error)  # the end of the capture fails, too
-        else:
-            more = reserved_bytes(self._device) - before
-            self._pool_bytes += more
-            count_pool(self._device, more)
-            return _Captured(graph, outputs)
-        flat.abandon(fresh=fresh)
+        self._flat.abandon(fresh=fresh)
         state = getattr(self._engine.optimizer, "_backward_hook_state", None)
         if state is not None:
             state.backward_active_depth = 0
-        del graph
         self.clear()
         self._inputs.clear()
         self.say(f"--cuda-graph: this step cannot be captured, and runs eagerly: {self.reason}")
@@ -177,7 +161,7 @@ class StepGraphs:
 
 
 def _renew_accumulators(module: nn.Module) -> None:
-    """Have autograd make its nodes that accumulate gradients anew, on the stream of the capture.
+    """Have autograd create its nodes that accumulate gradients anew, on the stream of the capture.
 
     A node runs on the stream that was current when it was made, and lives as long as anything holds it, such as what
     DeepSpeed has flattened. The default stream cannot be captured. For data of another type torch makes a new node.

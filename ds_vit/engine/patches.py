@@ -176,21 +176,18 @@ def grow_scale_after_step(optimizer: Any) -> None:
     if not getattr(optimizer, "dynamic_loss_scale", False):
         return
     original_update, original_step = optimizer._update_scale, optimizer.step
-    is_due = False
+    due: list[bool] = []
 
     def update_scale(has_overflow: bool = False) -> None:
-        nonlocal is_due
         if has_overflow:
             original_update(True)
         else:
-            is_due = True
+            due.append(False)
 
     def step(*args: Any, **kwargs: Any) -> Any:
-        nonlocal is_due
-        is_due = False
         result = original_step(*args, **kwargs)
-        if is_due:
-            original_update(False)
+        while due:
+            original_update(due.pop())
         return result
 
     optimizer._update_scale, optimizer.step = update_scale, step
@@ -215,9 +212,7 @@ def hold_scheduler_on_skipped_steps(scheduler: Any, applied: Callable[[], bool])
     scheduler.step = step
 
 
-# ---- ZeRO's collectives on a CPU -------------------------------------------------------------------------------------
-
-Collective = Callable[..., Any]
+# ---- collectives on a CPU --------------------------------------------------------------------------------------------
 
 
 class _Works:
@@ -231,24 +226,23 @@ class _Works:
             work.wait()
 
 
-def use_in_place_collectives(backend: Any) -> None:
-    """Have DeepSpeed's collectives move CPU tensors in place: a third of the time, the same bits.
+def gather_in_place(backend: Any) -> None:
+    """Have DeepSpeed gather CPU tensors in place: a third of the time, the same bits.
+
+    torch's `all_gather_into_tensor` over gloo takes new memory for the whole tensor, and copies it there and back.
 
     Args:
         backend: DeepSpeed's, `deepspeed.comm.comm.cdb`. Done twice it is as done once.
     """
-    backend.all_gather_function = _gathering(backend.get_all_gather_function())
-    backend.reduce_scatter_function = _scattering(backend.get_reduce_scatter_function())
+    own = backend.get_all_gather_function()
 
-
-def _gathering(own: Collective) -> Collective:
     def all_gather_into_tensor(
         output_tensor: torch.Tensor,
         input_tensor: torch.Tensor,
         group: dist.ProcessGroup | None = None,
         async_op: bool = False,
     ) -> Any:
-        if not _over_gloo(output_tensor, group):
+        if not over_gloo(output_tensor.device, group) or not output_tensor.is_contiguous():
             return own(output_tensor=output_tensor, input_tensor=input_tensor, group=group, async_op=async_op)
         parts = output_tensor.view(-1).chunk(dist.get_world_size(group))
         mine = parts[dist.get_rank(group)]
@@ -258,25 +252,9 @@ def _gathering(own: Collective) -> Collective:
         works = _Works([dist.broadcast(part, group=group, group_src=r, async_op=True) for r, part in enumerate(parts)])
         return works if async_op else works.wait()
 
-    return all_gather_into_tensor
+    backend.all_gather_function = all_gather_into_tensor
 
 
-def _scattering(own: Collective) -> Collective:
-    def reduce_scatter_tensor(
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        op: Any = dist.ReduceOp.SUM,
-        group: dist.ProcessGroup | None = None,
-        async_op: bool = False,
-    ) -> Any:
-        # ZeRO-3 asks for its share at the share's place, and reads nothing else of the tensor afterwards.
-        place = dist.get_rank(group) * output_tensor.nbytes
-        if not _over_gloo(input_tensor, group) or output_tensor.data_ptr() != input_tensor.data_ptr() + place:
-            return own(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
-        return dist.all_reduce(input_tensor, op=op, group=group, async_op=async_op)
-
-    return reduce_scatter_tensor
-
-
-def _over_gloo(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> bool:
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and dist.get_backend(group) == "gloo"
+def over_gloo(device: torch.device, group: dist.ProcessGroup | None) -> bool:
+    """Whether collectives of a group on tensors of a device are gloo's."""
+    return device.type == "cpu" and dist.get_backend(group) == "gloo"

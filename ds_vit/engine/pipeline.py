@@ -1,7 +1,7 @@
-"""The pipeline engine: a ViT cut into stages, DeepSpeed's 1F1B schedule (Narayanan et al. 2019), ZeRO 0 or 1.
+"""The pipeline engine: a ViT split into stages, DeepSpeed's 1F1B schedule (Narayanan et al. 2019), ZeRO 0 or 1.
 
-The layers are those of the plain model. What crosses a stage boundary is their tuple: the tokens and, next to them, the
-int64 sample keys, so that no stage draws anything that another layout would draw otherwise.
+The layers are those of the plain model. A tuple crosses each stage boundary: the tokens and the int64 sample keys, from
+which every stage draws what the other layouts draw.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ds_vit.tasks.task import Task
 
 @dataclass(kw_only=True, eq=False)
 class StageContext(RankContext):
-    """As `StepContext`, on the last stage: the pipeline has run the towers, and `forward` gives their outputs.
+    """The context on the last stage: the pipeline has run the towers, and `forward` returns their outputs.
 
     Attributes:
         outputs: of the towers for the micro-batch under way, by name.
@@ -49,7 +49,7 @@ class StageContext(RankContext):
 
 
 class StagedViT(PipelineModule):
-    """The layers of one stage, run in order; blocks are recomputed in the backward pass where asked for.
+    """The layers of one stage, run in order; its blocks may be recomputed in the backward pass.
 
     Args:
         layers: all layers of the model; those of this stage are filled, the others may stay on the meta device.
@@ -57,7 +57,6 @@ class StagedViT(PipelineModule):
         groups: of the run.
         task: defines the step, which the last stage takes.
         tower_names: of the task, in the order of the last layer's outputs.
-        target_names: the fields of a batch that the last stage takes; the keys come with them.
         checkpoint_interval: recompute every so many blocks (0: none).
         checkpoint_function: `checkpoint_function(function, *tensors)`.
     """
@@ -69,7 +68,6 @@ class StagedViT(PipelineModule):
         groups: Groups,
         task: Task,
         tower_names: Sequence[str],
-        target_names: Sequence[str],
         *,
         checkpoint_interval: int,
         checkpoint_function: Callable,
@@ -82,7 +80,7 @@ class StagedViT(PipelineModule):
             first.drops_frequencies = False  # the stage before does
         self._interval = checkpoint_interval
         self._checkpoint = checkpoint_function
-        self.target_names = (*target_names, "keys")
+        self.target_names = [*(field.name for field in task.fields(training=True) if field.stage == "last"), "keys"]
         self.tower_names = tuple(tower_names)
         self._task = task
         self.context: StageContext | None = None  # from the engine
@@ -119,7 +117,7 @@ class StagedViT(PipelineModule):
         return self._to_next_stage(outputs) if isinstance(outputs, tuple) else outputs
 
     def _to_next_stage(self, outputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """What crosses, so that each float tensor has a gradient on its way back, which the transfers insist on."""
+        """The tensors that cross, each float one with a gradient on its way back, which the transfers require."""
         stop = self.parts[self.stage_id + 1]
         if self._reads_frequencies[stop - 1] and not self._reads_frequencies[stop]:
             outputs = outputs[:-1]  # no later layer reads the learned rotary frequencies
@@ -127,8 +125,8 @@ class StagedViT(PipelineModule):
         outputs = tuple(tensor.contiguous() for tensor in outputs)
         if not torch.is_grad_enabled():
             return outputs
-        # The next stage sends a gradient even to what is frozen (frequencies, or all of an embedding but them): it ends
-        # in a leaf, where autograd would refuse a tensor without a graph.
+        # The next stage sends a gradient to frozen tensors too (frequencies, or all embedding parameters except the
+        # frequencies): it ends in a leaf, where autograd would refuse a tensor without a graph.
         outputs = tuple(
             tensor.detach().requires_grad_() if tensor.is_floating_point() and not tensor.requires_grad else tensor
             for tensor in outputs
@@ -141,7 +139,7 @@ class StagedViT(PipelineModule):
 
 
 class PipeEngine(Engine):
-    """DeepSpeed's pipeline engine behind the common face; arguments as for `Engine`."""
+    """DeepSpeed's pipeline engine, implements `Engine`; arguments as there."""
 
     context: StageContext
 
@@ -155,7 +153,7 @@ class PipeEngine(Engine):
     ) -> None:
         self._staged = model
         config = dict(config)
-        # Recomputation is the module's; partitioned transfers would not let learned rotary frequencies through.
+        # The module recomputes; partitioned transfers do not carry learned rotary frequencies.
         config["pipeline"] = {"activation_checkpoint_interval": 0, "pipe_partitioned": False, "grad_partitioned": False}
         config.pop("activation_checkpointing", None)
         super().__init__(model, optimizer, task, config, **shared)
@@ -165,7 +163,7 @@ class PipeEngine(Engine):
         return model.context
 
     def take_images_of(self, size: int, patch_size: tuple[int, int]) -> None:
-        """As `Engine.take_images_of`; the stages tell each other their shapes anew."""
+        """As `Engine.take_images_of`; the stages exchange their shapes anew."""
         super().take_images_of(size, patch_size)
         self.engine.reset_activation_shape()
 
@@ -202,7 +200,7 @@ class PipeEngine(Engine):
         return chunk
 
     def _pair(self, batch: Batch) -> tuple[tuple, tuple]:
-        """(what the first stage takes, what the loss takes); DeepSpeed reads only the part of its stage."""
+        """(inputs of the first stage, inputs of the loss); DeepSpeed reads only the part of its stage."""
         return self._stage_inputs(batch), tuple(batch.get(name) for name in self.module.target_names)
 
     def _stage_inputs(self, batch: Batch) -> tuple[torch.Tensor | None, ...]:
@@ -237,7 +235,7 @@ class PipeEngine(Engine):
     def _run_forward(self, chunk: Sequence[Batch], num_batches: int) -> list[Any]:
         """Outputs of the last layer for each batch, on the last stage, by DeepSpeed's inference schedule."""
         engine = self.engine
-        monitoring, engine.monitor.enabled = engine.monitor.enabled, False  # it would log a loss that is not there
+        monitoring, engine.monitor.enabled = engine.monitor.enabled, False  # there is no loss to log
         engine.total_loss = None  # eval_batch would keep adding to training's
         engine.reset_activation_shape()
         outputs = engine.eval_batch(

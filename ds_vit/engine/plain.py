@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,10 +20,10 @@ from ds_vit.tasks.task import Task
 
 @dataclass(kw_only=True, eq=False)
 class PlainContext(RankContext):
-    """As `StepContext`, for towers that are whole on each rank or tensor-parallel.
+    """The context for towers that are whole on each rank or tensor-parallel.
 
     Attributes:
-        towers: of this rank; may be called within a forward call of DeepSpeed's engine only.
+        towers: of this rank; may only be called within a forward call of DeepSpeed's engine.
         teachers: of the task, in training; None without any.
     """
 
@@ -60,7 +59,7 @@ class PlainEngine(Engine):
         replays: bool = False,
         **shared: Any,
     ) -> None:
-        """Args: as for `Engine`, and whether the passes of a micro-batch are captured and replayed."""
+        """As `Engine`; with `replays` the passes of a micro-batch are captured and replayed."""
         self._total: torch.Tensor | None = None
         self._num_losses = 0
         super().__init__(model, optimizer, task, config, **shared)
@@ -86,8 +85,8 @@ class PlainEngine(Engine):
         return self.context.teachers
 
     def train_step(self, batches: Iterator[Batch], meanwhile: Callable[[], object] = lambda: None) -> StepResult:
-        """As `Engine.train_step`; `meanwhile` is called behind the first forward pass; with graphs, behind the
-        first micro-batch's backward pass."""
+        """As `Engine.train_step`; `meanwhile` is called after the first forward pass, with graphs after the first
+        micro-batch's backward pass."""
         if not self.module.training:  # walking all modules costs the host as much as their forward pass
             self.engine.train()
         self.guard.begin()
@@ -102,8 +101,12 @@ class PlainEngine(Engine):
             else:
                 loss = self._run("step", self._differentiate, next(batches))
                 if number == 0:
-                    with self._abandoning():
+                    try:
                         meanwhile()
+                    except BaseException:  # leaves the step: its gradient so far does not count
+                        assert self.flat is not None
+                        self.flat.abandon()
+                        raise
             self._add(loss)
             self.engine.step()
         assert self._total is not None
@@ -114,16 +117,6 @@ class PlainEngine(Engine):
         if self.graphs is None or (self.context.measures and type(self._task).gauges is not Task.gauges):
             return function(*given)
         return self.graphs.run(name, function, *given)
-
-    @contextlib.contextmanager
-    def _abandoning(self) -> Iterator[None]:
-        """Within it, an exception leaves the step: its gradient so far does not count."""
-        try:
-            yield
-        except BaseException:
-            assert self.flat is not None
-            self.flat.abandon()
-            raise
 
     def _differentiate(
         self, batch: Batch, piece: Given = None, meanwhile: Callable[[], object] = lambda: None
@@ -165,7 +158,7 @@ class PlainEngine(Engine):
 
     def _result(self, loss: torch.Tensor) -> StepResult:
         result = super()._result(loss)
-        if self._task.updates_after_step and result.verdict().applied:
+        if self._task.updates_after_step and result.outcome().applied:
             self._task.after_update(self.context)
         return result
 

@@ -1,4 +1,4 @@
-"""Before there is an engine: DeepSpeed's chatter, the ranks' meeting, this rank's device and cores."""
+"""Preparations before an engine: DeepSpeed's log, the rendezvous of the ranks, this rank's device and threads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ds_vit.engine.patches import use_in_place_collectives, without_compiled_collectives
+from ds_vit.engine.patches import gather_in_place, without_compiled_collectives
 from ds_vit.fault_tolerance.errors import OtherRun
 from ds_vit.launching.process import SCHEME
 
@@ -23,7 +23,7 @@ _ANSWER_SECONDS = 60.0  # for rank 0 between the two calls that create the store
 
 
 def quiet_deepspeed(verbose: bool) -> None:
-    """Keep DeepSpeed's chatter to warnings; must run before `import deepspeed` to catch what it says on import."""
+    """Limit DeepSpeed's log to warnings; call it before `import deepspeed`, which logs too."""
     if verbose:
         return
     logger = logging.getLogger("DeepSpeed")
@@ -32,7 +32,7 @@ def quiet_deepspeed(verbose: bool) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module="deepspeed")
     # DeepSpeed calls collectives by names that torch deprecates; the warning names torch's own module as the caller.
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.", category=FutureWarning)
-    # torch 2.15's word for it, forward_sync_buffers, is not known to 2.10 (DistributedDataParallel).
+    # torch 2.15 names it forward_sync_buffers, which 2.10 does not know (DistributedDataParallel).
     warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)
     warnings.filterwarnings("ignore", message="This DataLoader will create")  # timm's 4 workers on a small machine
     warnings.filterwarnings("ignore", message=".*c10d::.*autograd kernel was not registered.*")
@@ -53,20 +53,20 @@ class WarningsOnly(logging.Filter):
 
 
 def init_distributed(arguments: Mapping[str, Any]) -> bool:
-    """Meet the other ranks, unless the process group exists already.
+    """Create the process group, unless it exists.
 
     Returns:
-        Whether the process group was made here (and is to be destroyed by the caller).
+        Whether the process group was created here (the caller then destroys it).
 
     Raises:
-        UserError: the port where they are to meet is taken, or another run meets there.
+        UserError: the port of the rendezvous is in use, or another run uses it.
     """
     import deepspeed
 
     mine = not dist.is_initialized()
     with without_compiled_collectives():
         deepspeed.init_distributed(**(arguments if mine else {}), verbose=False)
-    use_in_place_collectives(deepspeed.comm.comm.cdb)
+    gather_in_place(deepspeed.comm.comm.cdb)
     return mine
 
 

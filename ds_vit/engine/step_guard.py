@@ -1,10 +1,10 @@
-"""Steps that would do harm: a gradient that is not finite, a loss or a gradient norm far above its recent mean.
+"""The step guard: skips an update whose gradient is not finite, or whose loss or gradient norm spikes.
 
-The decision falls before the update, from numbers that are the same on every rank, so all ranks make the same one. A
-rejected step changes nothing: neither weights nor moments.
+It decides before the update, from numbers that are the same on every rank. A skipped step changes neither weights nor
+moments.
 
-Where the optimizer's kernel takes a flag (`found_inf` of torch's fused ones), the device decides on its own, and the
-host reads the verdict when it is asked for: by then the device has other work, and nothing has waited.
+Where the optimizer's kernel takes a flag (`found_inf` of torch's fused ones), the device decides, and the host reads
+the outcome later: the device has other work by then, and nothing waits.
 """
 
 from __future__ import annotations
@@ -21,21 +21,63 @@ import torch.distributed as dist
 
 from ds_vit.device import pins_memory, record_event
 from ds_vit.engine.layer_norms import layer_norms, layer_norms_of
-from ds_vit.parallel.zero_map import ZeroMap
+from ds_vit.parallel.tensor.slices import Segment
+from ds_vit.parallel.zero_map import Shard, ZeroMap
 
 SquareNorms = Callable[[], Iterable[tuple[str, float]]]
+"""Gives the timm name of a parameter and the squared norm of a part of its gradient, for each part on this rank."""
+
+
+class CountedGradients:
+    """The parts of a rank's flat gradients that the global norm counts.
+
+    Args:
+        shards: of the ZeRO map.
+        grads: a flat gradient for each of them.
+        counts: whether this rank counts a segment, so that over all ranks each is counted once.
+        most: elements of a part; None for a segment whole.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        grads: Sequence[torch.Tensor],
+        counts: Callable[[Segment], bool],
+        most: int | None = None,
+    ) -> None:
+        self._parts: list[torch.Tensor] = []
+        self._names: list[str] = []
+        for shard, grad in zip(shards, grads, strict=True):
+            for segment in filter(counts, shard.segments):
+                whole = segment.of(grad)
+                parts = whole.split(most) if most else (whole,)
+                self._parts += parts
+                self._names += [segment.name] * len(parts)
+        self._nothing = torch.zeros(1, device=grads[0].device)
+
+    def norms(self, dtype: torch.dtype) -> torch.Tensor:
+        """The norm of each part, now; one zero where the rank counts none."""
+        self._norms = (
+            torch.stack(torch._foreach_norm(self._parts, 2, dtype)) if self._parts else self._nothing.to(dtype)
+        )
+        return self._norms
+
+    def square_norms(self) -> SquareNorms:
+        """The squares of the last `norms`, to be read later."""
+        names, norms = self._names, self._norms
+        return lambda: zip(names, norms[: len(names)].double().square().tolist(), strict=True)
 
 
 @dataclass(frozen=True)
-class Rejection:
-    """Why a step was not applied.
+class SkippedStep:
+    """A step that was not applied, and why.
 
     Attributes:
         reason: "nonfinite", or "spike" (of the loss or the norm).
-        loss: of the global batch; None where it was not looked at.
+        loss: of the global batch; None where it was not read.
         grad_norm: global, before clipping.
-        usual: the recent mean that a spike stands out from; None for what is not finite.
-        layer: where the gradient is largest (or not finite), and its norm there.
+        usual: the recent mean that a spike exceeds; None where the gradient is not finite.
+        layer: the layer with the largest gradient (or one that is not finite), and its norm.
     """
 
     reason: str
@@ -52,12 +94,12 @@ class Rejection:
 
 
 class Recent:
-    """The last values of a quantity, and whether a new one stands out.
+    """The last values of a quantity, to detect a spike.
 
     Args:
-        factor: how many times the mean counts as standing out.
-        size: values that are remembered.
-        least: values without which nothing stands out.
+        factor: a value above so many times their mean is a spike.
+        size: how many values are remembered.
+        least: with fewer values nothing is a spike.
     """
 
     def __init__(self, factor: float, size: int = 100, least: int = 10) -> None:
@@ -67,7 +109,7 @@ class Recent:
 
     @property
     def mean(self) -> float:
-        """Of the remembered values."""
+        """The mean of the remembered values."""
         return sum(self.values) / len(self.values)
 
     def stands_out(self, value: float) -> bool:
@@ -79,20 +121,20 @@ class Recent:
         self.values.append(value)
 
 
-class Verdict(NamedTuple):
+class StepOutcome(NamedTuple):
     """Whether a step was applied.
 
     Attributes:
         applied: False where the step was skipped, because fp16 overflowed or the guard rejected it.
-        rejection: why it was skipped; None where it was not, or nothing is known about it.
+        skipped: why; None where the step was applied, or DeepSpeed skipped it without a reason.
     """
 
     applied: bool
-    rejection: Rejection | None = None
+    skipped: SkippedStep | None = None
 
 
 class HostScalar:
-    """A device scalar on its way to the host; the device has not been waited for."""
+    """A device scalar that is copied to the host without a wait."""
 
     def __init__(self, scalar: torch.Tensor) -> None:
         self._here = torch.empty((), pin_memory=pins_memory(scalar.device))
@@ -105,7 +147,7 @@ class HostScalar:
         return self._copied is None or self._copied.query()
 
     def read(self) -> float:
-        """The number; may wait for the device."""
+        """The number; waits for the copy."""
         if self._copied is not None:
             self._copied.synchronize()
         return float(self._here.numpy())
@@ -113,46 +155,46 @@ class HostScalar:
 
 @dataclass
 class StepResult:
-    """What one optimizer step leaves on this rank.
+    """The result of one optimizer step on this rank.
 
     Attributes:
         loss: fp32 scalar tensor, before the update; its mean over all ranks is that over the global batch.
         grad_norm: the global gradient norm before clipping; None if DeepSpeed is configured not to compute it.
-        verdict: gives whether the step was applied, which may wait for the device.
+        outcome: gives whether the step was applied; may wait for the device.
     """
 
     loss: torch.Tensor
     grad_norm: float | torch.Tensor | None
-    verdict: Callable[[], Verdict]
+    outcome: Callable[[], StepOutcome]
 
 
 @dataclass(eq=False)
 class StepGuard:
-    """Stands in front of the optimizer that ZeRO calls.
+    """Wraps the `step` of the optimizer that ZeRO calls.
 
     Attributes:
         zero_map: the map of this rank.
         norm: the global gradient norm of the step under way, before clipping.
         loss: this rank's sum and number of losses of the step under way; read to detect spikes only.
-        clipped_by: what clipping multiplied the gradients of the step under way by.
-        judged: whether DeepSpeed calls the optimizer only where the norm is finite. Reading a number waits for the
-            device, so it is then not read again.
-        square_norms: where the device is to decide: this rank's squared norms of the gradients of the step under way,
-            with the timm names of their parameters, to be read later. None where the host decides.
+        clipped_by: the factor by which clipping multiplied the gradients of the step under way.
+        checked: whether the optimizer is called only where the norm is finite. Reading a number waits for the device,
+            so the guard does not read it again.
+        square_norms: gives this rank's squared gradient norms of the step under way, to be read later, where the device
+            decides; None where the host decides.
     """
 
     zero_map: ZeroMap
     norm: Callable[[], torch.Tensor | float | None]
     loss: Callable[[], tuple[torch.Tensor | None, int]]
     clipped_by: Callable[[], float]
-    judged: bool
+    checked: bool
     square_norms: Callable[[], SquareNorms] | None = None
 
     def __post_init__(self) -> None:
         self._recent: tuple[Recent, Recent] | None = None  # losses and norms
         self._decided = False
-        self._late: Callable[[], Verdict] | None = None
-        self.rejection: Rejection | None = None
+        self._late: Callable[[], StepOutcome] | None = None
+        self.skipped: SkippedStep | None = None
         self._base = self.zero_map.base
         self._update = self._base.step
         self._base.step = self._step
@@ -173,67 +215,68 @@ class StepGuard:
             recent.values.extend(old)
 
     @property
-    def device_judges(self) -> bool:
-        """Whether the device decides and the host reads later; the host detects spikes.
+    def device_decides(self) -> bool:
+        """Whether the device decides, and the host reads the outcome later.
 
-        So is the first step: torch's fused SGD would keep a momentum that its kernel, turned away, never wrote.
+        The host decides where it detects spikes, and in the first step: torch's fused SGD would keep a momentum that
+        its kernel, which skips the step, has not written.
         """
         return self.square_norms is not None and self._recent is None and bool(self._base.state)
 
     def begin(self) -> None:
-        """A new step."""
+        """Begin a new step."""
         self._decided = False
         self._late = None
-        self.rejection = None
+        self.skipped = None
         if self.square_norms is not None:
             self._base.found_inf = None
 
-    def verdict(self, *, applied: bool) -> Callable[[], Verdict]:
-        """Gives the verdict on the step that was taken.
+    def outcome(self, *, applied: bool) -> Callable[[], StepOutcome]:
+        """`StepResult.outcome` of the step that was taken.
 
         Args:
-            applied: what DeepSpeed says.
+            applied: whether DeepSpeed reports the step as applied.
         """
-        known = Verdict(applied and self.rejection is None, self.rejection)
+        known = StepOutcome(applied and self.skipped is None, self.skipped)
         return self._late or (lambda: known)
 
     def overflowed(self, grads: list[torch.Tensor | None]) -> None:
-        """Note that DeepSpeed skips the step under way by itself, because these gradients are not finite."""
+        """Note that DeepSpeed skips the step under way because these gradients are not finite."""
         if not self._decided:
             self._decided = True
             worst = _largest(layer_norms(self.zero_map, grads))
-            self.rejection = Rejection("nonfinite", None, math.inf, None, worst)
+            self.skipped = SkippedStep("nonfinite", None, math.inf, None, worst)
 
     def _step(self, closure: None = None) -> None:
-        """What ZeRO calls in place of the optimizer's own `step`: once, or once for each group of parameters."""
+        """ZeRO calls this in place of the optimizer's own `step`, once or once for each group of parameters."""
         if not self._decided:
             self._decided = True
-            if self.device_judges:
-                self._let_the_device_judge()
+            if self.device_decides:
+                self._decide_on_device()
             else:
-                self.rejection = self._judge()
-        if self.rejection is None:
+                self.skipped = self._decide()
+        if self.skipped is None:
             self._update()
 
-    def _let_the_device_judge(self) -> None:
+    def _decide_on_device(self) -> None:
         norm: torch.Tensor = self.norm()
         square_norms, on_host = self.square_norms(), HostScalar(norm)
 
         @cache
-        def read() -> Verdict:
-            """What the device has decided by the norm (a collective where the step was rejected)."""
+        def read() -> StepOutcome:
+            """The decision of the device, by the norm (a collective where the step was skipped)."""
             value = on_host.read()
             if math.isfinite(value):
-                return Verdict(True)
+                return StepOutcome(True)
             worst = _largest(layer_norms_of(self.zero_map, square_norms()))
-            return Verdict(False, Rejection("nonfinite", None, value, None, worst))
+            return StepOutcome(False, SkippedStep("nonfinite", None, value, None, worst))
 
         self._base.found_inf = norm.isfinite().logical_not().float()
         self._late = read
 
-    def _judge(self) -> Rejection | None:
+    def _decide(self) -> SkippedStep | None:
         norm, loss = self.norm(), None
-        if norm is None or (self.judged and self._recent is None):
+        if norm is None or (self.checked and self._recent is None):
             return None
         if self._recent is not None:
             loss_sum, count = self.loss()
@@ -247,12 +290,12 @@ class StepGuard:
             loss = total / number
         norm = float(norm)
         if not math.isfinite(norm) or (loss is not None and not math.isfinite(loss)):
-            return Rejection("nonfinite", loss, norm, None, self._worst_layer(finite=False))
+            return SkippedStep("nonfinite", loss, norm, None, self._worst_layer(finite=False))
         if self._recent is None or loss is None:
             return None
         for value, recent in zip((loss, norm), self._recent, strict=True):
             if recent.stands_out(value):
-                return Rejection("spike", loss, norm, recent.mean, self._worst_layer(finite=True))
+                return SkippedStep("spike", loss, norm, recent.mean, self._worst_layer(finite=True))
         for value, recent in zip((loss, norm), self._recent, strict=True):
             recent.add(value)
         return None

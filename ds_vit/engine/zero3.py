@@ -1,18 +1,19 @@
 """ZeRO-3 by layer: DeepSpeed partitions the weights and takes the step; gathering and reducing happen here.
 
-A unit is a `Layer` (embedding, block, head). On several ranks it has one buffer, of which its parameters are views that
-stay the same: releasing a unit frees the buffer's storage, gathering allocates and fills it. On one rank the parameters
-are views of their shards, and nothing is gathered.
+A unit is a `Layer` (embedding, block, head). On several ranks it has one buffer, and its parameters are fixed views of
+it: releasing a unit frees the buffer's storage, gathering allocates and fills it. On one rank the parameters are views
+of their shards, and nothing is gathered.
 
 A unit is gathered for its forward pass, and again when the first of its outputs gets its gradient. Its backward pass
 ends when the next unit's begins: autograd runs the ready node that was created last, a unit's nodes are created one
 after the other, and none of them waits for a node that was created before the unit's. The gradients are then reduced
 into this rank's shard of a flat gradient, and the weights are released. Every rank calls the same layers in the same
-order; a unit whose outputs lead nowhere on this rank has its turn with zeros.
+order; a unit whose outputs are not used on this rank is reduced with zeros.
 
 Collectives run on two streams, one a direction, each with one buffer as large as the largest unit. Everything that
 reads or writes a unit's own memory runs on the stream of the model. The next unit is gathered into the buffer
-while the current one computes. On a CPU there are no streams; the next unit is gathered by gloo's threads.
+while the current one computes. On a CPU there are no streams: gloo's threads gather, and reduce to one owner after the
+other.
 
 | JSON | meaning |
 |---|---|
@@ -34,34 +35,34 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
+from torch.distributed.distributed_c10d import AllgatherOptions, ReduceOptions, ReduceScatterOptions
 
 from ds_vit.device import is_accelerator
-from ds_vit.engine.patches import autocast_scaler, replaced
-from ds_vit.engine.step_guard import SquareNorms
+from ds_vit.engine.patches import autocast_scaler, over_gloo, replaced
+from ds_vit.engine.step_guard import CountedGradients
 from ds_vit.models.layers import Layer
 from ds_vit.parallel.zero_map import ZeroMap
 
 GRADIENT_VIEWS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
-"""Where DeepSpeed has its view of the flat gradient for each parameter."""
+"""DeepSpeed's attribute with the view of the flat gradient for each parameter."""
 _ALIGNED = 64
-"""Elements to whose multiple a parameter begins, as kernels like it."""
+"""Elements: each parameter begins at a multiple of it, for aligned kernels."""
 
 
 class Order:
-    """The units in the order in which a pass reaches them, to know the next one from the pass before."""
+    """The order in which the last pass reached the units, to predict the next one."""
 
     def __init__(self) -> None:
         self._before: list[Unit] = []
         self._now: list[Unit] = []
 
     def begin(self) -> None:
-        """A new pass."""
+        """Begin a new pass."""
         if self._now:
             self._before, self._now = self._now, []
 
     def after(self, unit: Unit) -> Unit | None:
-        """Note that the pass has reached `unit`, and give the one that followed it in the pass before."""
+        """Record that the pass has reached `unit`; returns the one that followed it in the pass before."""
         place = len(self._now)
         self._now.append(unit)
         if place + 1 < len(self._before) and self._before[place] is unit:
@@ -73,18 +74,18 @@ class Unit:
     """A layer's parameters: trained ones in the order of DeepSpeed's sub-groups, then frozen ones.
 
     Attributes:
-        layer: that owns them.
+        layer: the layer.
         parameters, trained: all, and those with a gradient.
         sizes: elements of this rank's shard of each parameter, padding included.
-        total: of all.
+        total: their sum.
         segments: this rank's places in the flat gradient, for consecutive trained parameters together.
         views: the same for each trained parameter.
         shard: this rank's shard of the unit in one tensor of the model's type, or None where it is in `pieces`.
-        elements: of the whole unit, padding included; 0 where its weights are always there.
-        keeps: it stays gathered until the step.
+        elements: of the gathered unit, padding included; 0 where it is never released.
+        keeps: the unit stays gathered until the step.
         held: an output of its forward pass is a view of its weights, which stay until the end of the backward pass.
-        whole: its weights are there.
-        counted: this step has a gradient of it (one rank).
+        whole: the weights are gathered.
+        counted: the flat gradient has one of this step for it (one rank).
     """
 
     def __init__(self, layer: Layer, parameters: Sequence[nn.Parameter], num_trained: int) -> None:
@@ -104,7 +105,7 @@ class Unit:
     # ---- memory ----
 
     def allocate(self, ranks: int, device: torch.device) -> None:
-        """Make the parameters views of a buffer, which has no memory yet."""
+        """Make the parameters views of a buffer without memory."""
         starts = [0, *itertools.accumulate(-(ranks * size // -_ALIGNED) * _ALIGNED for size in self.sizes)]
         buffer = torch.empty(starts[-1], dtype=self.parameters[0].dtype, device=device)
         self.elements, self.storage = ranks * self.total, buffer.untyped_storage()
@@ -117,7 +118,7 @@ class Unit:
         self.storage.resize_(0)
 
     def take_landing(self, landing: torch.Tensor, ranks: int, rank: int) -> None:
-        """Use this buffer to gather."""
+        """Set the buffer that the unit is gathered into."""
         self.landing = landing.narrow(0, 0, self.elements)
         self.rows = self.landing.view(ranks, self.total)
         self.own = self.rows[rank]
@@ -140,18 +141,19 @@ class Unit:
 
     # ---- gradients ----
 
-    def take_leaving(self, leaving: torch.Tensor, arriving: torch.Tensor, ranks: int) -> None:
-        """Use these buffers to reduce: the whole gradient, and this rank's shard of the sum."""
+    def take_leaving(self, leaving: torch.Tensor, arriving: torch.Tensor | None, ranks: int, rank: int) -> None:
+        """Set the buffers of the reduction: the whole gradient, and this rank's shard of the sum (None: in place)."""
         total = sum(self.segment_sizes)
         self.leaving = leaving.narrow(0, 0, ranks * total)
         self.leaving_rows = self.leaving.view(ranks, total)
-        self.arriving = self.leaving if ranks == 1 else arriving.narrow(0, 0, total)
+        self.rows_to_send = list(self.leaving_rows)
+        self.arriving = self.rows_to_send[rank] if arriving is None else arriving.narrow(0, 0, total)
         self.arrived = list(self.arriving.split(self.segment_sizes))
         # torch cuts rows and ZeRO elements, the same where the rows divide by the ranks.
         self.uneven = [i for i, p in enumerate(self.trained) if p.ds_shape[0] % ranks]
 
     def take_gradients(self) -> list[torch.Tensor]:
-        """The gradients of the trained parameters, which have none afterwards."""
+        """Take the gradients off the trained parameters."""
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.trained]
         for parameter in self.trained:
             parameter.grad = None
@@ -159,7 +161,7 @@ class Unit:
 
 
 class ZeroUnits:
-    """Takes over the weights and gradients of a DeepSpeed engine at ZeRO-3, in training or in evaluation only.
+    """Gathers the weights and reduces the gradients of a DeepSpeed engine at ZeRO-3.
 
     Args:
         engine: DeepSpeed's, initialised.
@@ -192,12 +194,20 @@ class ZeroUnits:
         if overlaps and is_accelerator(self.device):
             self._gathering, self._reducing = torch.Stream(self.device), torch.Stream(self.device)
             self._landed, self._copied_out, self._filled, self._sent = (torch.Event(self.device) for _ in range(4))
-        self._gather_options, self._reduce_options = AllgatherOptions(), ReduceScatterOptions()
+        self._gather_options, self._scatter_options = AllgatherOptions(), ReduceScatterOptions()
+        self._to_owner: list[ReduceOptions] = []  # over gloo, half the time of its reduce-scatter
+        for rank in range(self.ranks if over_gloo(self.device, group) else 0):
+            self._to_owner.append(ReduceOptions())
+            self._to_owner[-1].rootRank = rank
         _remove_hooks(engine, self.optimizer)
         if self.optimizer is not None:
             self._flatten_gradients()
         self._place_weights()
-        self._keep_small(engine.zero_param_persistence_threshold(), engine.zero_model_persistence_threshold())
+        threshold, of_all = engine.zero_param_persistence_threshold(), engine.zero_model_persistence_threshold()
+        kept = 0
+        for unit in self.units:
+            unit.keeps = unit.elements <= threshold and kept + unit.elements <= of_all
+            kept += unit.elements if unit.keeps else 0
         for unit in self.units:
             unit.layer.forward = partial(self._run, unit)  # type: ignore[method-assign]
         self._forward_of_module = self.module.forward
@@ -205,7 +215,7 @@ class ZeroUnits:
         self._replace_methods()
 
     def close(self) -> None:
-        """Give the layers back their forward passes, and drop buffers, streams and the process group."""
+        """Restore the layers' forward passes, and drop buffers, streams and the process group."""
         for unit in self.units:
             unit.layer.forward = unit.forward  # type: ignore[method-assign]
         self.module.forward = self._forward_of_module
@@ -214,7 +224,7 @@ class ZeroUnits:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """All weights are whole within the block, to be read (a collective)."""
+        """Gather all weights for the block, to be read (a collective)."""
         self._begin_pass()
         for unit in self.units:
             if unit.elements:
@@ -227,7 +237,7 @@ class ZeroUnits:
     # ---- layout ----
 
     def _flatten_gradients(self) -> None:
-        """Cut DeepSpeed's flat gradient, and give it its views."""
+        """Split DeepSpeed's flat gradient, and set its views of each parameter."""
         optimizer = self.optimizer
         self.flat, masters = optimizer.grad_partitions_flat_buffer, optimizer.fp32_partitioned_groups_flat
         self.grads = list(self.flat.split([master.numel() for master in masters]))
@@ -253,12 +263,13 @@ class ZeroUnits:
         self._sent_type, self._is_buffered = sent, False
 
     def _make_buffers(self) -> None:
-        """Where gradients are laid out to be sent or added; on one rank to add gradients to a sum of another type."""
+        """Allocate the buffers that gradients are sent from; on one rank, cast in before they are added."""
         size, self._is_buffered = max(sum(unit.segment_sizes) for unit in self.units), True
         whole = torch.empty(self.ranks * size, dtype=self._sent_type, device=self.device)
-        own = torch.empty(size, dtype=self._sent_type, device=self.device) if self.ranks > 1 else whole
+        in_place = self.ranks == 1 or self._to_owner
+        own = None if in_place else torch.empty(size, dtype=self._sent_type, device=self.device)
         for unit in self.units:
-            unit.take_leaving(whole, own, self.ranks)
+            unit.take_leaving(whole, own, self.ranks, self.rank)
 
     def _runs(self, unit: Unit) -> Iterator[tuple[int, int, int]]:
         """(sub-group, start, length) of consecutive trained parameters."""
@@ -275,7 +286,7 @@ class ZeroUnits:
 
     @torch.no_grad()
     def _place_weights(self) -> None:
-        """Give the parameters their memory.
+        """Allocate the parameters.
 
         Weights that can be read from the masters are not kept in addition to them: on several ranks the shards, which
         are cast as they are gathered; on one rank those of the masters' type.
@@ -333,12 +344,6 @@ class ZeroUnits:
         for unit in self.units:
             unit.take_landing(landing, self.ranks, self.rank)
 
-    def _keep_small(self, threshold: int, of_all: int) -> None:
-        kept = 0
-        for unit in self.units:
-            unit.keeps = unit.elements <= threshold and kept + unit.elements <= of_all
-            kept += unit.elements if unit.keeps else 0
-
     # ---- gathering ----
 
     def _run_module(self, *args: Any) -> Any:
@@ -346,8 +351,8 @@ class ZeroUnits:
         return self._forward_of_module(*args)
 
     def _begin_pass(self) -> None:
-        """Before each forward pass: whatever has changed the shards is done, and nothing gathered ahead is old."""
-        self._calls.clear()  # of a step that ended behind its forward pass
+        """Before each forward pass: drop units that were gathered before the shards changed."""
+        self._calls.clear()  # of a step that ended after its forward pass
         if self._open is not None:  # a backward pass was interrupted
             self._open, self._backward_runs = None, False
             self._zero_grad()
@@ -377,7 +382,7 @@ class ZeroUnits:
         return outputs
 
     def _watch(self, unit: Unit, inputs: Any, outputs: Any) -> Any:
-        """Open the unit when one of its outputs gets its gradient."""
+        """Begin the unit's backward pass when one of its outputs gets its gradient."""
         given = set(map(id, inputs if type(inputs) is tuple else (inputs,)))
         first = outputs[0] if type(outputs) is tuple else outputs
         if id(first) in given and first.requires_grad:  # a layer that changes nothing: it needs a separate node
@@ -411,7 +416,7 @@ class ZeroUnits:
             self._start(following)
 
     def _start(self, unit: Unit) -> None:
-        """Begin to gather into the landing buffer; nobody waits."""
+        """Begin to gather into the landing buffer, without a wait."""
         self._drop_coming()
         self._coming = unit
         if self._gathering is None:
@@ -432,7 +437,7 @@ class ZeroUnits:
         return None
 
     def _wait(self) -> None:
-        """Order the current stream after what has been sent to the landing buffer."""
+        """Order the current stream after the gather into the landing buffer."""
         if self._gathering is not None:
             self._compute.wait_event(self._landed)
         if self._work is not None:
@@ -462,10 +467,10 @@ class ZeroUnits:
     # ---- backward pass ----
 
     def _begin_backward(self, call: int, _: Any = None) -> None:
-        """An output of this call has its gradient: no gradient of the units called after it is missing any more.
+        """Hook of an output of this call that has its gradient: units called after it have all of theirs.
 
-        The outputs of those that are passed over have none on this rank. Another rank may have some: the collectives
-        of all calls run on every rank, in the same order.
+        Outputs of the units that are passed over have no gradient on this rank. Other ranks may have some, so all ranks
+        run the collectives of all calls in the same order.
         """
         while len(self._calls) > call:
             if self._open is not None:
@@ -514,7 +519,12 @@ class ZeroUnits:
             if self._divides_first:
                 unit.leaving.mul_(scale)
                 scale = 1.0
-            self.group._reduce_scatter_base(unit.arriving, unit.leaving, self._reduce_options).wait()
+            if self._to_owner:
+                reduce = self.group.reduce
+                for work in [reduce([row], to) for row, to in zip(unit.rows_to_send, self._to_owner, strict=True)]:
+                    work.wait()
+            else:
+                self.group._reduce_scatter_base(unit.arriving, unit.leaving, self._scatter_options).wait()
         if not self._is_far:
             torch._foreach_add_(unit.segments, unit.arrived, alpha=scale)
             return
@@ -529,62 +539,37 @@ class ZeroUnits:
             self._end_backward(self._open)
         self._open, self._backward_runs = None, False
         self._release_all(kept=False)
-        self._join()
+        if self._reducing is not None:  # the flat gradient is read after the sums
+            self._compute.wait_stream(self._reducing)
+            if self._is_far:  # the host reads it
+                self._reducing.synchronize()
         optimizer = self.optimizer
         if not optimizer.offload_optimizer:
             optimizer.averaged_gradients = dict(enumerate(self._averaged))
         optimizer._epilogue_ran_this_backward = True
 
-    def _join(self) -> None:
-        """Whoever reads the flat gradient comes after the sums."""
-        if self._reducing is not None:
-            self._compute.wait_stream(self._reducing)
-            if self._is_far:  # the host reads it
-                self._reducing.synchronize()
-
     # ---- step ----
 
     def count(self, zero_map: ZeroMap) -> None:
-        """Know which gradients this rank counts in a norm, and their names.
-
-        Args:
-            zero_map: of the engine whose weights are placed.
-        """
-        self._names: list[str] = []
-        self._counted: list[torch.Tensor] = []
-        self._num_counted: list[int] = []
-        for shard, grad in zip(zero_map.shards, self.grads, strict=True):
-            found = [(segment, view) for segment, view in zip(shard.segments, shard.views(grad), strict=True)]
-            found = [(segment, view) for segment, view in found if zero_map.counts(segment)]
-            self._names += [segment.name for segment, _ in found]
-            self._counted += [view for _, view in found]
-            self._num_counted.append(len(found))
-
-    def square_norms(self) -> SquareNorms:
-        """Squared gradient norms of the step under way with the names of their parameters, to be read later."""
-        names, norms = self._names, self._norms_of_counted
-        return lambda: zip(names, norms.square().tolist(), strict=True)
+        """Set the gradients that the norm counts, by the map of the engine."""
+        self._counted = CountedGradients(zero_map.shards, self.grads, zero_map.counts)
+        self.square_norms = self._counted.square_norms
 
     @torch.no_grad()
     def _norms(self) -> list[torch.Tensor]:
-        """The gradient norm of each sub-group over all ranks, in place of DeepSpeed's (a collective)."""
-        optimizer = self.optimizer
-        nothing = torch.zeros(0, dtype=torch.float64, device=self.flat.device)
-        counted = self._counted
-        norms = torch.stack(torch._foreach_norm(counted, 2, torch.float64)) if counted else nothing
-        self._norms_of_counted = norms
-        squares = torch.stack([part.sum() for part in norms.square().split(self._num_counted)]).to(self.device)
+        """The gradient norm over all ranks, in place of those of DeepSpeed's sub-groups (a collective)."""
+        square = self._counted.norms(torch.float64).square().sum().to(self.device)
         if self.ranks > 1:
-            dist.all_reduce(squares, group=self.group)
-        optimizer._model_parallel_all_reduce(tensor=squares, op=dist.ReduceOp.SUM)
+            dist.all_reduce(square, group=self.group)
+        self.optimizer._model_parallel_all_reduce(tensor=square, op=dist.ReduceOp.SUM)
         if self._scaler is not None:
-            self._seen.grad = squares.sum().float()
+            self._seen.grad = square.float()
             self._scaler.unscale_(self._sees)
             self._update_scale()
-        return list(squares.sqrt().float().to(self.flat.device).unbind())
+        return [square.sqrt().float().to(self.flat.device)]
 
     def _hand_over(self, number: int) -> None:
-        """A sub-group's gradient becomes its master's, in place of DeepSpeed's copies."""
+        """Set a sub-group's gradient as its master's, in place of DeepSpeed's copies."""
         master = self.optimizer.fp32_partitioned_groups_flat[number]
         master.grad = self.grads[number].to(master.dtype)
         self.optimizer.averaged_gradients[number] = None
@@ -608,7 +593,7 @@ class ZeroUnits:
         self._zero_grad()
 
     def _zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing is left in the parameters; the flat gradient begins anew in the next backward pass."""
+        """Reset the flat gradient, which the next backward pass overwrites; parameters hold no gradient."""
         optimizer = self.optimizer
         optimizer.micro_step_id, optimizer._epilogue_ran_this_backward = 0, False
         self._accumulates = False
@@ -634,8 +619,8 @@ class ZeroUnits:
 
     def _replace_methods(self) -> None:
         engine, optimizer = self.engine, self.optimizer
-        for name in ("_forward_prologue", "_forward_epilogue"):
-            setattr(engine, name, partial(_without_walk, engine, getattr(engine, name)))
+        # DeepSpeed would visit every module before and after each forward pass, for its own gathering.
+        engine.zero_optimization_partition_weights = lambda: False
         engine.save_checkpoint = engine.save_16bit_model = _refuse
         if optimizer is None:
             return
@@ -667,15 +652,6 @@ def _refuse(*_: Any, **__: Any) -> None:
     raise RuntimeError(
         "ds_vit gathers ZeRO-3's weights by layer: read them in Engine.units.gathered(), or in a checkpoint"
     )
-
-
-def _without_walk(engine: Any, method: Callable[..., Any], *args: Any) -> Any:
-    """Call a method of the engine that would visit every module for the sake of DeepSpeed's own gathering."""
-    engine.zero_optimization_partition_weights = lambda: False
-    try:
-        return method(*args)
-    finally:
-        del engine.zero_optimization_partition_weights
 
 
 def _units_of(module: nn.Module, optimizer: Any | None) -> Iterator[Unit]:

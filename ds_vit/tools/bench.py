@@ -319,7 +319,7 @@ def make_ours(
         number = next(numbers)
         engine.begin_step(number, task.schedules(number, horizon), task.held_names(number, horizon))
         micro_batches = itertools.islice(batches, engine.accumulation)
-        before.append(engine.train_step(micro_batches, lambda: before and before.pop().verdict()))
+        before.append(engine.train_step(micro_batches, lambda: before and before.pop().outcome()))
 
     return step
 

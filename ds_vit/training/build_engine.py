@@ -36,7 +36,6 @@ from ds_vit.models.sequential import SequentialViT, Towers, timm_names
 from ds_vit.optim.build import attach, build_optimizer, parameter_groups
 from ds_vit.parallel.groups import Groups
 from ds_vit.parallel.layout import Layout
-from ds_vit.parallel.tensor.class_parallel import gather_logits
 from ds_vit.parallel.tensor.shard import shard_layer
 from ds_vit.training.resolve.model import ModelConfig
 from ds_vit.training.resolve.optimizer import OptimizerConfig
@@ -131,14 +130,7 @@ def _build_engine(config: EngineConfig, device: torch.device, groups: Groups) ->
     towers = _build_towers(config, device, groups)
     task, whole = config.model.task, config.model.whole
     tp = groups.tensor_parallel(sequence_parallel=config.sequence_parallel) if config.model.class_parallel else None
-    fields = task.fields(training=True)
-    shared: dict[str, Any] = {
-        "class_parallel": tp,
-        "groups": groups,
-        "input_names": [field.name for field in fields if field.stage == "first"],
-    }
-    if tp is not None:
-        shared["whole_outputs"] = partial(gather_logits, num_classes=task.num_classes, tp=tp)
+    shared: dict[str, Any] = {"class_parallel": tp, "groups": groups}
     interval = config.checkpointing.interval
     engine_type: type[PlainEngine | PipeEngine] = PlainEngine
     model: Towers | StagedViT
@@ -149,14 +141,12 @@ def _build_engine(config: EngineConfig, device: torch.device, groups: Groups) ->
         shared["replays"] = config.graphs
     else:
         engine_type = PipeEngine
-        targets = [field.name for field in fields if field.stage == "last"]
         model = StagedViT(
             towers[MAIN_TOWER],
             config.model.bounds,
             groups,
             task,
             [*task.towers(whole)],
-            targets,
             checkpoint_interval=interval,
             checkpoint_function=config.recompute,
         )

@@ -21,7 +21,7 @@ from torch.profiler import profile, record_function
 from ds_vit.config.augmentation import ImageSizes
 from ds_vit.device import is_accelerator, profiled_activities, synchronize
 from ds_vit.engine.base import Engine
-from ds_vit.engine.step_guard import Rejection, StepResult
+from ds_vit.engine.step_guard import SkippedStep, StepResult
 from ds_vit.fault_tolerance.errors import ReplicasDiffer, first_line
 from ds_vit.fault_tolerance.exit_codes import Diverged
 from ds_vit.fault_tolerance.watchdog import Watchdog
@@ -63,7 +63,7 @@ class RollBack(Exception):
         diverged: raised where there is no checkpoint to return to.
     """
 
-    def __init__(self, step: int, rejection: Rejection, diverged: Diverged) -> None:
+    def __init__(self, step: int, rejection: SkippedStep, diverged: Diverged) -> None:
         super().__init__(str(rejection))
         self.step = step
         self.rejection = rejection
@@ -163,13 +163,13 @@ class BadSteps(Callback):
             RollBack: the run shall continue from its last checkpoint.
             Diverged: the run shall end.
         """
-        if step.result.verdict().applied:
+        if step.result.outcome().applied:
             self.in_a_row = 0
             return
         loss = float(self.engine.mean(step.result.loss))
         self.skipped += 1
         self.in_a_row += 1
-        rejection, number = step.result.verdict().rejection, step.number
+        rejection, number = step.result.outcome().skipped, step.number
         overflow = self.fp16 and (rejection is None or rejection.reason == "nonfinite")
         reason = "overflow" if overflow or rejection is None else rejection.reason
         if self.reporter:
@@ -225,7 +225,7 @@ class AverageWeights(Callback):
 
     def after_result(self, step: Step) -> None:
         """As `Callback.after_result`."""
-        if step.result.verdict().applied:
+        if step.result.outcome().applied:
             self.ema.update()
 
 
@@ -277,7 +277,7 @@ class GradientStatistics(Callback):
         if not self.needs_result(step.number):
             return
         row = self.health.finish()
-        if self.reporter and step.result.verdict().applied:
+        if self.reporter and step.result.outcome().applied:
             further = {"loss_scale": step.loss_scale, "skipped_steps": self.bad_steps.skipped}
             self.reporter.gradients({"step": step.number, **row, **further})
 

@@ -75,7 +75,7 @@ class StepLog(Callback):
 
     def after_result(self, step: Step) -> None:
         """As `Callback.after_result`."""
-        if step.result.verdict().applied:
+        if step.result.outcome().applied:
             self.epoch_loss.add(step.result.loss, self._epoch(step.number))
 
     def _epoch(self, step: int) -> int:
@@ -203,4 +203,4 @@ class EpochMean:
 
 def _norm(result: StepResult) -> float | None:
     """The gradient norm of a step that was applied."""
-    return float(result.grad_norm) if result.verdict().applied and result.grad_norm is not None else None
+    return float(result.grad_norm) if result.outcome().applied and result.grad_norm is not None else None

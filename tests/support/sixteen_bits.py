@@ -285,7 +285,7 @@ def train_on_rank(
                 engine.begin_step(step, task.schedules(step, horizon), task.held_names(step, horizon))
                 micro_batches = [_rows(batch, run.share.rows(n), engine.dtype) for n in range(run.share.accumulation)]
                 result = engine.train_step(iter(micro_batches))
-                assert result.verdict().applied
+                assert result.outcome().applied
                 losses.append(float(engine.mean(result.loss)))
                 weights += [_held_by(engine)] if step in (1, len(of_seed)) else []
             change = [(segment, after - before) for (segment, before), (_, after) in zip(*weights[:2], strict=True)]

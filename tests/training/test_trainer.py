@@ -6,7 +6,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from ds_vit.engine.step_guard import Rejection
+from ds_vit.engine.step_guard import SkippedStep
 from ds_vit.fault_tolerance.exit_codes import Diverged
 from ds_vit.training.callbacks import MAX_SKIPS, BadSteps, Callback, RollBack, Step
 from ds_vit.training.trainer import Trainer
@@ -33,7 +33,7 @@ class Recorder(Callback):
     def after_result(self, step):
         if step.number in self.rejected:
             self.rejected.remove(step.number)
-            raise RollBack(step.number, MagicMock(Rejection), Diverged("planted"))
+            raise RollBack(step.number, MagicMock(SkippedStep), Diverged("planted"))
         self.events.append(("result", step.number))
 
     def after_rollback(self, back):
@@ -84,8 +84,8 @@ def test_an_interruption_does_not_begin_the_count_anew():
     """A run that is stopped every hour and would go on skipping for ever; an older checkpoint, which has no count."""
     guard = SimpleNamespace(recent=list, remember=lambda values: None)
     engine = SimpleNamespace(mean=float, guard=guard)
-    verdict = SimpleNamespace(applied=False, rejection=None)
-    overflow = SimpleNamespace(verdict=lambda: verdict, loss=0.5)
+    outcome = SimpleNamespace(applied=False, skipped=None)
+    overflow = SimpleNamespace(outcome=lambda: outcome, loss=0.5)
 
     def make():
         return BadSteps(engine, None, stop=True, max_rollbacks=0, fp16=True)

@@ -28,29 +28,18 @@ def resolve_layout(config: RunConfig, process: Process, deepspeed: DeepSpeedSett
     """
     layout = Layout.of_world(process.world_size, config.pp, config.tp)
     check_tp_inside_hosts(layout, process, config.tp_across_hosts)
-    if deepspeed.precision.name == "autocast-fp16" and not config.eval_only:
-        _check_one_loss_scale(config, deepspeed)
-    if config.check_replicas:
-        _check_has_replicas(config, layout, deepspeed.zero_stage)
-    return layout
-
-
-def _check_one_loss_scale(config: RunConfig, deepspeed: DeepSpeedSettings) -> None:
-    """Reject float16 autocast without ZeRO where ranks share a model: DeepSpeed keeps a loss scale on each rank."""
-    if deepspeed.zero_stage == 0 and config.pp * config.tp > 1:
+    scales = deepspeed.precision.name == "autocast-fp16" and not config.eval_only
+    if scales and deepspeed.zero_stage == 0 and config.pp * config.tp > 1:
         raise UserError(
             f"{deepspeed.path}: torch_autocast in float16 at ZeRO stage 0 keeps a separate loss scale on every rank, "
             f'which does not work with --pp {config.pp} --tp {config.tp}; use stage 1, or "dtype": "bfloat16"'
         )
-
-
-def _check_has_replicas(config: RunConfig, layout: Layout, stage: int) -> None:
-    """Reject --check-replicas where there is nothing to compare."""
     flag = f"--check-replicas {config.check_replicas}"
-    if layout.dp * layout.tp == 1:
+    if config.check_replicas and layout.dp * layout.tp == 1:
         raise UserError(f"{flag} has no effect with {layout}: no two ranks hold the same weights; drop it")
-    if stage == 3:
+    if config.check_replicas and deepspeed.zero_stage == 3:
         raise UserError(f"{flag} has no effect at ZeRO stage 3, where every weight exists once; use stage 0 to 2")
+    return layout
 
 
 def check_compilation(config: RunConfig, *, on_cpu: bool) -> tuple[str, ...]:
@@ -77,17 +66,14 @@ def check_compilation(config: RunConfig, *, on_cpu: bool) -> tuple[str, ...]:
     return ("--compile: the first step and the first evaluation compile the blocks, which may take minutes",)
 
 
-def why_not_replayed(task: Task) -> str:
-    """`Task.not_replayed` as the task or its class states it; a class derived from another may do more."""
-    return (vars(type(task)) | vars(task)).get("not_replayed", Task.not_replayed)
-
-
 def replays_steps(config: RunConfig, deepspeed: DeepSpeedSettings, layout: Layout, task: Task, *, on_cpu: bool) -> bool:
     """Whether a micro-batch's passes are captured and replayed.
 
     Raises:
         UserError: --cuda-graph on where they cannot be.
     """
+    # As the task or its class states it: a class derived from another may do more.
+    reason = (vars(type(task)) | vars(task)).get("not_replayed", Task.not_replayed)
     obstacles = (
         (on_cpu, "a CPU has no CUDA graphs"),
         (not on_cpu and not has_graphs(), "this accelerator has no CUDA graphs"),
@@ -98,7 +84,7 @@ def replays_steps(config: RunConfig, deepspeed: DeepSpeedSettings, layout: Layou
         (bool(value_of(deepspeed.json, "flops_profiler.enabled")), "the JSON's flops_profiler counts by hooks"),
         (bool(value_of(deepspeed.json, "wall_clock_breakdown")), "the JSON's wall_clock_breakdown times by hooks"),
         (bool(value_of(deepspeed.json, "steps_per_print")), "the JSON's steps_per_print waits for the device"),
-        (bool(reason := why_not_replayed(task)), f"--task {task.name} is not replayed: {reason}"),
+        (bool(reason), f"--task {task.name} is not replayed: {reason}"),
     )
     found = next((words for is_so, words in obstacles if is_so), "")
     if config.cuda_graph == "on" and found:
