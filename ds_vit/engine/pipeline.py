@@ -222,11 +222,9 @@ class PipeEngine(Engine):
         with giving_features(self.module, features):
             outputs = self._run_forward(chunk, num_batches)
         if engine.is_last_stage():
-            outputs.reverse()
-            chunk.reverse()
-            while outputs:
-                batch, context = chunk.pop(), self.context
-                context.outputs = self._staged.outputs_by_tower(outputs.pop())
+            context = self.context
+            for of_batch, batch in zip(outputs, chunk, strict=True):
+                context.outputs = self._staged.outputs_by_tower(of_batch)
                 rated = context.outputs[MAIN_TOWER] if features else (run or self._task.outputs)(context, batch)
                 whole = self._whole(rated, features)
                 if self.counts_rows:

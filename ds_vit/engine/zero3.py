@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -78,7 +77,8 @@ class Unit:
         parameters, trained: all, and those with a gradient.
         sizes: elements of this rank's shard of each parameter, padding included.
         total: their sum.
-        segments: this rank's places in the flat gradient, for consecutive trained parameters together.
+        runs: [sub-group, start, length] of consecutive trained parameters in this rank's flat memory.
+        segments: their places in the flat gradient.
         views: the same for each trained parameter.
         shard: this rank's shard of the unit in one tensor of the model's type, or None where it is in `pieces`.
         elements: of the gathered unit, padding included; 0 where it is never released.
@@ -93,6 +93,7 @@ class Unit:
         self.forward = layer.forward
         self.sizes = [p.ds_tensor.ds_numel for p in self.parameters]
         self.total = sum(self.sizes)
+        self.runs: list[list[int]] = []
         self.segments: list[torch.Tensor] = []
         self.views: list[torch.Tensor] = []
         self.segment_sizes: list[int] = []
@@ -222,18 +223,6 @@ class ZeroUnits:
         self._drop_coming()
         vars(self).clear()
 
-    @contextmanager
-    def gathered(self) -> Iterator[None]:
-        """Gather all weights for the block, to be read (a collective)."""
-        self._begin_pass()
-        for unit in self.units:
-            if unit.elements:
-                self._gather(unit, None)
-        try:
-            yield
-        finally:
-            self._release_all(kept=True)
-
     # ---- layout ----
 
     def _flatten_gradients(self) -> None:
@@ -253,7 +242,8 @@ class ZeroUnits:
         setattr(optimizer, GRADIENT_VIEWS, views)
         for unit in self.units:
             unit.views = [views[p.ds_id].view(p.ds_shape) if self.ranks == 1 else views[p.ds_id] for p in unit.trained]
-            unit.segments = [self.grads[number].narrow(0, start, n) for number, start, n in self._runs(unit)]
+            unit.runs = self._runs(unit)
+            unit.segments = [self.grads[number].narrow(0, start, length) for number, start, length in unit.runs]
             unit.segment_sizes = [segment.numel() for segment in unit.segments]
         self._is_far = self.flat.device != self.device
         self._writes_in_place = self.ranks == 1 and not self._is_far
@@ -271,18 +261,16 @@ class ZeroUnits:
         for unit in self.units:
             unit.take_leaving(whole, own, self.ranks, self.rank)
 
-    def _runs(self, unit: Unit) -> Iterator[tuple[int, int, int]]:
-        """(sub-group, start, length) of consecutive trained parameters."""
-        found = [self.optimizer.grad_position[self.optimizer.get_param_id(p)] for p in unit.trained]
-        number, start, length = -1, 0, 0
-        for (group, offset, _), size in zip(found, unit.sizes, strict=False):
-            if (group, offset) != (number, start + length):
-                if length:
-                    yield number, start, length
-                number, start, length = group, offset, 0
-            length += size
-        if length:
-            yield number, start, length
+    def _runs(self, unit: Unit) -> list[list[int]]:
+        """As `Unit.runs`."""
+        runs: list[list[int]] = []
+        for p, size in zip(unit.trained, unit.sizes, strict=False):
+            number, start, _ = self.optimizer.grad_position[self.optimizer.get_param_id(p)]
+            if runs and [number, start] == [runs[-1][0], sum(runs[-1][1:])]:
+                runs[-1][2] += size
+            else:
+                runs.append([number, start, size])
+        return runs
 
     @torch.no_grad()
     def _place_weights(self) -> None:
@@ -320,16 +308,15 @@ class ZeroUnits:
             return
         sources = masters if are_masters else flats
         for unit in self.units:
-            runs = list(self._runs(unit)) if unit.trained else []
-            unit.pieces = [sources[number].narrow(0, start, length) for number, start, length in runs]
+            unit.pieces = [sources[number].narrow(0, start, length) for number, start, length in unit.runs]
             unit.pieces += [p.ds_tensor.data.view(-1) for p in unit.parameters[len(unit.trained) :]]
-            if sources is flats or not runs:
+            if sources is flats or not unit.runs:
                 unit.shard = torch.cat(unit.pieces)
                 unit.shard = unit.shard.pin_memory() if unit.pieces[0].is_pinned() else unit.shard
                 for parameter, view in zip(unit.parameters, unit.shard.split(unit.sizes), strict=True):
                     parameter.ds_tensor.data = view
                 lengths = [piece.numel() for piece in unit.pieces]
-                for (number, start, length), low in zip(runs, unit.shard.split(lengths), strict=False):
+                for (number, start, length), low in zip(unit.runs, unit.shard.split(lengths), strict=False):
                     self._copies[number][0].append(low)
                     self._copies[number][1].append(masters[number].narrow(0, start, length))
                 unit.pieces = []  # their memory goes
@@ -539,14 +526,18 @@ class ZeroUnits:
             self._end_backward(self._open)
         self._open, self._backward_runs = None, False
         self._release_all(kept=False)
-        if self._reducing is not None:  # the flat gradient is read after the sums
-            self._compute.wait_stream(self._reducing)
-            if self._is_far:  # the host reads it
-                self._reducing.synchronize()
+        self._join()
         optimizer = self.optimizer
         if not optimizer.offload_optimizer:
             optimizer.averaged_gradients = dict(enumerate(self._averaged))
         optimizer._epilogue_ran_this_backward = True
+
+    def _join(self) -> None:
+        """Order readers of the flat gradient after the sums."""
+        if self._reducing is not None:
+            self._compute.wait_stream(self._reducing)
+            if self._is_far:  # the host reads it
+                self._reducing.synchronize()
 
     # ---- step ----
 
@@ -649,9 +640,7 @@ class ZeroUnits:
 
 
 def _refuse(*_: Any, **__: Any) -> None:
-    raise RuntimeError(
-        "ds_vit gathers ZeRO-3's weights by layer: read them in Engine.units.gathered(), or in a checkpoint"
-    )
+    raise RuntimeError("ds_vit gathers ZeRO-3's weights by layer: read them in a checkpoint")
 
 
 def _units_of(module: nn.Module, optimizer: Any | None) -> Iterator[Unit]:

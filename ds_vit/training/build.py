@@ -1,4 +1,4 @@
-"""From a resolved run to its components: each gets its own config, and `Training` puts them together."""
+"""Builds the components of a resolved run, each from its own config; `Training` assembles them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ from ds_vit.training.trainer import Trainer
 
 
 class Parts(NamedTuple):
-    """What a tool takes of a run that it does not train."""
+    """The parts of a run that tools use without training it."""
 
     engine: EngineConfig
     inputs: InputConfig
@@ -75,7 +75,7 @@ def resolve_parts(
 
 
 def engine_config(resolved: Resolved) -> EngineConfig:
-    """How the run computes, distributes and updates its model."""
+    """The engine of a resolved run."""
     config, deepspeed = resolved.config, resolved.deepspeed
     return EngineConfig(
         model=resolved.model,
@@ -98,7 +98,7 @@ def engine_config(resolved: Resolved) -> EngineConfig:
 
 
 def input_config(resolved: Resolved) -> InputConfig:
-    """Which samples the run loads, and how."""
+    """The inputs of a resolved run."""
     config, data = resolved.config, resolved.data
     return InputConfig(
         task=resolved.model.task,
@@ -119,13 +119,13 @@ def input_config(resolved: Resolved) -> InputConfig:
 
 
 def reads(resolved: Resolved) -> Callable[[int], str]:
-    """Rank → what it reads of the samples: "images", "targets" or "" for nothing."""
+    """A function: rank → the part of each sample that it reads, "images", "targets" or "" for none."""
     task, layout, training = resolved.model.task, resolved.layout, resolved.optimizer is not None
     return lambda rank: reads_of(task, layout, rank, training=training)
 
 
 def memory_advice(resolved: Resolved, *, on_cpu: bool) -> MemoryAdvice:
-    """What is free for this rank now, and what lowers its need."""
+    """The memory that is free for this rank now, with advice on what lowers its need."""
     config, data = resolved.config, resolved.data
     rows = (config.validation_batch_size or data.batch.micro_batch) if data.val_source is not None else 0
     free = memory_of_rank("", resolved.process, on_cpu=on_cpu)
@@ -133,7 +133,7 @@ def memory_advice(resolved: Resolved, *, on_cpu: bool) -> MemoryAdvice:
 
 
 def checkpoint_config(resolved: Resolved) -> CheckpointConfig:
-    """When the run saves and stops, and what its checkpoints say about it."""
+    """The checkpoints of a resolved run."""
     config = resolved.config
     return CheckpointConfig(
         interval=Interval.parse(config.checkpoint_interval, "--checkpoint-interval"),
@@ -162,7 +162,9 @@ def _flops_by_size(resolved: Resolved) -> dict[int | None, Flops]:
 
 
 class Training:
-    """A run that is ready to train, on this rank: shown, built, its checkpoint restored (collectives, as all methods).
+    """A training run on this rank: prints the start, builds the run and restores its checkpoint.
+
+    The constructor and all methods are collectives.
 
     Args:
         resolved: the run.
@@ -227,7 +229,7 @@ class Training:
             note_start(folder, self.trainer.step, resolved.layout, zero_stage, device, hosts, schedule, precision)
 
     def run(self) -> str:
-        """Train and save; gives the word that summary.json ends with."""
+        """Train and save; returns the `exit` of summary.json."""
         try:
             exit_word = self.trainer.run()
         finally:
@@ -240,7 +242,7 @@ class Training:
         return exit_word
 
     def finish(self, exit_word: str) -> dict[str, Any]:
-        """Write summary.json and the report, and show the end; gives what summary.json holds."""
+        """Write summary.json and the report, and print the end; returns the contents of summary.json."""
         trainer, throughput = self.trainer, self.clock.throughput
         evaluations, skipped = trainer.evaluations, trainer.inputs.skipped.state_dict()
         summary = summarise(
@@ -266,12 +268,12 @@ class Training:
         return summary
 
     def _doing(self, what: str) -> contextlib.AbstractContextManager[object]:
-        """Tell the watchdog; a line on rank 0's terminal for the block."""
+        """Announce a phase to the watchdog, and print it on rank 0's terminal during the block."""
         self.watchdog.beat(0, what, patience=4)
         return self.reporter.line.doing(what) if self.reporter else contextlib.nullcontext()
 
     def _build_trainer(self) -> Trainer:
-        """The loop around the engine: inputs, callbacks, evaluations, checkpoints (a collective)."""
+        """Build the loop around the engine: inputs, callbacks, evaluations, checkpoints (a collective)."""
         resolved, engine, folder, reporter = self.resolved, self.engine, self.folder, self.reporter
         config, model, throughput = resolved.config, resolved.model, self.clock.throughput
         ema = Ema(engine.zero_map, config.model_ema_decay, config.model_ema_warmup) if config.model_ema else None
@@ -310,7 +312,7 @@ class Training:
         )
 
     def _callbacks(self, inputs: InputPipeline, ema: Ema | None) -> list[Callback]:
-        """What happens around each step, in this order."""
+        """The callbacks of each step, in their order."""
         resolved, engine, reporter = self.resolved, self.engine, self.reporter
         config, sizes, precision = resolved.config, resolved.image_sizes, resolved.deepspeed.precision.name
         throughput = self.clock.throughput

@@ -45,7 +45,7 @@ Converter = Callable[[Layer], object]
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Everything that decides how a model is computed, distributed and updated.
+    """How a model is computed, distributed and updated.
 
     Attributes:
         model: the model and its task.
@@ -188,7 +188,7 @@ def _layers_of_stage(config: EngineConfig) -> tuple[_Layers, _Layers]:
 def _fill(
     config: EngineConfig, device: torch.device, towers: _Layers, converters: Sequence[Converter], dtype: torch.dtype
 ) -> None:
-    """Initial values of the layers of each tower, in a type; each layer passes the converters then."""
+    """Initialise the layers of each tower in a type, and apply the converters to each."""
 
     def on_layer(layer: Layer) -> None:
         for convert in converters:
@@ -236,13 +236,13 @@ def _build_optimizer(
     return build_optimizer(wanted.cls, groups, wanted.arguments, torch.device("cpu") if offloaded else device)
 
 
-# ---- what is done to each layer -------------------------------------------------------------------------------------
+# ---- converters of a layer ------------------------------------------------------------------------------------------
 
 
 def layer_converters(config: EngineConfig, groups: Groups) -> list[Converter]:
-    """The converters of a run, in the order in which each layer passes them.
+    """The converters of a run, in the order in which they are applied to each layer.
 
-    ZeRO-3 partitions what the converters before it left: weights that are sharded, cast and frozen.
+    ZeRO-3 partitions weights that are sharded, cast and frozen already.
     """
     converters = _sharding(config, groups)
     if config.dtype != torch.float32:

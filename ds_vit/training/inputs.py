@@ -1,4 +1,4 @@
-"""The batches of this rank: which rank loads what, and with how many processes; finished on the device.
+"""The batches of this rank: loaded by its loader processes, and finished on the device.
 
 The task's fields decide what is loaded: a pipeline stage decodes images, or reads targets, only if one of its fields
 needs them. In a tensor-parallel group one rank loads and the others receive.
@@ -157,7 +157,7 @@ class InputPipeline:
         self._stream = torch.Stream(engine.device) if pins_memory(engine.device) else None
 
     def training(self, first_step: int = 0, skipped_batches: int = 0) -> Generator[Batch, None, None]:
-        """The micro-batches of the run from a step on; the time they are waited for is counted.
+        """The micro-batches of the run from a step on; counts the time that the loop waits for them.
 
         Args:
             first_step: optimizer steps that are done.
@@ -217,7 +217,7 @@ class InputPipeline:
             yield {**shared, "keys_on_host": batch.keys[: batch.num_rows]}
 
     def _log_samples(self, number: int, batch: MicroBatch) -> None:
-        """Write down which samples a micro-batch is made of, counted over the run from 0."""
+        """Log the samples of a micro-batch; `number` counts micro-batches over the run from 0."""
         if self.samples is None:
             return
         step, micro_index = divmod(number, self.config.share.accumulation)
@@ -290,7 +290,7 @@ class InputPipeline:
             yield self._with_blanks({name: torch.from_numpy(array).to(device) for name, array in batch.items()})
 
     def _with_blanks(self, batch: Batch) -> Batch:
-        """A batch with zeros for what it lacks of the inputs of a pipeline, which runs all towers."""
+        """A batch with zeros for missing inputs of a pipeline, which runs all towers."""
         if self.config.layout.pp == 1 or "first" not in self.config.stages:
             return batch
         rows = len(batch["keys"])
@@ -302,7 +302,7 @@ class InputPipeline:
         return {**batch, **{name: blank.expand(rows, *blank.shape[1:]) for name, blank in blanks.items()}}
 
     def _here(self, fields: Iterable[Field]) -> tuple[Field, ...]:
-        """The fields of this rank's stage, in the type that they have there."""
+        """The fields of this rank's stage, with their type there."""
         own = (field for field in fields if field.stage in self.config.stages)
         return tuple(dataclasses.replace(field, dtype=field.dtype or self.engine.dtype) for field in own)
 
@@ -356,7 +356,7 @@ class InputPipeline:
 
 
 def _of_size(fields: Sequence[Field], size: int) -> tuple[Field, ...]:
-    """The fields where images are squares of another side."""
+    """The fields with square images of another size."""
     return tuple(
         dataclasses.replace(field, shape=(*field.shape[:-2], size, size)) if field.reads == "images" else field
         for field in fields

@@ -1,6 +1,5 @@
 """The map of ZeRO's flat memory: every element of every parameter, where it is said to be, counted once."""
 
-import contextlib
 import dataclasses
 
 import oracle
@@ -8,7 +7,7 @@ import pytest
 import torch
 from ranks import RankFailure
 from safetensors.torch import load_file
-from zero_layouts import BF16, WRAPPER, start, words
+from zero_layouts import BF16, WRAPPER, start, whole_weights, words
 
 # id: (world size, flags, ZeRO stage, changes of the JSON)
 CASES = {
@@ -57,7 +56,7 @@ def look(argv, weights, exact, break_=None):
     from ds_vit.models.sequential import timm_names
 
     names = timm_names(engine.module)
-    with engine.units.gathered() if engine.units else contextlib.nullcontext():
+    with whole_weights(engine):
         for local, p in engine.module.named_parameters():
             description = getattr(p, "tp_slice", None)
             expected = whole[names[local]] if description is None else description.take(whole[names[local]])

@@ -1,11 +1,26 @@
 """A tiny run under each of ZeRO's wrappers: its command line, and its engine on a rank."""
 
+import contextlib
+
 import oracle
 import torch
 from project import write_config
 
 BF16 = {"bf16": {"enabled": True}}
 WRAPPER = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}
+
+
+@contextlib.contextmanager
+def whole_weights(engine):
+    """Within it, the weights of an engine are whole, at ZeRO-3 too (a collective)."""
+    units = engine.units
+    if units is not None:
+        units._begin_pass()
+        for unit in units.units:
+            units._gather(unit, None)
+    yield
+    if units is not None:
+        units._release_all(kept=True)
 
 
 def words(folder, stage, changes, path):

@@ -11,6 +11,7 @@ import torch
 from curves import checkpoints_in_time
 from project import write_config
 from runs import DIGITS, pretend_fp16
+from zero_layouts import whole_weights
 
 from ds_vit.checkpoint.folder import checkpoints, open_checkpoint
 
@@ -75,7 +76,7 @@ def train_and_watch(argv, breaks=None):
         result = step_of_engine(engine, *args)
         names = timm_names(engine.module)
         found = {names[own]: p for own, p in engine.module.named_parameters() if not p.requires_grad}
-        with engine.units.gathered() if engine.units else contextlib.nullcontext():
+        with whole_weights(engine):
             seen.append({name: p.detach().clone() for name, p in found.items()})
         return result
 

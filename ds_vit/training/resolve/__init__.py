@@ -126,7 +126,7 @@ class Resolved:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What has to be the same in a run that resumes from a checkpoint of this one."""
+        """The settings that must be equal in a run that resumes from a checkpoint of this one."""
         sizes, source = self.image_sizes, self.data.train_source
         shapes = self.model.saved_shapes
         return {
@@ -158,7 +158,7 @@ class Resolved:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What a checkpoint says of the run: its flags, and the numbers of the JSON that the curve depends on."""
+        """The settings that a checkpoint stores: flags, and the numbers of the JSON that the curve depends on."""
         return {**resolved_flags(self), "batch_size": self.config.batch_size, **self.training.numbers}
 
     @property
@@ -170,7 +170,7 @@ class Resolved:
 
     @property
     def rates(self) -> dict[str, Any]:
-        """What sets the learning rate, as a checkpoint has it: the flags' schedule, or the JSON's scheduler."""
+        """The source of the learning rate, as a checkpoint stores it: the flags' schedule, or the JSON's scheduler."""
         if self.training.schedule is not None:
             return dataclasses.asdict(self.training.schedule)
         block = dict(self.deepspeed.json["scheduler"])

@@ -1,4 +1,4 @@
-"""How the engine distributes and compiles the model: degrees of parallelism, and whether --compile is possible."""
+"""Resolves the degrees of parallelism, and checks --compile and --cuda-graph."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def resolve_layout(config: RunConfig, process: Process, deepspeed: DeepSpeedSett
 
 
 def check_compilation(config: RunConfig, *, on_cpu: bool) -> tuple[str, ...]:
-    """Lines for people about compilation.
+    """Check --compile; returns lines to print about it.
 
     Raises:
         UserError: no compiler, or a mode that is invalid or has no effect.
@@ -67,10 +67,10 @@ def check_compilation(config: RunConfig, *, on_cpu: bool) -> tuple[str, ...]:
 
 
 def replays_steps(config: RunConfig, deepspeed: DeepSpeedSettings, layout: Layout, task: Task, *, on_cpu: bool) -> bool:
-    """Whether a micro-batch's passes are captured and replayed.
+    """Whether the passes of a micro-batch are captured and replayed as CUDA graphs.
 
     Raises:
-        UserError: --cuda-graph on where they cannot be.
+        UserError: --cuda-graph on where they cannot be replayed.
     """
     # As the task or its class states it: a class derived from another may do more.
     reason = (vars(type(task)) | vars(task)).get("not_replayed", Task.not_replayed)
