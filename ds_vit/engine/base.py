@@ -162,18 +162,6 @@ class Engine(ABC):
     def _make_context(self, model: nn.Module, *, trains: bool, **shared: Any) -> RankContext:
         """The context of the task's steps; `shared` are the attributes of `RankContext`."""
 
-    def _clip_before_the_step(self, flat: FlatGradient) -> None:
-        """Without ZeRO: clip by the norm over all pipeline stages."""
-        take_step = self.engine._take_model_step
-        # torch's GradScaler skips an optimizer that is not fused, and reports nothing.
-        flat.on_overflow = lambda: self.guard.overflowed(self.zero_map.gradients(1.0))
-
-        def clip_and_take_step(*args: Any, **kwargs: Any) -> None:
-            flat.clip()
-            take_step(*args, **kwargs)
-
-        self.engine._take_model_step = clip_and_take_step
-
     def _adapt_the_optimizer(self) -> None:
         """Patch reduction, clipping and overflow checks of DeepSpeed's optimizer, and guard its steps."""
         groups, optimizer, flat = self.groups, self.engine.optimizer, self.flat
@@ -181,8 +169,8 @@ class Engine(ABC):
         if flat is not None:
             self.zero_map = build_zero_map(self.engine, groups, names, self._task.is_fixed, flat.flats, flat.shares)
             flat.count(self.zero_map.shards, first=groups.tp_rank == 0)
-            if self.stage == 0:
-                self._clip_before_the_step(flat)
+            if self.stage == 0:  # torch's GradScaler skips an optimizer that is not fused, and reports nothing
+                flat.on_overflow = lambda: self.guard.overflowed(self.zero_map.gradients(1.0))
         else:
             if groups.layout.pp > 1:
                 match_norm_collectives(optimizer, self.device)

@@ -245,7 +245,13 @@ class FlatGradient:
                 self._hooks.append(last.register_post_accumulate_grad_hook(partial(self._arrived, bucket)))
         engine.allreduce_gradients = self.finish
         if self._stage == 0:
-            engine.zero_grad = self._clear
+            take_step = engine._take_model_step
+
+            def clip_and_take_step(*args: Any, **kwargs: Any) -> None:
+                self.clip()
+                take_step(*args, **kwargs)
+
+            engine._take_model_step, engine.zero_grad = clip_and_take_step, self._clear
             return
         from deepspeed.runtime.base_optimizer import ZeROOptimizer
 

@@ -68,7 +68,8 @@ class StepGraphs:
                 the scheduled values and the loss scale may differ from call to call.
             given: tensors by name; those on the host are ignored.
         """
-        on_device = [_on_device(part, self._device) for part in given]
+        kind = self._device.type
+        on_device = [part and {name: t for name, t in part.items() if t.device.type == kind} for part in given]
         boundary = self._engine.is_gradient_accumulation_boundary()
         reduces = boundary and self._context.groups.layout.dp > 1
         shapes = [(name, tensor.shape, tensor.dtype) for part in on_device for name, tensor in (part or {}).items()]
@@ -168,7 +169,3 @@ def _renew_accumulators(module: nn.Module) -> None:
             data = parameter.data
             parameter.data = data.new_empty(0, dtype=torch.float64)
             parameter.data = data
-
-
-def _on_device(part: Given, device: torch.device) -> Given:
-    return part and {name: tensor for name, tensor in part.items() if tensor.device.type == device.type}

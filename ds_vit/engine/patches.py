@@ -4,11 +4,10 @@ Each has a canary in tests/engine/test_deepspeed_canaries.py, which fails when D
 process-wide state is a context, which restores the state at its end; an engine holds those that a run needs until it
 closes.
 
-More is replaced elsewhere: engine/flat_gradient.py sums gradients and steps below ZeRO-3, engine/zero3.py gathers and
-reduces at ZeRO-3, `Engine` wraps `_take_model_step` without ZeRO, to clip before it, and `ZeroMap.on_overflow` wraps
-what ZeRO calls before it drops gradients. Private attributes are also used in engine/base.py (norms),
-parallel/zero_map.py (where ZeRO keeps weights and gradients, and how weights return to the model) and
-config/deepspeed_keys.py (removed keys).
+More is replaced elsewhere: engine/flat_gradient.py reduces and steps below ZeRO-3, engine/zero3.py gathers and reduces
+at ZeRO-3, and `ZeroMap.on_overflow` wraps what ZeRO calls before it drops gradients. Private attributes are also read
+in engine/base.py (norms), parallel/zero_map.py (where ZeRO keeps weights and gradients, and how weights return to the
+model) and config/deepspeed_keys.py (removed keys).
 """
 
 from __future__ import annotations
