@@ -259,7 +259,7 @@ class Engine(ABC):
 
     @property
     def teachers(self) -> TeacherAverage | None:
-        """The task's teachers, which a checkpoint has to hold in fp32; None without any."""
+        """The task's teachers, which a checkpoint holds in fp32; None without any."""
         return None
 
     def begin_step(self, step: int, schedules: Mapping[str, float], held: frozenset[str] = frozenset()) -> None:

@@ -57,8 +57,8 @@ class _Bucket:
         stop: element behind the last one.
         parameters: last one first.
         starts: first element of each.
-        home: where the gradients are written.
-        added: where those of later micro-batches are written, to be added to `home`.
+        home: of the gradients.
+        added: of the gradients of later micro-batches, which are added to `home`.
         sent: memory that is reduced: that of `home`, or a buffer in the type of the reduction.
         parts: (rank that receives the sum, or None for all; piece of `sent`).
         own: (piece of `sent`, its place in the flat gradient), for pieces that this rank receives out of place.

@@ -35,7 +35,7 @@ class StepGraphs:
     Args:
         engine: DeepSpeed's.
         flat: the gradient that the passes write.
-        context: whose scheduled values the passes read.
+        context: with the scheduled values that the passes read.
 
     Attributes:
         reason: why nothing is captured any more; "" while it is.

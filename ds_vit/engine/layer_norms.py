@@ -18,7 +18,7 @@ def layers_of(names: Sequence[str]) -> dict[str, str]:
     A masked autoencoder has "decoder_embed" (with the mask token) after its blocks, then "decoder_blocks.0", ….
     """
     found, layers = False, {}
-    for name in sorted(names, key=lambda name: name == "mask_token"):  # stands before the blocks; belongs behind
+    for name in sorted(names, key=lambda name: name == "mask_token"):  # before the blocks in the model, after them here
         match = re.match(
             r"(blocks|decoder_blocks|layers|stages)\.\d+|decoder_embed",
             "decoder_embed" if name == "mask_token" else name,

@@ -12,8 +12,7 @@ order; a unit whose outputs are not used on this rank is reduced with zeros.
 
 Collectives run on two streams, one a direction, each with one buffer as large as the largest unit. Everything that
 reads or writes a unit's own memory runs on the stream of the model. The next unit is gathered into the buffer
-while the current one computes. On a CPU there are no streams: gloo's threads gather, and reduce to one owner after the
-other.
+while the current one computes. On a CPU there are no streams: gloo's threads gather, and reduce to each owner.
 
 | JSON | meaning |
 |---|---|
@@ -150,7 +149,7 @@ class Unit:
         self.rows_to_send = list(self.leaving_rows)
         self.arriving = self.rows_to_send[rank] if arriving is None else arriving.narrow(0, 0, total)
         self.arrived = list(self.arriving.split(self.segment_sizes))
-        # torch cuts rows and ZeRO elements, the same where the rows divide by the ranks.
+        # torch splits rows and ZeRO elements: the same where the rows divide by the ranks.
         self.uneven = [i for i, p in enumerate(self.trained) if p.ds_shape[0] % ranks]
 
     def take_gradients(self) -> list[torch.Tensor]:

@@ -217,7 +217,7 @@ def by_trying(config: EngineConfig, memory: Memory, try_one: Try, how: str = "me
 
     Args:
         config: of the engine.
-        memory: what this rank may take.
+        memory: bytes that this rank may take.
         try_one: raises torch.OutOfMemoryError where the device has too little.
         how: `try_one` gets its numbers, for people.
     """
@@ -246,7 +246,7 @@ def _taken(try_one: Try, batch: BatchSizes) -> int | None:
 
 
 def memory_of_rank(memory: str, process: Process, *, on_cpu: bool) -> Memory:
-    """What this rank may take: --memory, else what is free: of its device, or its share of this machine's."""
+    """The memory that this rank may take: --memory, else what is free on its device, or its share of this machine's."""
     if memory:
         return Memory(parse_bytes(memory, "--memory"), f"--memory {memory}")
     if not on_cpu:
@@ -329,7 +329,7 @@ class TrialStep(contextlib.AbstractContextManager["TrialStep"]):
 
     Args:
         config: of the engine.
-        device: where it will train.
+        device: of the training.
     """
 
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
@@ -350,7 +350,7 @@ class TrialStep(contextlib.AbstractContextManager["TrialStep"]):
         self.held_bytes = max(0, states - here)
 
     def _bytes_of_zero(self) -> int:
-        """What ZeRO holds in addition to the states while activations are at their peak."""
+        """Bytes that ZeRO holds in addition to the states while activations are at their peak."""
         states = self.stage.states(accumulated=True)  # of which there is the more to hold
         rules = self.stage.rules
         # At stage 2 with offload the partition that a second micro-batch is reduced into, next to the sum so far.
@@ -402,7 +402,7 @@ class TrialStep(contextlib.AbstractContextManager["TrialStep"]):
         return max(0, taken)
 
     def _forward(self, rows: int) -> list[torch.Tensor]:
-        """What a micro-batch's backward pass begins with: the loss, or what the next stage sends gradients of."""
+        """The start of a micro-batch's backward pass: the loss, or outputs that the next stage sends gradients of."""
         precision = self.config.precision.name
         inputs = tuple(self._like(tensor, rows if place < 2 else None) for place, tensor in enumerate(self.inputs))
         autocast = precision.removeprefix("autocast-")

@@ -172,7 +172,7 @@ class Training:
         groups: of the run.
         started: `time.perf_counter()` when the program began.
         watchdog: receives every bit of progress.
-        memory: what is free for this rank.
+        memory: free memory of this rank.
         signals: received by this rank, or None where they are not listened for.
         listeners: as for `Reporter`.
     """

@@ -145,7 +145,7 @@ class Cost:
 
     @cached_property
     def layer_memory(self) -> list[LayerMemory]:
-        """What each layer of a rank has and keeps."""
+        """The parameters and kept activations of each layer of a rank."""
         config, optimizer = self.config, self.config.optimizer
         return memory_of_layers(
             config.model.whole,
@@ -191,7 +191,7 @@ class PeakMemory:
 
     Args:
         config: of the engine.
-        device: where this rank computes.
+        device: of this rank.
 
     Attributes:
         predicted_bytes: 0 where the prediction failed.

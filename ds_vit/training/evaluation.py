@@ -225,7 +225,7 @@ class Stopped(Exception):
 
 @dataclass(eq=False)
 class Phases:
-    """Announces what comes next to the watchdog; in its first time a phase may have to be compiled.
+    """Announces the next phase to the watchdog; a phase may compile the first time.
 
     Attributes:
         watchdog: of the run.
@@ -296,7 +296,7 @@ class Evaluations:
         """Exact metrics over the validation split; without one, only pictures of training images (a collective).
 
         Args:
-            step: whose weights they are.
+            step: of the weights.
             should_stop: whether any rank has received a signal (a collective).
 
         Returns:

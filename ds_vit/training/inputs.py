@@ -230,7 +230,7 @@ class InputPipeline:
 
         Args:
             source: the split; None for the validation split.
-            fields: what a batch has; None for what the task's evaluation takes.
+            fields: of a batch; None for those of the task's evaluation.
         """
         config, rows, share = self.config, self.config.eval_rows, self.config.share
         source = config.validation if source is None else source
@@ -402,7 +402,7 @@ def count_workers(reads: Callable[[int], str], process: Process) -> Workers:
 
 
 def cpu_quota(limit_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """How many cores' time the container is given; affinity does not show it."""
+    """The number of cores that the container's quota allows; affinity does not show it."""
     words = limit_file.read_text().split() if limit_file.is_file() else []
     if len(words) != 2 or not words[0].isdigit():  # "max 100000"
         return 2**31
@@ -410,7 +410,10 @@ def cpu_quota(limit_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
 
 
 def reads_of(task: Task, layout: Layout, rank: int, *, training: bool) -> str:
-    """What a rank reads of the samples, by the fields of its pipeline stage; one rank of a tensor-parallel group."""
+    """The part of each sample that a rank reads: "images", "targets" or "" for none.
+
+    It follows from the fields of its pipeline stage. One rank of a tensor-parallel group reads.
+    """
     if layout.tp_rank(rank):
         return ""
     reads = {field.reads for field in task.fields(training=training) if field.stage in stages_of(layout, rank)}

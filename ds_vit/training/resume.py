@@ -195,7 +195,7 @@ def _default_of(name: str, otherwise: Any) -> Any:
 
 
 def _difference(key: str, old: Any, new: Any) -> str:
-    """How two values differ that must be the same, for people."""
+    """The difference between two values that must be equal, for people."""
     if key == "samples":  # hashes, which say nothing to people
         return "the number of images is the same, and the name, label or a caption of at least one is another"
     if key == "teacher" and old and new:

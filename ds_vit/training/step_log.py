@@ -163,7 +163,7 @@ class EpochMean:
     """The mean of this rank's losses over the applied steps of an epoch; its mean over the ranks is the epoch's.
 
     Args:
-        device: where the losses are.
+        device: of the losses.
 
     Attributes:
         epoch: that the mean is of.

@@ -1,7 +1,7 @@
 """The training loop: steps until the end, with rollbacks, evaluations and saves between them.
 
 `run` → `train` → `train_step`. Everything around a step is a callback (callbacks.py), evaluations are in evaluation.py,
-saves in checkpoint_manager.py; build.py puts them together.
+saves in checkpoint_manager.py; build.py assembles them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Trainer:
         engine: runs the model.
         inputs: of the run.
         schedule: of the learning rate; None where the JSON's scheduler sets it.
-        horizon: what the task's schedules are made for.
+        horizon: of the task's schedules.
         evaluations: of the run.
         callbacks: are called around each step, in this order.
         checkpoints: saves and restores this trainer.

@@ -188,14 +188,14 @@ class Resolved:
 
     @property
     def stall_seconds(self) -> float:
-        """How long a rank may make no progress; 0 for no limit, the default of one rank."""
+        """Seconds that a rank may make no progress; 0 for no limit, the default of one rank."""
         if self.config.stall_seconds is not None:
             return self.config.stall_seconds
         return DEFAULT_STALL_SECONDS if self.layout.world_size > 1 else 0.0
 
     @property
     def first_patience(self) -> float:
-        """How many times `stall_seconds` the first step and the first evaluation may take, which compile."""
+        """The factor on `stall_seconds` for the first step and the first evaluation, which compile."""
         if not self.config.compile or not self.stall_seconds:
             return 1.0
         return max(4.0, COMPILE_SECONDS / self.stall_seconds)

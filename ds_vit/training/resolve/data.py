@@ -148,7 +148,7 @@ def with_batch(data: DataConfig, batch: BatchSizes, origin: str, note: str) -> D
     Args:
         data: of a plan.
         batch: of the same global batch.
-        origin: where the numbers came from, for people.
+        origin: of the numbers, for people.
         note: a line for people; those that name the batch arithmetic name the new one.
     """
     assert batch.global_batch == data.batch.global_batch, f"{batch} is not {data.batch}"

@@ -61,7 +61,7 @@ class DeepSpeedSettings:
         return any(switched_on(block) or block.get("enabled") == "auto" for block in blocks if block)
 
     def origin(self, name: str) -> str:
-        """Where a value of the JSON came from, for people."""
+        """The origin of a value of the JSON, for people."""
         return self.origins.get(name, "JSON")
 
 
@@ -223,7 +223,7 @@ def with_batch(settings: DeepSpeedSettings, batch: BatchSizes, origins: Mapping[
 
 
 def _origins(settings: DeepSpeedSettings, json: Mapping[str, Any], known: Mapping[str, str]) -> dict[str, str]:
-    """Where each value came from that is not the file's."""
+    """The origin of each value that is not the file's."""
     file, origins = leaves(settings.file), {}
     for name, value in leaves(json).items():
         if name in settings.origins and file.get(name) == value:

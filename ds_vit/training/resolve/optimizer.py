@@ -49,7 +49,7 @@ class OptimizerConfig:
         schedule: of the learning rate; None where the JSON's scheduler sets it.
         scheduler: values for "auto" in the JSON's scheduler.
         total_steps: steps that are run.
-        horizon: what the schedules are made for.
+        horizon: of the schedules.
         factors: on the learning rate by timm name; empty if all are 1.
         origins: dotted name in the JSON → where its number came from, where it is not the JSON's.
         notes: lines for people.
