@@ -76,29 +76,6 @@ def test_the_curve_is_that_of_eager_blocks(ranks, reference, tmp_path, layout):
     assert {n: t.shape for n, t in weights.items()} == {n: t.shape for n, t in reference[1].items()}
 
 
-def train_with_stale_masks(argv):
-    """On a rank: train compiled, each drop keeps its first row, as a constant in the graph would be."""
-    from ds_vit.models.keyed_drop import Together
-
-    rows, found = Together._rows, []
-
-    def once(self):
-        if self.bits.device.type == "meta":  # costs are counted
-            return rows(self)
-        found.append(found[0] if found else rows(self))
-        return found[-1]
-
-    with mock.patch.object(Together, "_rows", once):
-        return train_counting(argv)
-
-
-def test_a_mask_that_stays_is_seen(ranks, reference, tmp_path):
-    """The comparison above must be able to fail."""
-    ranks.run(1, train_with_stale_masks, [*words(tmp_path / "run"), "--compile"])
-    with pytest.raises(AssertionError, match="the curves part"):
-        assert_same_curve(reference[0], read_rows(tmp_path / "run"), rtol=1e-3)
-
-
 SMALL = [
     *("--model", "vit_tiny_patch16_224", "--img-size", 16, "--workers", 0, "--val-split", "", "-b", 8),
     *("--model-kwargs", "patch_size=4", "embed_dim=48", "depth=2", "num_heads=6", "--drop-path", 0.3),
