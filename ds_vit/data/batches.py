@@ -199,8 +199,6 @@ class Reader:
     reading: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        if self.on_bad_image not in ("error", "skip"):
-            raise UserError(f"--on-bad-image {self.on_bad_image} is none of error, skip")
         self.img_size = self.image.img_size
         self.skips = self.on_bad_image == "skip"
         transform = self.transform

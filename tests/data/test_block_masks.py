@@ -65,16 +65,6 @@ def test_the_masks_are_those_of_a_plain_loop_with_the_same_draws(grid):
         assert np.array_equal(mask, expected)
 
 
-def test_a_mask_depends_on_its_key_only():
-    """Would catch a draw that depends on the other views of a call, as one for a whole batch does."""
-    whole = block_masks(KEYS, (14, 14), 0.5, (0.1, 0.5))
-    shuffled = np.random.default_rng(0).permutation(len(KEYS))
-    assert np.array_equal(block_masks(KEYS[shuffled], (14, 14), 0.5, (0.1, 0.5)), whole[shuffled])
-    assert np.array_equal(block_masks(KEYS[7:8], (14, 14), 0.5, (0.1, 0.5)), whole[7:8])
-    assert block_masks(KEYS[:0], (14, 14), 0.5, (0.1, 0.5)).shape == (0, 196)
-    assert len(np.unique(whole[whole.any(axis=1)], axis=0)) == whole.any(axis=1).sum()
-
-
 def test_probability_and_ratio_are_what_was_asked_for():
     """Would catch a swapped bound, a ratio of the batch, and a share of masked views that is another."""
     masks = block_masks(randomness.sample_keys(4, 0, np.arange(4000)), (14, 14), 0.3, (0.2, 0.4))

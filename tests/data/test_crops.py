@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
-from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -25,7 +24,6 @@ from ds_vit.data.sampler import Share
 from ds_vit.data.settings import CropConfig, ImageConfig
 from ds_vit.data.sources.datasets import open_source
 from ds_vit.data.sources.source import Source
-from ds_vit.tasks.task import Field, Task
 
 IMAGE, CROPS = ImageConfig((24, 24)), CropConfig(local_size=16, num_local=3)
 NUM_IMAGES, STEPS = 41, 9  # of 12 samples: 108, of three epochs
@@ -212,24 +210,3 @@ def test_the_steps_are_those_of_dinos_recipe(view, size, scale, blurred, solariz
     ]
     assert (blur.p, blur.transforms[0].radius) == (blurred, (0.1, 2.0))
     assert repr(solarize) == repr(transforms.RandomSolarize(128, p=solarized))
-
-
-# A task's batch
-
-
-@pytest.mark.parametrize("on", ON)
-def test_a_task_gets_both_kinds_of_views(source, references, on):
-    """Would catch local views in the field of the global ones, and a type that is not the field's."""
-    task = SimpleNamespace(image=IMAGE, augment=ON[on], mix=MixConfig(), num_classes=3)
-    fields = (
-        Field("images", "first", "images", (2, 3, 24, 24)),
-        Field("local_images", "first", "images", (3, 3, 16, 16), torch.bfloat16),
-        Field("targets", "last", "targets", (), torch.int64),
-    )
-    (batch,) = _load(source, WHOLE, on, 0, 1)
-    made = Task.tensors(task, fields, batch, training=True, device=torch.device("cpu"))
-    assert torch.equal(made["images"], references[on]["images"][0])
-    assert torch.equal(made["local_images"], references[on]["local_images"][0].bfloat16())
-    assert [tuple(made[field.name].shape) for field in fields] == [(12, *field.shape) for field in fields]
-    only = Task.tensors(task, fields[2:], batch, training=True, device=torch.device("cpu"))
-    assert list(only) == ["targets"]

@@ -406,21 +406,3 @@ def test_from_flags(forms, monkeypatch, form):
     task.config = config
     assert "tokenizer" in task.identity()
     assert not [name for name in task.identity() if name.startswith("csv_")], "a run resumes on another form"
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--csv-separator", ",", "--dataset", "hfds/x"], "--csv-separator has no effect without csv/…; drop it"),
-        (
-            ["--csv-img-key", "x", "--dataset", "wds/x"],
-            "--csv-img-key has no effect without csv/…, hfds/… or parquet/…",
-        ),
-        (["--csv-caption-key", "x", "--data-dir", "x"], "--csv-caption-key has no effect without csv/…"),
-        (["--csv-separator", "||", "--dataset", "csv/x"], r"--csv-separator must be one character, not \|\|"),
-    ],
-)
-def test_flags_without_effect(words, message):
-    """Would catch a flag that is silently ignored."""
-    with pytest.raises(UserError, match=message):
-        flags.parse(["--deepspeed_config", "x.json", *words])
