@@ -10,15 +10,16 @@ import shlex
 import shutil
 import subprocess
 import tracemalloc
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 from project import ROOT
-from run_folders import EVIL, Tags, page_of
+from run_folders import EVIL, Tags, page_of, write_run
 from runs import DIGITS, ONE_BLOCK, run_quietly
 
 from ds_vit import cli
@@ -26,9 +27,12 @@ from ds_vit.config.run_folder import RunFolder
 from ds_vit.data.settings import ImageConfig
 from ds_vit.monitoring import report
 from ds_vit.monitoring.gradient_health import HIGHEST, LOWEST
-from ds_vit.monitoring.report.panels import class_panels, gradients, table
+from ds_vit.monitoring.report.charts import MAX_POINTS, Series, heat_map, line_chart, log_ticks, number, thin_out, ticks
+from ds_vit.monitoring.report.page import differences, outcomes
+from ds_vit.monitoring.report.panels import PERCENT, class_panels, curves, gradients, table
 from ds_vit.monitoring.report.record import Record
 from ds_vit.monitoring.sheets import write_predictions
+from ds_vit.optim.schedules import Schedule
 
 
 def test_gradients_by_power_of_two(evil):
@@ -263,3 +267,151 @@ def test_a_report_that_fails_is_a_warning(ranks, tmp_path):
     [(code, out, _)] = ranks.run(1, run_quietly, words, break_the_report)
     assert code == 0
     assert "report.html is not written (KeyError: 'oh'); ds-vit report makes it" in out
+
+
+def test_axes():
+    """A tick between the lines, a spike that thinning loses."""
+    assert ticks(0, 880, 6) == [0, 200, 400, 600, 800]
+    assert ticks(0.5, 2.4, 5) == [0.5, 1.0, 1.5, 2.0]
+    for low, high, powers in (
+        (1e-9, 0.02, [1e-9, 1e-7, 1e-5, 1e-3]),
+        (5e-4, 0.03, [5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02]),
+    ):
+        assert 10.0 ** np.array(log_ticks(np.log10(low), np.log10(high))) == pytest.approx(powers)
+    assert len(log_ticks(0.1, 0.2)) >= 2
+    assert [number(value) for value in (0, 3e-5, 0.25, 12_000, 2.5e6)] == ["0", "3e-5", "0.25", "12k", "2.5M"]
+    points = [(step, 100.0 if step == 7777 else 1.0) for step in range(10_000)] + [(10_000, float("nan"))]
+    thin = thin_out(points)
+    assert len(thin) <= MAX_POINTS
+    assert (7777, 100.0) in thin
+    assert thin[-1][0] == 9999
+
+
+def shown_of(chart):
+    """The ticks and values of a chart."""
+    return [label for _, label in (*chart["rows"], *chart["columns"])] + [text for *_, text, _ in chart["values"]]
+
+
+def test_an_axis_ends_where_the_quantity_does():
+    """A top-5 of 100 % on an axis to 110 %."""
+    points = [(step, 100.0) for step in (10, 20)]
+    assert "110" not in shown_of(line_chart("top-5, %", [Series("a", points)], bounds=PERCENT))
+    assert "105" not in shown_of(line_chart("top-5, %", [Series("a", points)], bounds=PERCENT))
+    assert "105" in shown_of(line_chart("anything", [Series("a", points)]))
+
+
+def test_a_start_does_not_set_the_scale(tmp_path):
+    """99 % at the first step, and all others on the floor."""
+    rows = [{"kind": "train", "step": step, "data_wait_fraction": 0.99 if step == 1 else 0.02} for step in range(1, 9)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    chart = next(each for each in curves([Record.read(tmp_path)]) if "waiting for data" in each["title"])
+    assert "the start of the loader (99 % at step 1)" in chart["note"]
+    assert max(float(label) for _, label in chart["rows"]) < 10
+    assert [1, 99.0] in chart["data"]["series"][0][1], "the value stays under the pointer"
+
+
+def test_numbers_of_a_confusion_matrix(tmp_path):
+    """Columns without a name, cells whose share only a pointer tells; a hundred numbers that cover each other."""
+    panel = class_panels(Record.read(write_run(tmp_path / "run")))[0]
+    assert [value for value, _ in panel["cells"] if value] == [50, 50, 100, 100]
+    assert panel["every"]
+    assert panel["upright"]
+    many = [f"class {at}" for at in range(100)]
+    crowded = heat_map("shares", many, many, np.eye(100), column_kind="prediction", numbers=True)
+    assert not crowded["cells"]
+    assert not crowded["every"]
+
+
+def with_wall_seconds(record, **changes):
+    """A record whose training rows took two seconds a step."""
+    rows = [{**row, "wall_seconds": 2.0 * row["step"]} for row in record.rows["train"]]
+    return replace(record, rows={"train": rows}, **changes)
+
+
+def test_compare_says_what_differs(evil, tmp_path, capsys):
+    """A difference that is passed over, a deviation that is not one."""
+    other = write_run(tmp_path / "other", offset=0.5, stage=3)
+    page, said = page_of(capsys, "compare", evil, other, "--output", tmp_path / "both.html")
+    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in said.splitlines() if line[:1] == "│"]
+    table = {row[0]: row[1:] for row in rows}
+    assert table["flag seed"] == table["JSON zero_optimization.stage"] == ["1", "3"]
+    assert "flag model" not in table
+    assert "The global batches differ (8, 24 images)" in said
+    furthest = next(values for name, values in table.items() if name.startswith("loss, largest deviation"))
+    assert furthest == ["-", "10"]  # 0.5 beside 2 / 40
+    assert "Deviation of the loss from" in page
+    averages = [json.loads(words["data-chart"]) for name, words in Tags(page).elements if "data-chart" in words]
+    assert any(len(chart["series"]) == 4 for chart in averages)
+    assert page.count('class="curve c0 dashed band"') == page.count('class="curve c1 dashed"') == 1
+    assert not [name for name, words in Tags(page).elements if any(key.startswith("on") for key in words)]
+
+
+def test_launches_of_a_run_that_went_on(evil):
+    """A total that passes for one process's; steps that were done twice, counted twice."""
+    two, one = ({"pp": 1, "dp": dp, "tp": 1, "zero_stage": 1} for dp in (2, 1))
+    # The second launch was killed at step 30, and the third went on from step 20.
+    starts = [
+        {"step": step, "layout": layout, "device": "cpu", "precision": "bf16"}
+        for step, layout in ((0, two), (10, one), (20, two))
+    ]
+    plain = Record.read(evil)
+    record = with_wall_seconds(plain, starts=starts, summary={**plain.summary, "wall_seconds": 85.0})
+    found = [(one.steps, one.ranks, one.seconds) for one in record.launches]
+    assert found == [("1 to 10", 2, 20.0), ("11 to 20", 1, 20.0), ("21 to 40", 2, 45.0)]
+    assert record.rates == record.points("train", "lr"), "no launch says its schedule"
+    table = {name: values for name, *values in outcomes([record, plain])}
+    assert table["launches (wall time is of all)"] == ["3", "2"]
+    assert table["launch 2"][0] == "steps 11 to 20 in 20 s: pp 1 x dp 1 x tp 1, ZeRO-1, bf16, 1 rank, cpu"
+    assert table["launch 3"][1] == "-"
+    layouts = [values for name, *values in differences([record, plain]) if name == "layout"]
+    many, few = "pp 1 x dp 2 x tp 1, ZeRO-1, bf16 (2 ranks)", "pp 1 x dp 1 x tp 1, ZeRO-1, bf16 (1 rank)"
+    assert layouts == [[f"{many}, then {few}, then {many}", "pp 2 x dp 2 x tp 1, ZeRO-1 (4 ranks)"]]
+    assert record.first_steps == [1, 11, 21]
+
+
+def test_learning_rates_are_drawn_from_the_schedule(evil):
+    """A warm-up between two rows that is drawn as a straight line, or a schedule that a later launch replaced."""
+    rows = [{"kind": "train", "step": step, "lr": 1.0, "loss": 1.0} for step in (1, 40)]
+    cosine, wsd = Schedule("cosine", 0.1, 40, warmup_steps=7), Schedule("wsd", 0.2, 40)
+    starts = [{"step": step, "schedule": asdict(each)} for step, each in ((0, cosine), (25, wsd))]
+    record = replace(Record.read(evil), rows={"train": rows}, starts=starts)
+    assert record.rates == [(step + 1, (cosine if step < 25 else wsd).lr(step)) for step in range(40)]
+    drawn = next(one for one in curves([record]) if one["title"] == "Learning rate")
+    assert f"{cosine.lr(7):.4g}" in str(drawn["data"])
+    starts = [{"step": 0, "schedule": asdict(Schedule("linear", 0.1, 100_000, warmup_steps=777))}]
+    steps = [step for step, _ in replace(record, starts=starts, summary={**record.summary, "steps": 100_000}).rates]
+    assert len(steps) < 500
+    assert {1, 778, 100_000} <= {*steps}
+
+
+def test_a_run_without_an_end_is_compared_as_far_as_it_came(evil):
+    """Dashes in place of what the rows of a killed run, or of one still under way, tell."""
+    plain = Record.read(evil)
+    table = {name: values for name, *values in outcomes([with_wall_seconds(plain, summary={}), plain])}
+    assert [table[name][0] for name in ("steps", "wall time, s", "end")] == ["40", "80", "not ended"]
+    assert table["end"][1] == "completed"
+
+
+def test_nothing_stands_twice_in_a_comparison(evil):
+    """The stage in the JSON and in the layout, the ranks as a flag and in the layout; numbers without a unit."""
+    records = []
+    for tp in (1, 2):
+        config = {"model": "vit_tiny", "pp": 2, "tp": tp, "lr": 0.1 * tp, "log_interval": tp}
+        deepspeed = {"zero_optimization": {"stage": 2 * tp - 1}, "train_batch_size": 8 * tp}
+        deepspeed["optimizer"] = {"params": {"lr": 0.1 * tp}}
+        start = {"step": 0, "layout": {"pp": 2, "dp": 2, "tp": tp, "zero_stage": 2 * tp - 1}, "device": "cpu"}
+        records.append(replace(Record.read(evil), config=config, deepspeed=deepspeed, starts=[start]))
+    assert sorted(name for name, *_ in differences(records)) == [
+        *("JSON optimizer.params.lr", "JSON train_batch_size (images)", "JSON zero_optimization.stage"),
+        *("flag log_interval (steps)", "layout"),
+    ]
+
+
+def test_where_a_comparison_is_written(evil, tmp_path, capsys, monkeypatch):
+    """A page in the current folder that nobody is told of; a last line that is no path."""
+    monkeypatch.chdir(tmp_path)
+    other = write_run(tmp_path / "other")
+    assert cli.main(["report", str(evil), str(other)]) == 0
+    said = capsys.readouterr()
+    assert said.out == "comparison.html\n"
+    assert "in the current folder (--output FILE puts the page elsewhere)" in said.err

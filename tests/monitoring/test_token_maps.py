@@ -168,13 +168,6 @@ def test_images_are_drawn_across_classes(counts, expected):
     assert np.bincount([shown.target(at) for at in range(len(shown))], minlength=len(counts)).tolist() == expected
 
 
-def test_many_classes_are_drawn_from_all_over():
-    # Catches: eight kinds of fish out of a thousand classes.
-    shown = across_classes(Labels(np.repeat(np.arange(1000), 3).tolist(), 1000), 8)
-    classes = [shown.target(at) for at in range(8)]
-    assert classes == np.linspace(0, 999, 8).round().astype(int).tolist()
-
-
 @pytest.mark.parametrize(("world", "words"), [(1, ["-vb", 16]), (2, ["-vb", 3])])
 def test_a_run_draws_images_of_all_classes_in_any_layout(ranks, tmp_path, world, words):
     # Catches: images of one class, or other images with another batch of evaluation or another number of ranks.

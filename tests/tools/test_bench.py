@@ -265,7 +265,6 @@ def test_lightlys_student_is_ours(tmp_path):
         (1, ["--linear-probe", "--bce-loss"], "the peers know nothing of --linear-probe, --bce-loss; drop it"),
         (1, ["--deepspeed_config", "fp32", "bf16"], "one precision can be compared, not of bf16, fp32"),
         (1, ["--against", "open_clip"], "open_clip cannot train --task classification; choose among timm, "),
-        (1, [*PAIRS, "--against", "timm"], "timm cannot train --task clip; choose among open_clip"),
         (1, [*CROPS, "--against", "timm"], "timm cannot train --task dino; choose among lightly"),
         (1, [*CROPS, "--koleo-weight", "0.1"], "know nothing of --koleo-weight 0.1; pass --ibot-weight 0"),
     ],

@@ -151,21 +151,3 @@ def test_bytes_a_parameter_in_bf16():
         [rank] = Cost(engine_config(plan)).memory()
         found = (rank.weights, rank.gradients, rank.masters, rank.optimizer)
         assert found == pytest.approx([n * num_parameters(plan.model.whole) for n in expected], abs=8), words
-
-
-def test_activations_follow_the_layout():
-    # Catches: a stage that counts the whole model, and recomputation that changes nothing.
-    # A head that reads all tokens: for the class token alone the last block keeps less, where it is not cut.
-    every = ["--model-kwargs", "patch_size=4", "embed_dim=64", "depth=2", "num_heads=2", "global_pool=avg"]
-    [one] = estimate_of(1, 1, *every)
-    first, last = estimate_of(2, 1, *every, "--pp", "2", "--grad-accum-steps", "2")
-    assert first.parameters + last.parameters == one.parameters
-    assert first.activations + 2 * last.activations == pytest.approx(2 * one.activations, rel=0.01)
-    [cut] = estimate_of(2, 1, *every, "--tp", "2")
-    assert one.activations / 2 < cut.activations < one.activations
-    modes = [[*every, "--grad-checkpointing", mode] for mode in ("full", "2", "selective")]
-    full, two, selective = (estimate_of(1, 1, *words)[0].activations for words in modes)
-    assert 0 < full < selective < one.activations
-    assert full < two  # with two blocks, all of them live again at once
-    [kept] = estimate_of(1, 1, *every, "-b", "8")
-    assert kept.activations == pytest.approx(2 * one.activations, rel=1e-6)
