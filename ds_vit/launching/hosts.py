@@ -32,13 +32,12 @@ _SSH_OPTIONS = (
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:%@-]*")
 _HOSTFILE_LINE = re.compile(r"(\S+)\s+slots=(\d+)(?:\s.*)?")  # DeepSpeed's runner.py: ^(\S+)\s+slots=(\d+)
 
-_FORWARDED = """
-    NCCL_ GLOO_ UCX_ FI_ SHARP_ MV2_ TORCH_ PYTORCH_ DS_ DEEPSPEED_ OMP_ MKL_ HF_ MLFLOW PYTHON LD_LIBRARY_PATH
-"""
-FORWARDED = tuple(_FORWARDED.split())
+FORWARDED = (
+    *("NCCL_", "GLOO_", "UCX_", "FI_", "SHARP_", "MV2_", "TORCH_", "PYTORCH_", "DS_", "DEEPSPEED_", "OMP_", "MKL_"),
+    *("HF_", "MLFLOW", "PYTHON", "LD_LIBRARY_PATH"),
+)
 """Beginnings of the names of variables that go from the launching machine to every host."""
 
-_KEPT_HERE = ("DS_ENV_FILE",)
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -132,7 +131,7 @@ def expand_counts(text: str) -> list[int]:
     for item in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item.strip())
         if match is None:
-            raise UserError(f"{text!r} is not a list of counts such as 4(x2),3")
+            raise UserError(f"SLURM_TASKS_PER_NODE: {text!r} is not a list of counts such as 4(x2),3")
         counts += [int(match.group(1))] * int(match.group(2) or 1)
     return counts
 
@@ -155,10 +154,7 @@ def from_slurm(environ: Mapping[str, str]) -> tuple[Host, ...]:
             raise UserError(f"SLURM_GPUS_PER_NODE={gpus!r} is not a number of GPUs; give --slots N") from None
     else:
         tasks = environ.get("SLURM_TASKS_PER_NODE") or environ.get("SLURM_STEP_TASKS_PER_NODE") or "1"
-        try:
-            counts = expand_counts(tasks)
-        except UserError as error:
-            raise UserError(f"SLURM_TASKS_PER_NODE: {error}") from None
+        counts = expand_counts(tasks)
         if len(counts) == 1:
             counts *= len(names)
     if len(counts) != len(names):
@@ -205,16 +201,16 @@ def read_hosts(source: str | None, environ: Mapping[str, str], slots: int | None
     return hosts if slots is None else tuple(Host(host.name, slots) for host in hosts)
 
 
-def parse_environment(text: str, path: str = "environment file") -> dict[str, str]:
+def read_environment(path: str | Path) -> dict[str, str]:
     """Read `NAME=VALUE` lines; lines of `#` and blank lines are left out, `export ` before a name too.
 
     A value is taken as it stands; one pair of quotes around all of it is removed. Nothing is expanded.
 
     Raises:
-        UserError: a line of another form, or a name twice; with the line's number.
+        UserError: the file cannot be read, a line of another form, or a name twice; with the line's number.
     """
     variables: dict[str, str] = {}
-    for number, line in numbered_lines(text):
+    for number, line in numbered_lines(read_text(path, "environment file ")):
         name, equals, value = line.removeprefix("export ").partition("=")
         name, value = name.strip(), value.strip()
         if not equals or not _VARIABLE.fullmatch(name):
@@ -227,34 +223,19 @@ def parse_environment(text: str, path: str = "environment file") -> dict[str, st
     return variables
 
 
-def read_environment(path: str | Path) -> dict[str, str]:
-    """`parse_environment` of a file.
-
-    Raises:
-        UserError: the file cannot be read, or a line is not of its form.
-    """
-    return parse_environment(read_text(path, "environment file "), str(path))
-
-
-def forwarded(environ: Mapping[str, str]) -> dict[str, str]:
-    """What of an environment goes to every host: the variables that steer communication, DeepSpeed and Python."""
-    return {name: value for name, value in environ.items() if name.startswith(FORWARDED) and name not in _KEPT_HERE}
-
-
 def collected(environ: Mapping[str, str], cwd: Path, files: Sequence[str | Path] = ()) -> dict[str, str]:
     """The variables for every host; later ones win: the environment, `.deepspeed_env` (home, then `cwd`), `files`.
+
+    Of the environment, what steers communication, DeepSpeed and Python goes to every host.
 
     Raises:
         UserError: a file that cannot be read or is not of its form.
     """
-    variables = forwarded(environ)
+    variables = {name: text for name, text in environ.items() if name.startswith(FORWARDED) and name != "DS_ENV_FILE"}
     usual = environ.get("DS_ENV_FILE", ".deepspeed_env")
     places = [Path(environ["HOME"]) / usual] if environ.get("HOME") else []
-    for path in dict.fromkeys([*places, cwd / usual]):
-        if path.is_file():
-            variables |= read_environment(path)
-    for file in files:
-        variables |= read_environment(file)
+    for path in [*(path for path in dict.fromkeys([*places, cwd / usual]) if path.is_file()), *files]:
+        variables |= read_environment(path)
     return variables
 
 

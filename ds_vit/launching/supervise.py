@@ -270,13 +270,11 @@ def describe(outcome: Outcome) -> list[str]:
         return lines
     if first is None:
         return [f"failed with code {outcome.code}; no rank reported a reason: see the launcher's lines above"]
-    how = f"code {first['code']}" if first["code"] < 128 else _signal_text(first["code"] - 128)
+    how, number = f"code {first['code']}", first["code"] - 128
+    if number >= 0:
+        how = f"killed by {signal.Signals(number).name if number in set(signal.Signals) else f'signal {number}'}"
+        how += " (out of memory? see dmesg on that host)" * (number == signal.SIGKILL)
     lines.append(f"rank {first['rank']} on {first['host']} failed first, {how}; its log: {first['log'] or 'none'}")
     lines += [f"  {line}" for line in first["error"]]
     others = sum(report is not first for report in outcome.reports)
     return [*lines, f"({others} more rank{'s' * (others > 1)} ended after it)"] if others else lines
-
-
-def _signal_text(number: int) -> str:
-    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-    return f"killed by {name}" + (" (out of memory? see dmesg on that host)" if number == signal.SIGKILL else "")

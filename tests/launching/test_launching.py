@@ -24,7 +24,7 @@ from project import ROOT, wait_until
 from ds_vit import cli
 from ds_vit.launching import run
 from ds_vit.launching import supervise as supervise_module
-from ds_vit.launching.hosts import Host, collected, parse_environment, read_environment
+from ds_vit.launching.hosts import Host, collected, read_environment
 from ds_vit.launching.launchers import check_hosts, filtered, mpi_family
 from ds_vit.launching.rank import MARK, MAX_CHARS, ErrorFinder, Job, PlainLines
 from ds_vit.launching.supervise import Outcome, Supervisor, describe, exit_code, first_failure
@@ -33,13 +33,14 @@ from ds_vit.launching.this_host import free_port
 # Environment files.
 
 
-def test_the_files_in_launch_can_be_read():
+def test_the_files_in_launch_can_be_read(tmp_path):
     # Catches: an example that its own reader refuses; a choice of one site's that is made for all; a value that is cut
     # at its second equals sign.
     file = ROOT / "launch" / "infiniband.env"
     assert set(read_environment(file)) == {"DEEPSPEED_TIMEOUT"}
     commented = [line[1:] for line in file.read_text().splitlines() if line[:2] in ("#N", "#G")]
-    variables = parse_environment("\n".join(line for line in commented if "ens1f0" not in line))  # RoCE's, instead
+    (tmp_path / "roce").write_text("\n".join(line for line in commented if "ens1f0" not in line))  # RoCE's, instead
+    variables = read_environment(tmp_path / "roce")
     assert variables["NCCL_IB_HCA"].startswith("=mlx5_0:1,")
     assert {"NCCL_IB_TIMEOUT", "NCCL_DEBUG", "NCCL_IB_GID_INDEX"} <= variables.keys()
 
@@ -53,10 +54,11 @@ def test_the_files_in_launch_can_be_read():
         ("a b=1", "NAME=VALUE"),
     ],
 )
-def test_a_line_that_is_no_variable(text, reason):
+def test_a_line_that_is_no_variable(text, reason, tmp_path):
     # Catches: a slip of the pen that becomes a variable nobody reads.
+    (tmp_path / "file").write_text(text)
     with pytest.raises(ValueError, match=reason):
-        parse_environment(text)
+        read_environment(tmp_path / "file")
 
 
 def test_who_wins_among_the_places(tmp_path):
