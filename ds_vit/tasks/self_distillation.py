@@ -30,6 +30,7 @@ from ds_vit.config.schema import names_of_task
 from ds_vit.data.augment.crops import block_masks
 from ds_vit.data.settings import NUM_GLOBAL, CropConfig, ImageConfig
 from ds_vit.data.sources.source import Source
+from ds_vit.device import send
 from ds_vit.models.layers import MAIN_TOWER, Layer
 from ds_vit.models.self_distillation import (
     HEAD,
@@ -209,7 +210,7 @@ class SelfDistillation(Task):
             return _Views(keys, None, none, torch.empty(0, 1, 1, device=keys.device))
         if "patches" in batch:
             return _Views(keys, batch["masks"], batch["patches"], batch["weights"], filled_up=True)
-        return _Views(keys, *(_to_device(tensor, keys.device) for tensor in self._drawn_masks(batch)))
+        return _Views(keys, *(send(tensor, keys.device) for tensor in self._drawn_masks(batch)))
 
     def _drawn_masks(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Masks, patches and weights of `_Views` on the host."""
@@ -227,7 +228,7 @@ class SelfDistillation(Task):
         missing = len(masks) * int(self.config.mask_ratio_min_max[1] * masks.shape[1]) - len(patches)
         patches, weights = F.pad(patches, (0, missing)), F.pad(weights, (0, 0, 0, 0, 0, missing))
         made = {"masks": masks, "patches": patches, "weights": weights}
-        return {**batch, **{name: _to_device(tensor, batch["keys"].device) for name, tensor in made.items()}}
+        return {**batch, **{name: send(tensor, batch["keys"].device) for name, tensor in made.items()}}
 
     # ---- a step ----------------------------------------------------------------------------------------------------
 
@@ -347,7 +348,7 @@ class SelfDistillation(Task):
         samples = len(batch["images"])
         crops = torch.cat([of_crops.unflatten(0, (samples, -1)) for of_crops in (of_global, *of_local)], dim=1)
         if samples not in self._pairs:
-            self._pairs[samples] = _to_device(crop_weights(samples, self.crops.num_local), crops.device)
+            self._pairs[samples] = send(crop_weights(samples, self.crops.num_local), crops.device)
         pairs = self._pairs[samples]
 
         def cross_entropy(part: str, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -527,11 +528,6 @@ def _view_keys(keys: torch.Tensor, num_views: int) -> torch.Tensor:
     """The keys of a sample's crops, for drop-path, dropout and masks: int64 [B] -> [B, num_views]."""
     of_samples = randomness.mix_tensor(keys, randomness.name_key("view"))
     return randomness.mix_tensor(of_samples[:, None], torch.arange(num_views, device=keys.device))
-
-
-def _to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy that the host does not wait for."""
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def _sum_over(context: StepContext) -> Sum:

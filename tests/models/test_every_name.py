@@ -1,12 +1,25 @@
-"""Every timm name of the three classes: our layer list computes what timm's own forward computes."""
+"""Every timm name of the three classes: our layers start from timm's distributions and compute what timm computes."""
 
 from __future__ import annotations
+
+import math
 
 import pytest
 import timm
 import torch
 from timm.models import Eva, VisionTransformer, VisionTransformerDistilled
-from vits import KINDS, different_names, images, our_model, small_image_size, small_spec, timm_model
+from vits import (
+    KINDS,
+    different_names,
+    images,
+    load_timm_state_dict,
+    our_model,
+    shake,
+    small_image_size,
+    small_spec,
+    timm_model,
+    timm_state_dict,
+)
 
 from ds_vit.models.layers import take_apart
 from ds_vit.models.sequential import timm_names
@@ -30,17 +43,45 @@ BATCH_NORM = {
 }
 # Covered forward, refused for training as they are: random RoPE coordinates, off with rope_rescale_coords=1.0.
 RANDOM_ROPE = "sapiens2"
+# timm's own init_weights does not reach the stems of these: resnet's constructor draws once and for all. They hold
+# BatchNorm, so they are only ever evaluated, with weights from a file.
+CONSTRUCTOR_ONLY = ("resnet26d", "resnet50d")
+
+
+def assert_same_distribution(key: str, mine: torch.Tensor, theirs: torch.Tensor) -> None:
+    assert mine.shape == theirs.shape
+    theirs = theirs[theirs > -1.99]
+    assert mine.isfinite().all()
+    if len(theirs.unique()) == 1:
+        assert (mine == theirs.flatten()[0]).all(), key
+        return
+    spread = max(float(mine.std()), float(theirs.std()))
+    error = spread * math.sqrt(2 / min(mine.numel(), theirs.numel()))
+    assert abs(float(mine.mean() - theirs.mean())) < 6 * error, key
+    assert abs(float(mine.std() - theirs.std())) < 6 * error, key
+    assert mine.abs().max() < 8 * spread, f"{key}: an outlier"
 
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("chunk", range(4))
 def test_every_timm_name(chunk):
-    """A sub-module that is forgotten, run twice, out of order or with another's table, in eval or in train mode."""
+    """A parameter that timm's constructor draws and its init_weights forgets, a missing scale, another spread; a
+    sub-module that is forgotten, run twice, out of order or with another's table, in eval or in train mode.
+
+    Mean and standard deviation of each tensor are those of timm's own construction, to six standard errors. timm draws
+    an outlier at -2 once in 2^24 elements; it is taken out of timm's tensor.
+    """
     for name in different_names()[chunk::4]:
         random_rope = {"rope_rescale_coords": 1.0} if RANDOM_ROPE in name else {}
         spec = small_spec(name, img_size=small_image_size(name), **random_rope)
-        reference = timm_model(spec)
-        model = our_model(spec, weights_of=reference, for_training=False)
+        reference, model = timm_model(spec, shaken=False), our_model(spec, for_training=False)
+        ours, theirs = timm_state_dict(model), reference.state_dict()
+        assert ours.keys() == theirs.keys()
+        for key, tensor in theirs.items():
+            if "patch_embed.backbone" not in key or not any(part in name for part in CONSTRUCTOR_ONLY):
+                assert_same_distribution(f"{name} {key}", ours[key].double(), tensor.double())
+        shake(reference)
+        load_timm_state_dict(model, reference.state_dict())
         pixels = images(spec)
         for training in (False, True):
             reference.train(training)

@@ -129,38 +129,6 @@ def test_timms_rates_and_places_are_kept(kind):
     assert not [m for layer in layers for m in layer.modules() if isinstance(m, nn.Dropout) and m.p]
 
 
-RANDOM = {"drop_path": 0.5, "proj_drop_rate": 0.2, "pos_drop_rate": 0.1, "drop_rate": 0.1}
-CASES = {
-    "class token": {},
-    "parallel scaling": {},
-    "two parallel branches": {},
-    "Eva with rotary tables": {"patch_drop_rate": 0.5},
-    "learned rotary frequencies": {"patch_drop_rate": 0.5},
-}
-
-
-@pytest.mark.parametrize("kind", CASES)
-def test_a_model_trains_alike_in_every_cut_of_the_batch(kind):
-    """Masks that change with the micro-batch or in the recomputation: other losses, other gradients."""
-    spec = small_spec(KINDS[kind], **RANDOM, **CASES[kind])
-    pixels, keys = images(spec, 6), torch.arange(6) + 100
-    gradients, losses = [], []
-    for interval, pieces in ((0, (6,)), (0, (1, 2, 3)), (1, (3, 3)), (2, (6,))):
-        model = our_model(spec, checkpoint_interval=interval)
-        total = 0.0
-        for x, k in zip(pixels.split(pieces), keys.split(pieces), strict=True):
-            loss = model(x, k).square().sum()
-            loss.backward()
-            total += float(loss.detach())
-        losses.append(total)
-        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
-    assert losses == pytest.approx([losses[0]] * 4, rel=1e-5)
-    for gradient in gradients[1:]:
-        torch.testing.assert_close(gradient, gradients[0], rtol=1e-3, atol=1e-5 * float(gradients[0].abs().max()))
-    other = our_model(spec)(pixels, keys + 1).square().sum().detach()
-    assert abs(float(other) - losses[0]) > 1e-4 * abs(losses[0]), "the keys reach no module"
-
-
 def test_patch_dropout_gathers_the_rotary_table_alike():
     """Tokens that keep another patch's rotation, which no shape would show: timm with the same patches is the judge."""
     for kind in ("Eva with rotary tables", "learned rotary frequencies", "Eva with q and v biases", "class token"):

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import timm
 import torch
 from timm.optim import param_groups_weight_decay
 from vits import KINDS, our_model, small_spec, timm_model
 
+from ds_vit.models.large_sizes import SIZES
 from ds_vit.models.layers import take_apart
 from ds_vit.models.param_groups import classifier_names, freeze, frozen_names, no_weight_decay_names
-from ds_vit.models.zoo import ModelSpec, create_model, image_size, names_and_shapes
+from ds_vit.models.zoo import ModelSpec, create_model, image_size, names_and_shapes, num_parameters
+from ds_vit.parallel.tensor.shard import legal_degrees
 from ds_vit.planner.counting import count_flops
 
 
@@ -156,3 +160,18 @@ def test_names_and_shapes_are_the_state_dict():
     theirs = timm.create_model(spec.name, num_classes=10, **spec.model_kwargs).state_dict()
     ours = names_and_shapes(create_model(spec, for_training=False))
     assert list(ours.items()) == [(name, tensor.shape) for name, tensor in theirs.items()]
+
+
+# Parameters that the name or its paper says, in billions; ViT-22B's 21.743 count no attention pool (12 D^2 here).
+PUBLISHED = {"vit_e_patch14_224": 3.926, "vit_10b_patch14_224": 10.078, "vit_22b_patch14_224": 21.743 + 0.453}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_size_is_what_its_name_says(name):
+    # Catches: a width or a depth that was typed wrong; a description that takes the memory of the model.
+    start = time.process_time()
+    model = create_model(ModelSpec(name))
+    assert time.process_time() - start < 5
+    said = PUBLISHED.get(name) or float(name.removeprefix("vit_").partition("b_")[0])
+    assert num_parameters(model) / 1e9 == pytest.approx(said, rel=0.02)
+    assert {2, 4, 8} <= set(legal_degrees(model)), "one host's GPUs share a block"

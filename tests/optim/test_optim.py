@@ -1,17 +1,19 @@
 """Schedules against timm's scheduler, and the optimizer block of the JSON."""
 
+import ast
 import re
 from types import SimpleNamespace
 
 import pytest
 import timm
 import torch
+from project import ROOT
 from timm.scheduler import CosineLRScheduler
 from timm.utils import ModelEmaV3
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ds_vit.optim.build import build_optimizer, optimizer_class, parameter_groups
+from ds_vit.optim.build import build_optimizer, optimizer_class, parameter_groups, rules_of
 from ds_vit.optim.ema import Ema
 from ds_vit.optim.lamb import Lamb
 from ds_vit.optim.muon import Muon, _owners, fallback_names
@@ -186,3 +188,33 @@ def test_lambs_update_is_torchs_adams_without_aliased_operands(device, dtype):
         assert min(update.abs().max() for update in updates) > 0.1
         for update, expected in zip(updates, theirs, strict=True):
             torch.testing.assert_close(update, expected.detach(), rtol=0, atol=torch.finfo(dtype).eps * 16)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Lamb", "Lion", "Adagrad"])
+def test_an_elementwise_optimizer_has_nothing_to_say(name):
+    """A default that splits groups or enters a checkpoint's identity would change runs that go on."""
+    rules = rules_of(optimizer_class({"type": name, "params": {}}, "c")[0])
+    assert rules.fallback(torch.nn.Linear(2, 2), {}) is None
+    assert (rules.notes({}), rules.identity(None), rules.rows(["w"], None)) == ([], {}, [])
+    assert rules.shown_to_deepspeed
+
+
+def test_muon_says_what_it_needs():
+    """Notes that come although the arguments were written down, or an identity that forgets a name."""
+    rules = rules_of(Muon)
+    assert "0.2·√max(out, in)" in rules.notes({"lr": 1})[0]
+    assert rules.notes({"nesterov": True}) == []
+    assert rules.identity(frozenset({"b", "a"})) == {"left_to_adamw": {"a": "AdamW's", "b": "AdamW's"}}
+    assert rules.rows(["a", "b", "c"], frozenset({"a", "frozen"})) == [("Muon", "of 2 matrices; AdamW for 1 tensors")]
+    assert not rules.shown_to_deepspeed
+
+
+def test_nobody_asks_which_optimizer_it_is():
+    """`is Muon` outside of the optimizers: the next one would need another branch in every such place."""
+    asking = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "ds_vit").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Compare) and any(isinstance(n, ast.Name) and n.id == "Muon" for n in ast.walk(node))
+    }
+    assert not asking

@@ -68,13 +68,14 @@ def shake(model: nn.Module, seed: int = 0) -> None:
             parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.05)
 
 
-def timm_model(spec: ModelSpec) -> nn.Module:
-    """The same model as timm alone builds it, on the CPU, all parameters moved away from their initial values."""
+def timm_model(spec: ModelSpec, *, shaken: bool = True) -> nn.Module:
+    """The same model as timm alone builds it, on the CPU, by default moved away from its initial values."""
     torch.manual_seed(0)
     extra = {} if spec.img_size is None else {"img_size": spec.img_size}
     extra |= {} if spec.drop_path is None else {"drop_path_rate": spec.drop_path}
     model = timm.create_model(spec.name, num_classes=spec.num_classes, **extra, **spec.model_kwargs)
-    shake(model)
+    if shaken:
+        shake(model)
     return model
 
 

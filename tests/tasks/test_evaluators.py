@@ -254,7 +254,7 @@ def counted_evaluations(settings):
         shared = [line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/" in line]
         found.append((len(multiprocessing.active_children()), len(shared)))
 
-    for epochs, output in ((10, "first"), (2, "second")):
+    for epochs, output in ((5, "first"), (1, "second")):
         settings = {**settings, "epochs": epochs, "output": str(settings["output"].with_name(output))}
         settings["output"] = Path(api.train(**settings, on_evaluation=count).folder.path)
     count()
@@ -273,8 +273,8 @@ def test_evaluations_leave_nothing_behind(ranks, data, tmp_path):
         **{"model_ema": True, "eval_knn": 5, "eval_linear_probe": True, "output": tmp_path / "none"},
     }
     [found] = ranks.run(1, counted_evaluations, settings)
-    during, after = found[:24], found[24:]
-    assert len(during) == 24
+    during, after = found[:12], found[12:]
+    assert len(during) == 12
     assert {children for children, _ in during} == {1}, "the training loader's alone"
     # The training loader's own vary by a few; what stays after each evaluation adds up.
     assert max(shared for _, shared in during) < during[0][1] + len(during) // 2

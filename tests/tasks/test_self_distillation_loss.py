@@ -7,7 +7,6 @@ given bottleneck rows and prototypes, so that gradients of both are compared.
 import contextlib
 import functools
 import importlib.util
-import math
 from unittest import mock
 
 import pytest
@@ -25,9 +24,8 @@ TEACHER_TEMP = 0.04
 ROWS_AT_ONCE = 20
 """So that each loss takes several parts, the last of them smaller."""
 # (data-parallel ranks, tensor-parallel ranks)
-LAYOUTS = [(1, 1), (2, 1), (3, 1), (1, 2), (2, 2)]
+LAYOUTS = [(1, 1), (2, 1), (2, 2)]
 PARTS = ("dino, centered", "dino, sinkhorn", "ibot, centered", "ibot, sinkhorn", "koleo")
-TOLERANCES = {"float64": 1e-12, "float32": 1e-6}
 
 
 def drawn(*shape, number=0):
@@ -158,7 +156,7 @@ def own_batch(batch, rank, dp):
     return {**batch, **rows, "masks": batch["masks"].chunk(dp)[rank]}
 
 
-def our_share(part, batch, rank, dp, sum_over_ranks, gather, *, tp=None, micro_batches=1, weights=losses.patch_weights):
+def our_share(part, batch, rank, dp, sum_over_ranks, gather, *, tp=None, micro_batches=1):
     """One rank's loss, its gradients and the next centre; `batch` is the rank's."""
     leaves = [batch[name].clone().requires_grad_() for name in ("student", "prototypes")]
     student, prototypes = leaves
@@ -176,7 +174,7 @@ def our_share(part, batch, rank, dp, sum_over_ranks, gather, *, tp=None, micro_b
         rows = student.chunk(micro_batches)
         of_rows = [losses.crop_weights(len(one), NUM_LOCAL) for one in rows]
     else:
-        of_rows = [weights(one.flatten(1)) for one in batch["masks"].chunk(micro_batches)]
+        of_rows = [losses.patch_weights(one.flatten(1)) for one in batch["masks"].chunk(micro_batches)]
         rows = student[:, None].split([len(one) for one in of_rows])
     values, first = [], 0
     for one, of_one in zip(rows, of_rows, strict=True):
@@ -247,13 +245,12 @@ def assert_equals_theirs(found, case):
     wanted = {name: value for name, value in expected(part, dtype, masks).items() if value is not None}
     assert found.keys() == wanted.keys()
     errors = {name: (found[name] - wanted[name]).norm().item() / wanted[name].norm().item() for name in wanted}
-    assert max(errors.values()) <= TOLERANCES[dtype], f"relative errors: {errors}"
+    assert max(errors.values()) <= 1e-12, f"relative errors: {errors}"
 
 
 CASES = [
-    (part, dtype, masks, micro_batches)
+    (part, "float64", masks, micro_batches)
     for part in PARTS
-    for dtype in TOLERANCES
     for masks in (("uneven", "one rank has none") if part.startswith("ibot") else ("uneven",))
     for micro_batches in ((1,) if part == "koleo" else (1, 4))
 ]
@@ -273,98 +270,36 @@ def test_losses_and_gradients_equal_lightlys(ranks, dp, tp, case):
     assert_equals_theirs(combined([share[case] for share in all_shares(ranks, dp, tp)], dp), case)
 
 
-# ---- planted ---------------------------------------------------------------------------------------------------------
-
-
-def weights_of_own_patches(masks):
-    """The mean over the masked patches of the rank, in place of the mean over crops."""
-    return torch.full((int(masks.sum()), 1, 1), 1.0 / max(int(masks.sum()), 1), dtype=torch.float64)
-
-
-def shares_without_exchange(part, center=None, **options):
-    """The shares of two ranks that know nothing of each other; `center` replaces their next centres."""
-    batch = global_batch(part)
-    shares = []
-    for rank in range(2):
-        first = 0 if part == "koleo" else rank
-        share = our_share(part, own_batch(batch, rank, 2), first, 2, torch.clone, lambda rows: rows, **options)
-        shares.append((rank, 0, share if center is None else {**share, "center": center}))
-    return shares
-
-
-@pytest.mark.parametrize(
-    ("part", "options"),
-    [
-        ("dino, sinkhorn", {}),
-        ("ibot, sinkhorn", {}),
-        ("ibot, centered", {"weights": weights_of_own_patches}),
-        ("koleo", {}),
-    ],
-    ids=["dino's Sinkhorn per rank", "ibot's Sinkhorn per rank", "counts of masked patches per rank", "KoLeo per rank"],
-)
-def test_ranks_on_their_own_are_caught(part, options):
-    # Catches: data on which sums per rank make no difference.
-    found = combined(shares_without_exchange(part, expected(part)["center"], **options), 2)
-    with pytest.raises(AssertionError, match="relative errors"):
-        assert_equals_theirs(found, (part, "float64", "uneven", 1))
-
-
-@pytest.mark.parametrize("part", ["dino, centered", "ibot, centered"])
-def test_a_local_centre_is_caught(part):
-    # Catches: data whose halves have the same mean.
-    with pytest.raises(AssertionError, match="replicas' centres differ"):
-        combined(shares_without_exchange(part), 2)
-
-
-def test_a_mean_of_the_ranks_means_is_caught():
-    # Catches: data on which the ranks have as many masked patches; this is what DINOv2's own code computes.
-    centers = [share["center"] for _, _, share in shares_without_exchange("ibot, centered")]
-    found = combined(shares_without_exchange("ibot, centered", torch.stack(centers).mean(0)), 2)
-    with pytest.raises(AssertionError, match="relative errors"):
-        assert_equals_theirs(found, ("ibot, centered", "float64", "uneven", 1))
-
-
 # ---- memory and range ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("part", ["dino, centered", "dino, sinkhorn"])
+@pytest.mark.parametrize("part", ["dino, centered", "dino, sinkhorn", "koleo"])
 def test_memory_grows_linearly(part, monkeypatch):
-    # Catches: a matrix of all rows by all prototypes, in the forward or the backward pass, or saved between them.
+    # Catches: a matrix of all rows by all prototypes or pairs, in the forward or backward pass, or saved between them.
     monkeypatch.setattr(losses, "ROWS_AT_ONCE", 32)
     saved = {}
     for factor in (1, 2):
         samples, prototypes = 64 * factor, 512 * factor
-        rows = drawn(samples, 4, WIDTH).float().requires_grad_()
+        shape = (prototypes,) if part == "koleo" else (samples, 4)
+        rows = drawn(*shape, WIDTH).float().requires_grad_()
         of_student, of_teacher = (drawn(prototypes, WIDTH, number=n).float() for n in (1, 2))
         of_student.requires_grad_()
         with LargestTensor() as largest:
             teacher = rows.detach()[:, :2].flatten(0, 1)
-            if part.endswith("centered"):
+            if part == "dino, centered":
                 assignment = losses.centered(teacher, prototypes_of(of_teacher), TEACHER_TEMP, torch.zeros(prototypes))
-            else:
+            elif part == "dino, sinkhorn":
                 assignment = losses.sinkhorn(teacher, prototypes_of(of_teacher), TEACHER_TEMP, torch.clone)
-            weights = losses.crop_weights(samples, 2)
             with SavedBytes() as kept:
-                own = prototypes_of(of_student)
-                value = losses.assignment_cross_entropy(rows, own, STUDENT_TEMP, assignment, weights)
+                if part == "koleo":
+                    value = losses.koleo(rows, lambda x: x, 0)
+                else:
+                    weights, own = losses.crop_weights(samples, 2), prototypes_of(of_student)
+                    value = losses.assignment_cross_entropy(rows, own, STUDENT_TEMP, assignment, weights)
             value.backward()
         assert largest.numbers <= 32 * prototypes
         saved[factor] = kept.total
     assert saved[2] <= 2 * saved[1] + 64
-
-
-def test_koleos_memory_grows_linearly(monkeypatch):
-    # Catches: a matrix of all pairs.
-    monkeypatch.setattr(losses, "ROWS_AT_ONCE", 32)
-    saved = {}
-    for samples in (512, 1024):
-        rows = drawn(samples, WIDTH).float().requires_grad_()
-        with LargestTensor() as largest, SavedBytes() as kept:
-            value = losses.koleo(rows, lambda x: x, 0)
-        value.backward()
-        assert largest.numbers <= 32 * samples
-        saved[samples] = kept.total
-    assert saved[1024] <= 2 * saved[512] + 64
 
 
 def opposite_halves():
@@ -463,59 +398,12 @@ def test_equal_rows_leave_koleo_finite():
 # ---- gauges ----------------------------------------------------------------------------------------------------------
 
 
-def gauged(features, assignments=None, *, parts=1):
-    """The gauges of rows; in `parts`, as that many ranks with two micro-batches each add them up."""
-    ranks = [losses.Gauges() for _ in range(parts)]
-    for at, of_features in enumerate(features.chunk(2 * parts)):
-        ranks[at // 2].add_features(of_features)
-    if assignments is not None:
-        length = len(assignments.rows) // (2 * parts)
-        for at in range(2 * parts):
-            ranks[at // 2].add_assignment(assignments.narrow(at * length, length))
-    sums = [[], []]
-    for rank in ranks[1:]:
-        turn = iter(sums)
-        rank.compute(lambda x, turn=turn: next(turn).append(x) or x)
-    turn = iter(sums)
-    return ranks[0].compute(lambda x: x + sum(next(turn)))
-
-
-def test_gauges_of_features():
-    # Catches: a factor; sums of one rank or one micro-batch only.
-    rows, prototypes = drawn(4000, WIDTH), drawn(PROTOTYPES, WIDTH, number=2)
-    assignment = losses.centered(rows[:80], prototypes_of(prototypes), TEACHER_TEMP, torch.zeros(PROTOTYPES).double())
-    assert gauged(rows, assignment)["feature_std"].item() == pytest.approx(1.0, abs=0.02)
-    collapsed = 3.0 * drawn(1, WIDTH).expand(40, WIDTH)
-    assert gauged(collapsed, assignment)["feature_std"].item() == pytest.approx(0.0, abs=1e-6)
-    wanted = F.normalize(rows[:60], dim=-1).std(0, unbiased=False).mean() * math.sqrt(WIDTH)
-    for parts in (1, 3):
-        torch.testing.assert_close(gauged(rows[:60], assignment, parts=parts)["feature_std"], wanted)
-
-
-def test_gauges_of_assignments(monkeypatch):
-    # Catches: a sign or a factor, a part left out, a mean of logarithms in place of the logarithm of the mean.
-    monkeypatch.setattr(losses, "ROWS_AT_ONCE", 32)
-    rows, prototypes = drawn(80, WIDTH, number=1), drawn(PROTOTYPES, WIDTH, number=2)
-    assignment = losses.centered(rows, prototypes_of(prototypes), TEACHER_TEMP, torch.zeros(PROTOTYPES).double())
-    q = (rows @ prototypes.T / TEACHER_TEMP).softmax(-1)
-    wanted = (-(q * q.log()).sum(1).mean(), (q.mean(0) * (q.mean(0) * PROTOTYPES).log()).sum())
-    for parts in (1, 2):
-        found = gauged(rows, assignment, parts=parts)
-        torch.testing.assert_close((found["teacher_entropy"], found["teacher_kl"]), wanted)
-
-
-def test_gauges_at_their_bounds():
-    # Catches: uniform and collapsed assignments that cannot be told apart.
-    prototypes, nats = torch.eye(8).double(), math.log(8)
-    zeros = torch.zeros(8).double()
-
-    def gauges(rows):
-        found = gauged(rows, losses.centered(rows, prototypes_of(prototypes), 0.01, zeros))
-        return [found[name].item() for name in ("teacher_entropy", "teacher_kl")]
-
-    assert gauges(torch.zeros(16, 8).double()) == pytest.approx([nats, 0.0], abs=1e-9)
-    assert gauges(prototypes[:1].repeat(16, 1)) == pytest.approx([0.0, nats], abs=1e-9)
-    assert gauges(prototypes.repeat(2, 1)) == pytest.approx([0.0, 0.0], abs=1e-9)
+def gauged(assignment):
+    """The gauges of an assignment whose features do not matter."""
+    gauges = losses.Gauges()
+    gauges.add_features(torch.ones(2, WIDTH))
+    gauges.add_assignment(assignment)
+    return gauges.compute(lambda x: x)
 
 
 def test_a_small_divergence_of_the_mean_assignment(monkeypatch):
@@ -524,7 +412,7 @@ def test_a_small_divergence_of_the_mean_assignment(monkeypatch):
     rows, prototypes = 3e-3 * drawn(80, WIDTH, number=1), drawn(PROTOTYPES, WIDTH, number=2)
     zeros = torch.zeros(PROTOTYPES)
     exact, found = (
-        gauged(of_type(rows), losses.centered(of_type(rows), prototypes_of(of_type(prototypes)), 0.1, of_type(zeros)))
+        gauged(losses.centered(of_type(rows), prototypes_of(of_type(prototypes)), 0.1, of_type(zeros)))
         for of_type in (torch.Tensor.double, torch.Tensor.float)
     )
     assert 1e-7 < exact["teacher_kl"] < 1e-5
