@@ -145,20 +145,6 @@ def test_an_overflow_of_float16_autocast_is_a_skipped_step(ranks, cifar32, tmp_p
         assert_same_curve(curves[0], curve, rtol=4e-4, keys=("loss", "grad_norm"))
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("layout", ["no ZeRO dp2", "ZeRO-1 pp2 dp2", "ZeRO-3 dp2"])
-def test_a_step_that_is_not_finite_stops(ranks, cifar32, tmp_path, layout):
-    """The default: one line, code 3, no weights that nobody can trust."""
-    world, stage, changes, flags = LAYOUTS[layout]
-    codes, said, rows, output = run(ranks, cifar32, tmp_path, world, stage, changes, flags, "nan")
-    assert codes == [3] * world
-    assert f"step {BAD_STEP}: the gradient is not finite" in said
-    assert "largest in embed" in said
-    assert "--on-nonfinite skip" in said
-    assert max(row["step"] for row in rows if row["kind"] == "train") == BAD_STEP - 1
-    assert not (output / "model.safetensors").exists()
-
-
 LATE = {
     "no ZeRO dp2": LAYOUTS["no ZeRO dp2"],
     "ZeRO-2 tp2": LAYOUTS["ZeRO-2 tp2"],
@@ -196,6 +182,11 @@ def test_a_verdict_that_is_read_a_step_late_is_the_same(ranks, cifar32, tmp_path
         ends.append((codes, kinds, line, weights))
     assert ends[0][0] == [3 if after == "stop" else 0] * world
     assert ends[0][:3] == ends[1][:3]
+    if after == "stop":
+        [line] = ends[0][2]
+        assert f"step {BAD_STEP}: the gradient is not finite" in line
+        assert "largest in embed" in line
+        assert "--on-nonfinite skip" in line
     assert [row["layer"] for row in ends[0][1]] == ["embed"] * (2 if after == "go back" else 1)
     at_once, late = ends[0][3], ends[1][3]
     assert at_once.keys() == late.keys()

@@ -203,25 +203,6 @@ def test_the_host_waits_once_a_step_for_a_teacher(ranks, device_library, tmp_pat
     assert (len(waits), waits[3:]) == (6, [{"Event.synchronize": 1}] * 3)
 
 
-def count_waits_of_rates(library: Path, words: list[str]) -> list[dict[str, int]]:
-    """On a rank: as `count_waits`, of a task whose head is held in the first four steps."""
-    from seam_tasks import WithRates
-
-    def held(task: WithRates, step: int, horizon: object) -> frozenset[str]:
-        return frozenset({"head.weight"} if step <= 4 else ())
-
-    with mock.patch.object(WithRates, "held_names", held):
-        return count_waits(library, words)
-
-
-def test_the_host_does_not_wait_for_rates_by_parameter(ranks, device_library, tmp_path):
-    """Catches: factors that are sent anew in each step, or with a wait where the held parameters change."""
-    words = words_of("cpu_zero1_fp32.json", *CLASSIFICATION, "--task", "with-rates", "--max-steps", 6)
-    words += ["--log-interval", "100", "--output", str(tmp_path)]
-    [waits] = ranks.run(1, count_waits_of_rates, device_library, words)
-    assert (len(waits), [*filter(None, waits[3:])]) == (6, [])
-
-
 def test_waits_that_stay(ranks, device_library, tmp_path):
     """As docs/accelerators.md lists them, a step: the canary for what is to be removed from that page."""
     found = {}
