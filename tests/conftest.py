@@ -66,16 +66,14 @@ def device_library() -> Path:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--exhaustive", action="store_true", help="run the full products too (hours)")
-    fuzz = parser.getgroup("fuzz", "tests/test_fuzz.py")
-    fuzz.addoption("--fuzz-seed", type=int, default=0, metavar="N", help="draw other combinations")
-    fuzz.addoption("--fuzz-first", type=int, default=0, metavar="N", help="begin with this one")
-    fuzz.addoption("--fuzz-count", type=int, metavar="N", help="how many (5; 300 with --exhaustive)")
-    fuzz.addoption("--fuzz-report", metavar="FILE", help="append the largest deviations of each to this file (JSON)")
+    layouts = parser.getgroup("layouts", "tests/parallel/test_layouts.py, with --exhaustive")
+    layouts.addoption("--layout-seed", type=int, default=0, metavar="N", help="draw other combinations")
+    layouts.addoption("--layout-count", type=int, default=300, metavar="N", help="how many")
 
 
 # The files that take longest. Begun first, they do not keep one process busy when the others have nothing left to do.
 _LONGEST = (
-    *("launch", "layouts", "cluster_slurm", "self_distillation", "fuzz", "contrastive", "benchmark_scripts"),
+    *("launch", "layouts", "cluster_slurm", "self_distillation", "contrastive", "benchmark_scripts"),
     *("cluster_faults", "json_walk", "planned_memory", "compile", "memory", "parity_tool", "bench", "examples_page"),
     *("resume", "precision", "kill", "tensor_parallel", "cluster_doctor", "every_name", "finetune_page"),
 )

@@ -83,7 +83,7 @@ def past_it(ranks, cifar, tmp_path_factory):
     return rows
 
 
-LAYOUTS = [(1, 2, 1, 3), (2, 1, 2, 0)]  # test_fuzz.py rolls back in others
+LAYOUTS = [(1, 2, 1, 3), (2, 1, 2, 0)]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
