@@ -2,7 +2,6 @@
 
 import oracle
 import pytest
-import tp_models
 from curves import assert_same_curve, evals, train_in
 from project import ROOT, write_config
 from runs import count_decodes, drift, resolved
@@ -41,16 +40,6 @@ def test_one_rank_of_a_replica_decodes(ranks, cifar, tmp_path, words):
     for what, stage in (("images", 0), ("targets", 1)):
         reads = [counts[r][what] for r in range(4) if (layout.stage(r), layout.tp_rank(r)) == (stage, 0)]
         assert sum(reads) == sum(count[what] for count in counts) == images
-
-
-def test_exact_evaluation_between_steps(ranks, cifar):
-    """103 images in batches of 50, after every epoch: the same counts and accuracy, and training undisturbed."""
-    argv = [*BASE, "--data-dir", cifar, "--epochs", 2, "-vb", 50]
-    reference = train_in(ranks, 1, [*argv, "-b", 8])
-    assert [row["images"] for row in evals(reference)] == [103, 103]
-    rows = train_in(ranks, 3, [*argv, "--pp", 3, "-b", 4, "--grad-accum-steps", 2])
-    assert_same_curve(reference, rows, rtol=RTOL)
-    assert evals(rows) == evals(reference)
 
 
 def outputs_alive(argv):
@@ -115,51 +104,6 @@ def test_the_cut_of_the_fastest_step(ranks, tmp_path):
     assert any("--pp-partition auto: 0,3,5, a step" in note for note in plan.model.notes)
     reference = train_in(ranks, 1, [*argv, "-b", 8])
     assert_same_curve(reference, train_in(ranks, 2, [*staged, "--pp-partition", "auto"]), rtol=RTOL)
-
-
-def test_autocast_in_a_pipeline_stays_with_one_rank(ranks, tmp_path):
-    """The deviation of a 16-bit pipeline from one 16-bit rank is rounding: below 0.2 %."""
-    path = write_config(tmp_path / "config.json", torch_autocast={"enabled": True, "dtype": "bfloat16"})
-    argv = [*BASE, "--dataset", "digits", "--max-steps", 6, "--val-split", "", "--deepspeed_config", path]
-    argv += ["-b", 8, "--grad-accum-steps", 2]
-    assert_same_curve(train_in(ranks, 1, argv), train_in(ranks, 2, [*argv, "--pp", 2]), rtol=2e-3, keys=("loss",))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("words", ["--tp 2 --linear-probe", "--tp 2 --pp 2 --pp-partition 0,4,5"])
-def test_a_rank_that_counts_nothing_in_the_norm(ranks, tmp_path, words):
-    """A rank of a group that trains only what another one counts: the head."""
-    blocks = {"bf16": {"enabled": True}, "communication_data_type": "fp32"}
-    path = write_config(tmp_path / "config.json", **blocks, data_types={"grad_accum_dtype": "fp32"})
-    argv = [*BASE, "--dataset", "digits", "--max-steps", 2, "--val-split", "", "--deepspeed_config", path, "-b", 8]
-    one_rank = train_in(ranks, 1, [*argv, *(["--linear-probe"] if "probe" in words else [])])
-    rows = train_in(ranks, 4 if "--pp" in words else 2, [*argv, *words.split()])
-    assert_same_curve(one_rank, rows, rtol=3e-3, keys=("loss",))
-    assert_same_curve(one_rank, rows, rtol=3e-2, keys=("grad_norm",))
-
-
-# A kind of block, and the ZeRO stage. At stage 3 a parameter that is read outside its owner's forward is freed.
-KINDS = [
-    ("differential, norms", 0),
-    ("differential, norms", 2),
-    ("parallel scaling, bias", 3),
-    ("learned rotary frequencies", 3),
-    ("Eva, q and v biases", 3),
-    ("norms over features", 3),
-]
-
-
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize(("kind", "stage"), KINDS)
-def test_kinds_in_tensor_shards(ranks, kind, stage):
-    """A gradient that ZeRO reduces before the group has summed it; a hook that a partitioned parameter loses."""
-    name, kwargs = tp_models.KINDS[kind]
-    kwargs = {"patch_size": 8, **tp_models.WIDTH, "num_heads": 2, **kwargs}
-    argv = [*BASE, "--model", name, *oracle.kwargs_words(kwargs), "--drop-path", 0.1, "--dataset", "digits"]
-    argv += ["--deepspeed_config", CONFIGS / f"cpu_zero{stage}_fp32.json", "--max-steps", 3, "--val-split", ""]
-    argv += ["--set", "optimizer.type=SGD", "optimizer.params={}", "--lr", 0.1, "--clip-grad", 0.05]
-    cut = ["--tp", 2, "--sequence-parallel", "-b", 4, "--grad-accum-steps", 2, "--grad-checkpointing"]
-    assert_same_curve(train_in(ranks, 1, [*argv, "-b", 8]), train_in(ranks, 2, [*argv, *cut]), rtol=RTOL)
 
 
 def test_monitor_in_a_pipeline(ranks, tmp_path):

@@ -6,21 +6,18 @@ of drop-path, the masks and the initial weights. Losses are written out over who
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import numpy as np
 import timm
 import torch
 import torch.nn.functional as F
-from accidents import spoil_batches
 from picture_folders import made, smooth_photo
 from project import write_config
 from safetensors.torch import load_file, save_file
@@ -32,15 +29,11 @@ from ds_vit.data.augment.crops import MultiCrop, block_masks
 from ds_vit.data.sampler import SampleOrder
 from ds_vit.data.settings import CropConfig, ImageConfig
 from ds_vit.data.sources.datasets import open_source
-from ds_vit.engine.plain import PlainContext, PlainEngine
 from ds_vit.models.keyed_drop import KeyedDrop, replace_drops, sample_keys
 from ds_vit.models.keyed_init import initialise
 from ds_vit.models.layers import take_apart_towers, tower_of
 from ds_vit.models.self_distillation import HeadSettings, create_self_distillation
 from ds_vit.models.zoo import ModelSpec
-from ds_vit.optim.ema import TeacherAverage
-from ds_vit.tasks.self_distillation import SelfDistillation
-from ds_vit.training.checkpoint_manager import CheckpointManager
 
 MODEL = "vit_tiny_patch16_224"
 KWARGS = {"patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 2}
@@ -317,95 +310,3 @@ def read_centers(output: Path) -> dict[str, torch.Tensor]:
     """The centres in the checkpoint of a run's end."""
     state = json.loads((output / "checkpoints" / f"step-{STEPS:08}" / "state.json").read_text())
     return tensors_of_json(state["task"])
-
-
-# ---- breakages -------------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def center_before_its_use() -> Iterator[None]:
-    """A step's own logits move the centre that they are compared with."""
-    note = SelfDistillation._note_taught
-
-    def note_and_move(task: SelfDistillation, *args: Any) -> None:
-        note(task, *args)
-        task.centers |= task._next_centers
-
-    with mock.patch.object(SelfDistillation, "_note_taught", note_and_move):
-        yield
-
-
-@contextlib.contextmanager
-def teacher_before_the_step() -> Iterator[None]:
-    """The teacher moves towards the weights of the step before."""
-    step = SelfDistillation.step
-
-    def update_first(task: SelfDistillation, context: Any, *args: Any) -> torch.Tensor:
-        PlainContext.update_teachers(context, context.schedules["teacher_momentum"])
-        return step(task, context, *args)
-
-    def update_centers(task: SelfDistillation, context: Any) -> None:
-        task.centers |= task._next_centers
-
-    with (
-        mock.patch.object(SelfDistillation, "step", update_first),
-        mock.patch.object(SelfDistillation, "after_update", update_centers),
-    ):
-        yield
-
-
-@contextlib.contextmanager
-def schedules_off_by_one() -> Iterator[None]:
-    """Each step has the values of the next one."""
-    schedules = SelfDistillation.schedules
-    with mock.patch.object(
-        SelfDistillation, "schedules", lambda task, step, horizon: schedules(task, step + 1, horizon)
-    ):
-        yield
-
-
-@contextlib.contextmanager
-def head_not_restored() -> Iterator[None]:
-    """A resumed run gives the teacher's head the student's weights."""
-    load = CheckpointManager._load
-
-    def load_and_forget(manager: CheckpointManager, *args: Any) -> Any:
-        result = load(manager, *args)
-        average = manager.ema
-        assert isinstance(average, TeacherAverage)
-        for shard, values in zip(average.zero_map.shards, average.tensors, strict=True):
-            for segment, weights in zip(shard.segments, shard.views(), strict=True):
-                if segment.name.startswith("dino_head."):
-                    values.narrow(0, segment.offset, segment.length).copy_(weights)
-        average.write()
-        return result
-
-    with mock.patch.object(CheckpointManager, "_load", load_and_forget):
-        yield
-
-
-BAD = 6
-"""The step of a batch that is not finite, counted from 1."""
-
-
-@contextlib.contextmanager
-def nothing_with_a_bad_batch() -> Iterator[None]:
-    """A batch is not finite, and its step is rejected."""
-    spoil_batches({BAD - 1})
-    yield
-
-
-@contextlib.contextmanager
-def teacher_on_a_rejected_step_with_a_bad_batch() -> Iterator[None]:
-    """The same, and the teacher moves all the same."""
-    spoil_batches({BAD - 1})
-    result = PlainEngine._result
-
-    def update_always(engine: PlainEngine, loss: torch.Tensor) -> Any:
-        found = result(engine, loss)
-        if not found.outcome().applied:
-            engine._task.after_update(engine.context)
-        return found
-
-    with mock.patch.object(PlainEngine, "_result", update_always):
-        yield

@@ -1,6 +1,8 @@
-"""The contrastive losses against open_clip's, and the tasks `clip` and `siglip` in every layout."""
+"""The contrastive losses against open_clip's, and the tasks `clip` and `siglip` against a plain loop.
 
-import contextlib
+tests/parallel/test_layouts.py has their layouts.
+"""
+
 import functools
 import itertools
 import json
@@ -13,7 +15,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from curves import assert_same_curve, largest_deviation, read_rows, train_in
-from pairwise import cover
 from peaks import LargestTensor, SavedBytes
 from picture_folders import encoded, made
 from project import ROOT, write_config
@@ -124,7 +125,7 @@ def test_memory_grows_linearly(task, dp):
     assert saved[1024] <= 2 * saved[512] + 64
 
 
-# ---- in every layout -------------------------------------------------------------------------------------------------
+# ---- runs -------------------------------------------------------------------------------------------------
 
 GLOBAL_BATCH, STEPS, RTOL = 48, 10, 1e-5
 WORDS = [
@@ -151,89 +152,9 @@ def command(folder, task, world, stage, accumulation, *words, optimizer=ADAMW, c
     return [str(word) for word in [*argv, *words]]
 
 
-def train(ranks, folder, task, world, *layout, breaks=None, **settings):
-    """The rows of a run; `breaks` names one of the breakages."""
-    argv = command(folder, task, world, *layout, **settings)
-    if breaks is None:
-        return train_in(ranks, world, argv)
-    assert ranks.run(world, train_broken, argv, breaks) == [0] * world
-    return read_rows(folder)
-
-
-def train_broken(argv, breaks):
-    """On a rank: the exit code of a run with a breakage."""
-    from ds_vit.train import main
-
-    with {**BREAKAGES, "logits rounded to bf16": rounded_logits}[breaks]():
-        return main(argv)
-
-
-@pytest.fixture(scope="module")
-def reference(ranks, tmp_path_factory):
-    """Of a task: one rank without accumulation and ZeRO, where torch differentiates the whole batch at once."""
-    folder = tmp_path_factory.mktemp("references")
-
-    @functools.cache
-    def get(task, by_sgd=False):
-        return train(ranks, folder / f"{task}-{by_sgd}", task, 1, 0, 1, **(SGD[task] if by_sgd else {}))
-
-    return get
-
-
-FACTORS = {"task": [*LOSSES], "dp": [1, 2, 3, 4], "accumulation": [1, 4], "stage": [0, 1, 2, 3]}
-# Ranks, ZeRO stage, accumulation, further flags.
-OTHERS = {
-    "tp 2": (2, 1, 1, "--tp", 2),
-    "tp 2, accumulation": (2, 1, 4, "--tp", 2),
-    "tp 2 x dp 2, ZeRO-3": (4, 3, 4, "--tp", 2),
-    "tp 2, sequence parallel": (2, 1, 4, "--tp", 2, "--sequence-parallel"),
-    "pp 2": (2, 1, 1, "--pp", 2),
-    "pp 2, accumulation": (2, 0, 4, "--pp", 2),
-    "pp 2 x dp 2, accumulation": (4, 1, 4, "--pp", 2),
-    "pp 2 x tp 2": (4, 1, 4, "--pp", 2, "--tp", 2),
-    "pp 2, stages of one tower": (2, 1, 4, "--pp", 2, "--pp-partition", "0,4,8"),
-    "pp 4, recomputed": (4, 1, 4, "--pp", 4, "--grad-checkpointing", 1),
-    "recomputed": (1, 1, 1, "--grad-checkpointing", "full"),
-    "dp 2, recomputed selectively": (2, 2, 4, "--grad-checkpointing", "selective"),
-}
-
-
-def full_product():
-    """Every combination of tasks, ranks, accumulation and ZeRO."""
-    return [dict(zip(FACTORS, values, strict=True)) for values in itertools.product(*FACTORS.values())]
-
-
-def pytest_generate_tests(metafunc):
-    if "case" in metafunc.fixturenames:
-        exhaustive = metafunc.config.getoption("--exhaustive")
-        cases = full_product() if exhaustive else cover(full_product(), lambda case: case["dp"] * case["accumulation"])
-        metafunc.parametrize("case", cases, ids=lambda case: ", ".join(f"{key} {case[key]}" for key in case))
-
-
-@pytest.mark.one_in(2)
-@pytest.mark.sampled(4)
-def test_same_curve(ranks, tmp_path, reference, case):
-    # Catches: negatives of one rank or micro-batch only, a gather without gradient, factors of dp and accumulation,
-    # scale and bias counted once a rank or not at all, pieces of another micro-batch, parameters that ZeRO-3 freed.
-    rows = train(ranks, tmp_path / "run", case["task"], case["dp"], case["stage"], case["accumulation"])
-    assert_same_curve(reference(case["task"]), rows, rtol=RTOL)
-
-
-# The two tasks take turns; with --exhaustive each layout has both.
-IN_TURNS = [
-    pytest.param(task, layout, marks=[] if (at + turn) % 2 else pytest.mark.exhaustive)
-    for turn, task in enumerate(LOSSES)
-    for at, layout in enumerate(OTHERS)
-]
-
-
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize(("task", "layout"), IN_TURNS)
-def test_same_curve_in_slices_and_stages(ranks, tmp_path, reference, task, layout):
-    # Catches: a mask that is not causal in a slice, places of end tokens lost between stages, ids that cross as floats,
-    # a stage that begins with a tower, drop-path that is off in the pass that collects.
-    rows = train(ranks, tmp_path / "run", task, *OTHERS[layout])
-    assert_same_curve(reference(task), rows, rtol=RTOL)
+def train(ranks, folder, task, world, *layout, **settings):
+    """The rows of a run."""
+    return train_in(ranks, world, command(folder, task, world, *layout, **settings))
 
 
 def test_learned_frequencies_end_with_the_image_tower(ranks, tmp_path):
@@ -245,22 +166,13 @@ def test_learned_frequencies_end_with_the_image_tower(ranks, tmp_path):
         assert_same_curve(one, rows, rtol=RTOL)
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("task", LOSSES)
-def test_resumes_in_another_layout(ranks, tmp_path, reference, task):
-    # Catches: a text tower, a scale or a bias that a checkpoint lacks.
-    train(ranks, tmp_path / "run", task, 4, 2, 1, "--max-steps", 5, "--checkpoint-interval", 5)
-    rows = train(ranks, tmp_path / "run", task, 1, 3, 4, "--resume", "auto")
-    assert_same_curve(reference(task), rows, rtol=RTOL)
-
-
 @pytest.mark.parametrize(("task", "layout"), [("clip", (2, 3, 4)), ("siglip", (2, 2, 4))], ids=["clip", "siglip"])
 def test_bf16_reads_scale_and_bias_in_fp32(ranks, tmp_path, task, layout):
     # Catches: a scale rounded to bf16, and features compared in bf16. By SGD at a small rate: AdamW amplifies rounding.
     settings = {"blocks": {"bf16": {"enabled": True}, "communication_data_type": "fp32"}, **SGD["siglip"]}
 
-    def rows(name, *layout, breaks=None):
-        return train(ranks, tmp_path / name, task, *layout, breaks=breaks, **settings)
+    def rows(name, *layout):
+        return train(ranks, tmp_path / name, task, *layout, **settings)
 
     one, pieces, ranks2 = rows("one", 1, 1, 1), rows("pieces", 1, 1, 4), rows("dp", *layout)
     for key, most in (("loss", 1e-2), ("grad_norm", 5e-2)):
@@ -268,8 +180,18 @@ def test_bf16_reads_scale_and_bias_in_fp32(ranks, tmp_path, task, layout):
         assert 0 < allowed < most
         assert largest_deviation(one, ranks2, key) <= 4 * allowed
     # The same layout, and equal losses if the optimizer's values were not read: they start from the rounded ones.
-    rounded = rows("rounded", *layout, breaks="logits rounded to bf16")
-    assert largest_deviation(ranks2, rounded, "loss") > 2e-4
+    argv = command(tmp_path / "rounded", task, *layout, **settings)
+    assert ranks.run(layout[0], train_with_rounded_logits, argv) == [0] * layout[0]
+    assert largest_deviation(ranks2, read_rows(tmp_path / "rounded"), "loss") > 2e-4
+
+
+def train_with_rounded_logits(argv):
+    """On a rank: the exit code of a run that reads scale and bias as the towers compute with them."""
+    from ds_vit.tasks.contrastive import Contrastive
+    from ds_vit.train import main
+
+    with mock.patch.object(Contrastive, "_logits_in_fp32", lambda self, context, logits: logits.float()):
+        return main(argv)
 
 
 # ---- one plain process -----------------------------------------------------------------------------------------------
@@ -374,16 +296,11 @@ def test_equals_a_plain_loop(ranks, tmp_path, plain, task, lr, layout):
         assert saved["text.logit_scale"].item() in (0.0, pytest.approx(math.log(100.0))), "no bound was met"
 
 
-def scale_started_at(log_scale):
-    """Exchange the initial value of CLIP's scale, a logarithm."""
-    return mock.patch.object(Clip, "initial_logits", (log_scale,))
-
-
 def train_started_at(argv, log_scale):
     """On a rank: the exit code of a run whose scale starts there."""
     from ds_vit.train import main
 
-    with scale_started_at(log_scale):
+    with mock.patch.object(Clip, "initial_logits", (log_scale,)):
         return main(argv)
 
 
@@ -391,8 +308,7 @@ NEAR_THE_BOUND = (2, 1, 1), (2, 2, 4), (2, 3, 4), (2, 1, 4, "--pp", 2)
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("layout", NEAR_THE_BOUND, ids=str)
-@pytest.mark.parametrize("scale", [120.0, 100.0, 99.5])
+@pytest.mark.parametrize(("layout", "scale"), [*zip(NEAR_THE_BOUND, (120.0, 99.5, 99.5, 120.0), strict=True)], ids=str)
 def test_a_scale_near_its_bound_is_clamped_after_its_update(ranks, tmp_path, layout, scale):
     # Catches: a clamp at the step of another parameter group, before the update of the scale.
     adamw = {**ADAMW, "params": {**ADAMW["params"], "lr": 0.01}}
@@ -404,85 +320,6 @@ def test_a_scale_near_its_bound_is_clamped_after_its_update(ranks, tmp_path, lay
         found.append(load_file(tmp_path / name / "text.safetensors")["text.logit_scale"].item())
     assert_same_curve(*[read_rows(tmp_path / name) for name in ("one", "run")], rtol=1e-4)
     assert found[1] == pytest.approx(found[0], abs=1e-5)
-
-
-# ---- planted bugs ----------------------------------------------------------------------------------------------------
-
-
-def gather_instead(change):
-    """Exchange the features with a change: (gathered by ours, own rows, group) → gathered."""
-    from ds_vit.engine import base
-
-    gather = base.gather_rows
-    return mock.patch.object(base, "gather_rows", lambda rows, group: change(gather(rows, group), rows, group))
-
-
-def backward_instead(change):
-    """Change the gradient that this rank's loss has for all rows, before the ranks' are summed."""
-    from ds_vit.parallel import rows
-
-    backward = rows._GatherRows.backward
-    return mock.patch.object(rows._GatherRows, "backward", staticmethod(lambda ctx, grad: change(backward, ctx, grad)))
-
-
-def own_gradient_only(backward, ctx, gradient):
-    """The part of this rank's gradient that is for its own rows."""
-    import torch.distributed as dist
-
-    return gradient.chunk(dist.get_world_size(ctx.group))[dist.get_rank(ctx.group)], None
-
-
-@contextlib.contextmanager
-def loss_instead(first=None, gather=None):
-    """Give the losses another first row, or another exchange."""
-    from ds_vit.tasks import contrastive
-
-    def changed(loss):
-        def of(images, texts, logits, gathers, at):
-            return loss(images, texts, logits, gather or gathers, at if first is None else first)
-
-        return staticmethod(of)
-
-    clip, siglip = contrastive.Clip, contrastive.SigLip
-    with mock.patch.object(clip, "loss", changed(clip_loss)), mock.patch.object(siglip, "loss", changed(siglip_loss)):
-        yield
-
-
-BREAKAGES = {
-    # stable-pretraining #409; a product, so that the features stay in the graph where the loss is coupled
-    "gather without gradient": lambda: gather_instead(lambda gathered, rows, group: gathered.detach() + 0 * gathered),
-    # transformers #41874
-    "negatives of one rank": lambda: loss_instead(first=0, gather=lambda rows: rows),
-    # open_clip #616, lightly #1977
-    "factor of the world size": lambda: backward_instead(lambda backward, ctx, grad: backward(ctx, 3 * grad)),
-    # open_clip #742
-    "corrupted order": lambda: gather_instead(lambda gathered, rows, group: gathered.roll(len(rows), 0)),
-    # lightly #1528
-    "backward not summed": lambda: backward_instead(own_gradient_only),
-    "labels without offset": lambda: loss_instead(first=0),
-}
-
-
-def rounded_logits():
-    """Read scale and bias as the towers compute with them."""
-    from ds_vit.tasks.contrastive import Contrastive
-
-    return mock.patch.object(Contrastive, "_logits_in_fp32", lambda self, context, logits: logits.float())
-
-
-@pytest.mark.one_in(3)  # each breakage at least once
-@pytest.mark.sampled(6)
-@pytest.mark.parametrize("task", LOSSES)
-@pytest.mark.parametrize("accumulation", [1, 4])
-@pytest.mark.parametrize("breakage", [None, *BREAKAGES])
-def test_what_is_broken_is_seen(ranks, tmp_path, reference, breakage, accumulation, task):
-    # With SGD and without clipping, a wrong factor cannot hide.
-    rows = train(ranks, tmp_path / "run", task, 3, 1, accumulation, breaks=breakage, **SGD[task])
-    expected = reference(task, by_sgd=True)
-    if breakage is None:
-        assert_same_curve(expected, rows, rtol=RTOL)
-    else:
-        assert max(largest_deviation(expected, rows, key) for key in ("loss", "grad_norm")) > 1e-3
 
 
 # ---- evaluation ------------------------------------------------------------------------------------------------------
@@ -622,15 +459,6 @@ def test_sizes_are_compared_as_they_are(tmp_path):
     spelled = ("--text-model", "clip_base", "--text-pool", "end", "--context-length", 256)
     assert resolved([*small, *spelled]).identity == identity
     assert resolved([*small, "--text-pool", "last"]).identity != identity
-
-
-def test_a_locked_tower_trains_alike(ranks, tmp_path):
-    # Catches: a tower without gradients in a pipeline, or whose shard ZeRO-3 updates.
-    lit = ("--lock-image", "--lock-image-unlocked-groups", 1)
-    one = train(ranks, tmp_path / "one", "clip", 1, 0, 1, *lit)
-    assert_same_curve(one, train(ranks, tmp_path / "dp", "clip", 2, 3, 4, *lit), rtol=RTOL)
-    assert_same_curve(one, train(ranks, tmp_path / "pp", "clip", 2, 1, 4, "--pp", 2, *lit), rtol=RTOL)
-    assert max(row["grad_norm"] for row in one) > 0
 
 
 def test_an_image_tower_with_nothing_to_train(ranks, tmp_path):

@@ -1,18 +1,13 @@
-"""DINO with iBOT in every layout against one plain process (tests/support/plain_dino.py).
+"""DINO with iBOT against one plain process (tests/support/plain_dino.py), its evaluation, files and refusals."""
 
-A part of a selection in which every pair of choices occurs always runs; `pytest --exhaustive` runs the full product.
-"""
-
-import contextlib
 import functools
-import itertools
 import json
 
 import numpy as np
 import plain_dino
 import pytest
+from accidents import spoil_batches
 from curves import assert_same_curve, checkpoints_in_time, read_rows, train_rows
-from pairwise import cover, pairs
 from picture_folders import CPU, write_images
 from PIL import Image
 from project import ROOT
@@ -23,112 +18,23 @@ from ds_vit.fault_tolerance.errors import UserError
 
 RTOL = 1e-5
 RECIPES = ROOT / "launch" / "recipes"
-# name: (dp, tp, further flags)
-LAYOUTS = {
-    "1 rank": (1, 1, ()),
-    "dp2": (2, 1, ()),
-    "dp3": (3, 1, ()),
-    "dp4": (4, 1, ()),
-    "tp2": (1, 2, ()),
-    "tp2 dp2": (2, 2, ()),
-    "tp2 sequence": (1, 2, ("--sequence-parallel",)),
-}
-FACTORS = {
-    "layout": list(LAYOUTS),
-    "stage": [0, 1, 2, 3],
-    "persists": ["", 0, 1_000_000_000],  # ZeRO-3's small parameters that every rank keeps
-    "accumulation": [1, 4],
-    "recompute": ["", "full", "selective"],
-    "centering": ["ema", "sinkhorn"],
-    "then": ["", "dp2 ZeRO-3", "tp2 ZeRO-1"],
-}
-# Where an interrupted run is resumed: ranks, ZeRO stage, micro-batch, flags.
-THEN = {"dp2 ZeRO-3": (2, 3, 6, ("--tp", 1)), "tp2 ZeRO-1": (2, 1, 12, ("--tp", 2))}
-STOP = 8
 
 
-def legal(case):
-    """Whether a combination says something of its own."""
-    return (case["persists"] != "") == (case["stage"] == 3)
+def train(ranks, folder, output, dp, tp, stage, accumulation, *words, bad=()):
+    """Train in a layout; the batches `bad`, counted from 0, are not finite."""
+    batch = ("-b", plain_dino.GLOBAL_BATCH // dp // accumulation, "--grad-accum-steps", accumulation, "--tp", tp)
+    argv = plain_dino.words_of(folder, stage, output, *batch, *words)
+    assert ranks.run(dp * tp, train_on_rank, argv, bad, timeout=400.0) == [0] * (dp * tp)
+    return train_rows(read_rows(output))
 
 
-def full_product():
-    """Every legal combination."""
-    cases = (dict(zip(FACTORS, values, strict=True)) for values in itertools.product(*FACTORS.values()))
-    return [case for case in cases if legal(case)]
-
-
-@functools.cache
-def selection():
-    """Combinations in which every legal pair of choices occurs."""
-
-    def seconds(case):
-        dp, tp, _ = LAYOUTS[case["layout"]]
-        return dp * tp * case["accumulation"] * (3 if case["stage"] == 3 else 1) * (2 if case["then"] else 1)
-
-    return cover(full_product()[::5], seconds)  # a fifth has all pairs
-
-
-def name(case):
-    """A test's id."""
-    persists = f" {case['persists']:g}" if case["persists"] != "" else ""
-    return ", ".join(
-        [
-            case["layout"],
-            f"ZeRO-{case['stage']}{persists}",
-            f"x{case['accumulation']}",
-            case["recompute"] or "keep",
-            case["centering"],
-            *([f"then {case['then']}"] if case["then"] else []),
-        ]
-    )
-
-
-def pytest_generate_tests(metafunc):
-    if "case" in metafunc.fixturenames:
-        cases = full_product() if metafunc.config.getoption("--exhaustive") else selection()
-        metafunc.parametrize("case", [pytest.param(case, id=name(case)) for case in cases])
-
-
-def train_on_rank(argv, breaks=None):
-    """On a rank: the exit code of a run; `breaks` names one of the breakages of `plain_dino`."""
+def train_on_rank(argv, bad):
+    """On a rank: the exit code of a run."""
     from ds_vit.train import main
 
-    with checkpoints_in_time(), getattr(plain_dino, breaks)() if breaks else contextlib.nullcontext():
-        return main([str(word) for word in argv])
-
-
-def run(ranks, world, argv, breaks=None):
-    """Run a command line."""
-    assert ranks.run(world, train_on_rank, argv, breaks, timeout=400.0) == [0] * world
-
-
-ONE = {**dict.fromkeys(FACTORS, ""), "layout": "1 rank", "stage": 0, "accumulation": 1}
-
-
-def train(ranks, folder, output, case, *words, breaks=None):
-    """Train in a layout, or begin there and train the rest in another; `breaks` the last of them."""
-    dp, tp, flags = LAYOUTS[case["layout"]]
-    zero = {"stage3_param_persistence_threshold": case["persists"]} if case["persists"] != "" else {}
-    words = [*words, *flags, "--tp", tp, "--centering", case["centering"]]
-    words += ["-b", plain_dino.GLOBAL_BATCH // dp // case["accumulation"], "--grad-accum-steps", case["accumulation"]]
-    words += ["--grad-checkpointing", case["recompute"]] if case["recompute"] else []
-    then = case["then"]
-    words += ["--max-steps", STOP, "--checkpoint-interval", STOP] if then else []
-    argv = plain_dino.words_of(folder, case["stage"], output, zero, *words)
-    run(ranks, dp * tp, argv, None if then else breaks)
-    if then:
-        world, stage, micro_batch, flags = THEN[then]
-        config = output.with_name(f"{output.name}-then.json")
-        blocks = json.loads(output.with_name(f"{output.name}.json").read_text())
-        config.write_text(json.dumps(blocks | {"zero_optimization": {"stage": stage}}))
-        dp = world // flags[1]
-        flags += ("--no-sequence-parallel",) if case["layout"] == "tp2 sequence" else ()
-        batch = ("-b", micro_batch, "--grad-accum-steps", plain_dino.GLOBAL_BATCH // dp // micro_batch)
-        argv = ["--recipe", output / "config.yaml", "--resume", "auto", "--output", output]
-        argv += ["--deepspeed_config", config, *flags, *batch, "--max-steps", plain_dino.STEPS]
-        run(ranks, world, argv, breaks)
-    return train_rows(read_rows(output))
+    spoil_batches(bad)
+    with checkpoints_in_time():
+        return main(argv)
 
 
 @pytest.fixture(scope="module")
@@ -159,20 +65,13 @@ def assert_same_run(plain, output):
         assert deviation < RTOL, f"the centre of {part} deviates by {deviation:.1e} of its norm"
 
 
-@pytest.mark.one_in(4)
-@pytest.mark.sampled(12)
-def test_each_layout_trains_as_one_plain_process(ranks, tmp_path, folder, plain, case):
-    # Catches: a loss over the samples of one rank or micro-batch, a factor of dp or tp, masks or drop-path that follow
-    # the layout, a block recomputed at another image size, a teacher or centre that lags, differs between ranks or is
-    # not in the checkpoint.
-    train(ranks, folder, tmp_path / "run", case)
-    assert_same_run(plain(case["centering"]), tmp_path / "run")
-
-
-def test_the_selection_covers_every_pair():
-    """A choice, or a pair of choices, that no test runs."""
-    assert set().union(*map(pairs, selection())) == set().union(*map(pairs, full_product()))
-    assert len(selection()) < 40
+# The centring, and the layout: tests/parallel/test_layouts.py has more.
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(("centering", "layout"), [("ema", (1, 1, 0, 1)), ("sinkhorn", (2, 2, 3, 4))])
+def test_trains_as_one_plain_process(ranks, tmp_path, folder, plain, centering, layout):
+    # Catches: a centre that moves before its use, a teacher that lags, schedules off by one, a factor of dp or tp.
+    train(ranks, folder, tmp_path / "run", *layout, "--centering", centering)
+    assert_same_run(plain(centering), tmp_path / "run")
 
 
 def test_the_plain_loop_learns_and_is_clipped(plain):
@@ -183,55 +82,13 @@ def test_the_plain_loop_learns_and_is_clipped(plain):
         assert abs(rows[-1]["loss"] / rows[0]["loss"] - 1) > 0.05
 
 
-BREAKAGES = ("center_before_its_use", "teacher_before_the_step", "schedules_off_by_one")
-
-
-@pytest.mark.parametrize("breakage", BREAKAGES)
-def test_what_is_broken_is_seen(ranks, tmp_path, folder, plain, breakage):
-    train(ranks, folder, tmp_path / "run", {**ONE, "centering": "ema"}, breaks=breakage)
-    with pytest.raises(AssertionError, match="the curves part"):
-        assert_same_run(plain("ema"), tmp_path / "run")
-
-
-def test_a_head_that_is_not_restored_is_seen(ranks, tmp_path, folder, plain):
-    case = {**ONE, "centering": "ema", "then": "dp2 ZeRO-3"}
-    train(ranks, folder, tmp_path / "run", case, breaks="head_not_restored")
-    with pytest.raises(AssertionError, match="the curves part"):
-        assert_same_run(plain("ema"), tmp_path / "run")
-
-
-@pytest.mark.parametrize("breaks", [None, "teacher_on_a_rejected_step"])
 @pytest.mark.parametrize("stage", [0, 3])
-def test_a_rejected_step_moves_neither_teacher_nor_centre(ranks, tmp_path, folder, stage, breaks):
+def test_a_rejected_step_moves_neither_teacher_nor_centre(ranks, tmp_path, folder, stage):
     """A teacher that is updated on a step that the optimizer did not take; NaN in the centre."""
-    case = {**ONE, "layout": "dp2", "stage": stage, "persists": "", "centering": "ema"}
-    train(
-        ranks,
-        folder,
-        tmp_path / "run",
-        case,
-        "--on-nonfinite",
-        "skip",
-        breaks=f"{breaks or 'nothing'}_with_a_bad_batch",
-    )
-    expected = plain_dino.train(folder, "ema", rejected=plain_dino.BAD)
-    rows = [row for row in train_rows(read_rows(tmp_path / "run")) if row["step"] != plain_dino.BAD]
-    found = functools.partial(
-        assert_same_curve, [row for row in expected.rows if row["step"] != plain_dino.BAD], rows, rtol=RTOL
-    )
-    if breaks is None:
-        found()
-    else:
-        with pytest.raises(AssertionError, match="the curves part"):
-            found()
-
-
-def test_bf16_trains_close_to_fp32(ranks, tmp_path, folder, plain):
-    case = {**ONE, "layout": "tp2 dp2", "stage": 2, "accumulation": 4, "centering": "sinkhorn"}
-    train(ranks, folder, tmp_path / "run", case, "--set", "bf16.enabled=true")
-    rows = train_rows(read_rows(tmp_path / "run"))
-    assert_same_curve(plain("sinkhorn").rows, rows, rtol=2e-2, keys=("loss",))
-    assert rows[3]["loss"] != pytest.approx(plain("sinkhorn").rows[3]["loss"], rel=1e-6), "it did run in bf16"
+    bad, words = 6, ("--centering", "ema", "--on-nonfinite", "skip")
+    rows = train(ranks, folder, tmp_path / "run", 2, 1, stage, 1, *words, bad=[bad - 1])
+    expected = plain_dino.train(folder, "ema", rejected=bad)
+    assert_same_curve(expected.rows, [row for row in rows if row["step"] != bad], rtol=RTOL)
 
 
 # ---- evaluation and files --------------------------------------------------------------------------------------------
@@ -246,9 +103,9 @@ def test_the_teacher_is_evaluated_and_exported(ranks, tmp_path, folder):
     from ds_vit.weights.files import find_weights
 
     words = ("--max-steps", 4, "--val-fraction", 0.2, "--val-split", "validation", "--eval-knn", 3)
-    case = {**ONE, "layout": "dp2", "stage": 3, "persists": 0, "centering": "ema"}
+    persists = ("--set", "bf16.enabled=true", "zero_optimization.stage3_param_persistence_threshold=0")
     output = tmp_path / "run"
-    train(ranks, folder, output, case, *words, "--set", "bf16.enabled=true")
+    train(ranks, folder, output, 2, 1, 3, 1, "--centering", "ema", *words, *persists)
     [row] = [row for row in read_rows(output) if row["kind"] == "eval"]
     assert 0.0 < row["feature_std"] < 1.0
     state = load_file(str(output / "teacher.safetensors"))
@@ -301,9 +158,9 @@ def test_components_of_training_images_are_drawn_without_a_validation_split(rank
     # Catches: a report without the one picture that shows whether the features say anything; images that depend on the
     # layout.
     drawn = []
-    for case in (ONE, {**ONE, "layout": "dp3", "stage": 3}):
-        output = tmp_path / case["layout"]
-        train(ranks, folder, output, {**case, "centering": "ema"}, "--max-steps", 1)
+    for layout in ((1, 1, 0, 1), (3, 1, 3, 1)):
+        output = tmp_path / str(layout[0])
+        train(ranks, folder, output, *layout, "--centering", "ema", "--max-steps", 1)
         assert "principal components of their patch tokens" in (output / "report.html").read_text()
         drawn.append(np.asarray(Image.open(output / "patch-pca.png")).astype(int))
     assert drawn[0].shape == (2 * 116 - 4, 8 * 116 - 4, 3)
