@@ -6,7 +6,6 @@ import itertools
 import math
 import re
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import timm
@@ -94,7 +93,7 @@ def their_model(model, layers):
     return reference.train()
 
 
-def relative_errors(norm_pix_loss: bool, plant=None) -> dict[str, float]:
+def relative_errors(norm_pix_loss: bool) -> dict[str, float]:
     """The largest difference from transformers over the largest value: of the loss and of every gradient."""
     settings = replace(SETTINGS, norm_pix_loss=norm_pix_loss)
     model = create_autoencoder(spec_of("vit_tiny_patch16_224", embed_dim=96, num_heads=3), settings)
@@ -102,8 +101,6 @@ def relative_errors(norm_pix_loss: bool, plant=None) -> dict[str, float]:
     ours, theirs = SequentialViT(layers), their_model(model, layers)
     pixels, keys = batch_of(model)
     noise = randomness.uniform(keys, "mask", (model.patch_embed.num_patches,))
-    if plant is not None:
-        keys = plant(layers, keys)
     loss = loss_of(model)(ours(pixels, keys), pixels, keys)
     loss.backward()
     expected = theirs(pixels, noise=noise).loss
@@ -132,39 +129,6 @@ def test_loss_and_every_gradient_are_those_of_transformers(norm_pix_loss):
     """Another mask, order of pixels, position, norm or scale than the paper's."""
     errors = relative_errors(norm_pix_loss)
     assert max(errors.values()) < 1e-5, {name: error for name, error in errors.items() if error >= 1e-5}
-
-
-def _another_mask(layers, keys):
-    return keys + 1
-
-
-def _one_patch_fewer(layers, keys):
-    for layer in layers:
-        for masking in layer.keyed_drops():
-            masking.rate = 0.8
-    return keys
-
-
-def _rolled_positions(dim, layers, keys):
-    table = next(layer for layer in layers if isinstance(layer, BridgeLayer)).positions
-    table.copy_(table.roll(1 if dim == 1 else table.shape[-1] // 2, dims=dim))
-    return keys
-
-
-PLANTS = {
-    "another mask": _another_mask,
-    "one patch fewer": _one_patch_fewer,
-    "shifted positions": partial(_rolled_positions, 1),
-    "rows for columns": partial(_rolled_positions, -1),
-}
-
-
-@pytest.mark.parametrize("plant", PLANTS.values(), ids=PLANTS)
-def test_the_comparison_can_fail(plant):
-    """A comparison that an error in the mask, the decoder's positions or the number of tokens would pass."""
-    errors = relative_errors(False, plant)
-    assert errors["loss"] > 1e-4
-    assert errors["decoder_pred.weight"] > 1e-2
 
 
 def test_the_mask_is_a_function_of_the_key():

@@ -1,11 +1,8 @@
 """The map of ZeRO's flat memory: every element of every parameter, where it is said to be, counted once."""
 
-import dataclasses
-
 import oracle
 import pytest
 import torch
-from ranks import RankFailure
 from safetensors.torch import load_file
 from zero_layouts import BF16, WRAPPER, start, whole_weights, words
 
@@ -28,11 +25,9 @@ CASES = {
 }
 
 
-def look(argv, weights, exact, break_=None):
-    """On a rank: whether each segment has the values it should, and what the segments are; `break_` plants a fault."""
+def look(argv, weights, exact):
+    """On a rank: whether each segment has the values it should, and what the segments are."""
     engine = start(argv)
-    if break_ is not None:
-        break_(engine.zero_map)
     whole = load_file(weights)
     zero_map = engine.zero_map
     pieces = []
@@ -109,61 +104,6 @@ def test_every_element_once(ranks, cifar, case, tmp_path):
     frozen = ("blocks.0", "blocks.1", "blocks.2") if "--freeze" in flags else ()
     trained = [name for name in whole if not name.startswith(frozen)]
     assert_counted_once(results, trained)
-
-
-def moved_by_one(zero_map):
-    """The first segment lies one element further than it does."""
-    shard = zero_map.shards[0]
-    first = dataclasses.replace(shard.segments[0], offset=shard.segments[0].offset + 1)
-    zero_map.shards[0] = dataclasses.replace(shard, segments=(first, *shard.segments[1:]))
-
-
-def never_refreshed(zero_map):
-    """The model has its weights in other memory, and keeps the old ones."""
-    zero_map.shards[:] = [dataclasses.replace(shard, tensor=shard.tensor.clone()) for shard in zero_map.shards]
-
-
-def without_a_segment(zero_map):
-    """The last segment is taken for padding."""
-    shard = zero_map.shards[-1]
-    zero_map.shards[-1] = dataclasses.replace(shard, segments=shard.segments[:-1])
-
-
-def counted_nowhere(zero_map):
-    """No rank's copy of one bias counts."""
-    counts = zero_map.counts
-    zero_map.counts = lambda segment: segment.name != "norm.bias" and counts(segment)
-
-
-def counted_on_every_rank(zero_map):
-    """Every rank's copy counts."""
-    zero_map.counts = lambda segment: True
-
-
-VALUES = {
-    "offset": (moved_by_one, r"AssertionError: Segment\(name="),
-    "stale model": (never_refreshed, r"AssertionError: \w+"),
-    "lost segment": (without_a_segment, r"AssertionError: \w+"),
-}
-
-
-@pytest.mark.parametrize("fault", VALUES)
-def test_wrong_values_are_seen(ranks, cifar, tmp_path, fault):
-    """The comparison must be able to fail: for an offset, a model that is not brought up to date, a part left out."""
-    break_, seen = VALUES[fault]
-    argv = words(cifar, 1, {}, tmp_path / "config.json")
-    with pytest.raises(RankFailure, match=seen):
-        ranks.run(1, look, argv, str(cifar / "weights.safetensors"), True, break_)
-
-
-@pytest.mark.parametrize("break_", [counted_nowhere, counted_on_every_rank])
-def test_wrong_counts_are_seen(ranks, cifar, tmp_path, break_):
-    """The count must be able to fail: for an element that no rank has, and for one that two have."""
-    weights = cifar / "weights.safetensors"
-    argv = words(cifar, 0, {}, tmp_path / "config.json")
-    results = ranks.run(2, look, argv, str(weights), True, break_)
-    with pytest.raises(AssertionError):
-        assert_counted_once(results, list(load_file(str(weights))))
 
 
 IN_FLAT_MEMORY = (

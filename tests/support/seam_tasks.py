@@ -5,13 +5,10 @@ Ranks import this module, which enters the tasks into `TASKS`.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from typing import ClassVar
-from unittest import mock
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 from ds_vit import tasks
@@ -216,55 +213,3 @@ class WithRates(Classification):
 
 for task in (TwoTowers, WithTeacher, WithTwoTeachers, WithState, WithRates):
     tasks.TASKS[task.name] = task
-
-
-# ---- breakages -------------------------------------------------------------------------------------------------------
-
-
-def gather_without_gradient():
-    """Rows of the other ranks have no gradient, as with torch's own `all_gather`."""
-    from ds_vit.parallel import rows
-
-    def backward(ctx, gradient):
-        own = gradient.chunk(dist.get_world_size(ctx.group))[dist.get_rank(ctx.group)]
-        return own, None
-
-    return mock.patch.object(rows._GatherRows, "backward", staticmethod(backward))
-
-
-def loss_of_each_rank():
-    """The loss couples the samples of one rank only."""
-    from ds_vit.engine.plain import PlainContext
-
-    return mock.patch.object(PlainContext, "gather", lambda self, rows: rows)
-
-
-def teacher_on_rejected_steps():
-    """The teacher moves after each step, whether it was applied or not."""
-    from ds_vit.engine.base import Engine
-    from ds_vit.engine.plain import PlainEngine
-
-    def moves_always(engine, loss):
-        result = Engine._result(engine, loss)
-        engine._task.after_update(engine.context)
-        return result
-
-    return mock.patch.object(PlainEngine, "_result", moves_always)
-
-
-@contextlib.contextmanager
-def teacher_before_the_step():
-    """The teacher moves towards the weights of the step before."""
-    step = WithTeacher.step
-
-    def update_first(task, context, batch, piece=None):
-        context.update_teachers(context.schedules["momentum"])
-        return step(task, context, batch, piece)
-
-    with mock.patch.object(WithTeacher, "step", update_first), mock.patch.object(WithTeacher, "after_update"):
-        yield
-
-
-def state_not_restored():
-    """A resumed run begins with the initial state."""
-    return mock.patch.object(WithState, "load_state_dict")
