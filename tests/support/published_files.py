@@ -76,21 +76,4 @@ FILES: dict[str, dict[str, Any]] = {
         },
         "steps_per_print": 1e5,
     },
-    "OpenGVLab/InternVL internvl_chat/zero_stage3_config.json": {
-        "zero_optimization": {
-            **_STAGE3,
-            "reduce_bucket_size": 1e9,
-            "stage3_prefetch_bucket_size": 1e9,
-            "stage3_param_persistence_threshold": 1e7,
-            "stage3_gather_16bit_weights_on_model_save": True,
-        },
-        "fp16": {**_FP16, "auto_cast": True, "initial_scale_power": 32},
-        "bf16": {"enabled": "auto"},
-        "optimizer": {
-            "type": "AdamW",
-            "params": {"lr": "auto", "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": "auto"},
-        },
-        **_HUGGING_FACE,
-        "wall_clock_breakdown": True,
-    },
 }

@@ -96,9 +96,6 @@ def _below(prefix: str, state: dict[str, torch.Tensor]) -> dict[str, torch.Tenso
     ("contents", "prefix"),
     [
         (lambda own, other: {"state_dict": _below("model.", own) | {"loss.weight": torch.ones(2)}}, "model."),
-        (lambda own, other: _below("backbone.", own), "backbone."),
-        (lambda own, other: _below("net.encoder._orig_mod.", own), "net.encoder._orig_mod."),
-        (lambda own, other: {"module": own, "global_steps": 3}, "module."),
         (
             lambda own, other: {
                 "student": _below("module.backbone.", other),
