@@ -136,7 +136,7 @@ def value_of(data: Mapping[str, Any], name: str) -> Any:
     return value
 
 
-class Rejection(NamedTuple):
+class BadValue(NamedTuple):
     """Values of one key that are rejected.
 
     Attributes:
@@ -213,56 +213,56 @@ _SCATTER = 'at ZeRO stage {stage} needs "reduce_scatter": false in DeepSpeed 0.1
 _MASTERS, _STATES = "bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"
 _MONITORS = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
 REJECTIONS = (
-    Rejection("autotuning", switched_on, "is a launcher mode of DeepSpeed that rewrites the run; delete the block"),
-    Rejection("hybrid_engine", switched_on, "is for generation during RLHF; delete the block"),
-    Rejection("data_efficiency", switched_on, "replaces the data loader and its keyed order; delete the block"),
-    Rejection("expert_parallel", switched_on, "needs a mixture of experts, which no ViT here has; delete the block"),
-    Rejection("tensor_parallel", bool, "is AutoTP, which replaces ds_vit's sharding of the model; use --tp"),
-    Rejection("sequence_parallel_size", _not_one, "is Ulysses, which does not shard a ViT; delete the key"),
-    Rejection("data_parallel_size", _is_given, "follows from the number of ranks, --pp and --tp; delete the key"),
-    Rejection("weight_quantization", bool, "changes the weights during training; delete the block"),
-    Rejection("managed_gradient_accumulation", lambda v: v is False, "leaves accumulation to the caller; delete it"),
-    Rejection(
+    BadValue("autotuning", switched_on, "is a launcher mode of DeepSpeed that rewrites the run; delete the block"),
+    BadValue("hybrid_engine", switched_on, "is for generation during RLHF; delete the block"),
+    BadValue("data_efficiency", switched_on, "replaces the data loader and its keyed order; delete the block"),
+    BadValue("expert_parallel", switched_on, "needs a mixture of experts, which no ViT here has; delete the block"),
+    BadValue("tensor_parallel", bool, "is AutoTP, which replaces ds_vit's sharding of the model; use --tp"),
+    BadValue("sequence_parallel_size", _not_one, "is Ulysses, which does not shard a ViT; delete the key"),
+    BadValue("data_parallel_size", _is_given, "follows from the number of ranks, --pp and --tp; delete the key"),
+    BadValue("weight_quantization", bool, "changes the weights during training; delete the block"),
+    BadValue("managed_gradient_accumulation", lambda v: v is False, "leaves accumulation to the caller; delete it"),
+    BadValue(
         "gradient_allreduce_op",
         lambda v: str(v).lower() != "mean",
         'makes the loss curve depend on the number of ranks; delete the key (the default is "mean")',
     ),
-    Rejection(
+    BadValue(
         "compile",
         lambda v: not isinstance(v, Mapping) or v.get("deepcompile") not in (None, False),
         "(DeepCompile) hides ZeRO's partitions from optimizers and checkpoints; delete the block and use --compile",
     ),
-    Rejection("steps_per_print", _not_positive, _POSITIVE),
-    Rejection("prescale_gradients", bool, _SCATTER, (2, 3), _scatters),
-    Rejection("gradient_predivide_factor", _not_positive, _POSITIVE),
-    Rejection("gradient_predivide_factor", _not_one, _SCATTER, (2, 3), _scatters),
-    Rejection(
+    BadValue("steps_per_print", _not_positive, _POSITIVE),
+    BadValue("prescale_gradients", bool, _SCATTER, (2, 3), _scatters),
+    BadValue("gradient_predivide_factor", _not_positive, _POSITIVE),
+    BadValue("gradient_predivide_factor", _not_one, _SCATTER, (2, 3), _scatters),
+    BadValue(
         "gradient_predivide_factor",
         _not_one,
         "divides the gradients where it equals the number of data-parallel ranks (DeepSpeed 0.19.8); delete it",
         (3,),
     ),
-    Rejection(".legacy_stage1", bool, "is the old stage 1, which DeepSpeed removed; delete the key"),
-    Rejection(".round_robin_gradients", bool, "makes DeepSpeed 0.19.8 mix up parameters; delete it"),
-    Rejection(".zenflow", _is_given, _ZENFLOW),
-    Rejection(".offload_param.device", lambda v: v == "nvme", f'"nvme" {_NVME_PARAM}; use "cpu"'),
-    Rejection(".offload_param.device", _on, "needs stage 3; this file has stage {stage}", (0, 1, 2)),
-    Rejection(".offload_optimizer.device", lambda v: v == "nvme", f'"nvme" {_NVME_OPTIMIZER}'),
-    Rejection(".offload_optimizer.device", _on, "needs stage 1, 2 or 3; this file has stage {stage}", (0,)),
-    Rejection(".offload_optimizer.ratio", _not_one, _RATIO),
-    Rejection(".offload_optimizer.super_offload", bool, _SUPER_OFFLOAD),
-    Rejection(".zero_quantized_weights", bool, _QUANTIZED, (3,)),
-    Rejection(".zero_quantized_nontrainable_weights", bool, _QUANTIZED, (3,)),
-    Rejection(".zero_quantized_gradients", bool, _QUANTIZED, (3,)),
-    Rejection(".zero_hpz_partition_size", _not_one, _SECONDARY, (3,)),
-    Rejection(".leaf_module", bool, _LEAVES, (3,)),
-    Rejection(".stage3_module_granularity_threshold", bool, _LEAVES, (3,)),
-    Rejection("fp16.fp16_master_weights_and_grads", bool, f'{_CPU_ADAM}, or use "{_MASTERS}" and "{_STATES}"'),
-    Rejection(_MASTERS, bool, f'works only together with "{_STATES}"; set both, or delete it', when=_lacks(_STATES)),
-    Rejection(_STATES, bool, f'works only together with "{_MASTERS}"; set both, or delete it', when=_lacks(_MASTERS)),
-    Rejection(_MASTERS, bool, f"with offload_optimizer {_CPU_ADAM}, or the offload", when=_offloads_masters),
+    BadValue(".legacy_stage1", bool, "is the old stage 1, which DeepSpeed removed; delete the key"),
+    BadValue(".round_robin_gradients", bool, "makes DeepSpeed 0.19.8 mix up parameters; delete it"),
+    BadValue(".zenflow", _is_given, _ZENFLOW),
+    BadValue(".offload_param.device", lambda v: v == "nvme", f'"nvme" {_NVME_PARAM}; use "cpu"'),
+    BadValue(".offload_param.device", _on, "needs stage 3; this file has stage {stage}", (0, 1, 2)),
+    BadValue(".offload_optimizer.device", lambda v: v == "nvme", f'"nvme" {_NVME_OPTIMIZER}'),
+    BadValue(".offload_optimizer.device", _on, "needs stage 1, 2 or 3; this file has stage {stage}", (0,)),
+    BadValue(".offload_optimizer.ratio", _not_one, _RATIO),
+    BadValue(".offload_optimizer.super_offload", bool, _SUPER_OFFLOAD),
+    BadValue(".zero_quantized_weights", bool, _QUANTIZED, (3,)),
+    BadValue(".zero_quantized_nontrainable_weights", bool, _QUANTIZED, (3,)),
+    BadValue(".zero_quantized_gradients", bool, _QUANTIZED, (3,)),
+    BadValue(".zero_hpz_partition_size", _not_one, _SECONDARY, (3,)),
+    BadValue(".leaf_module", bool, _LEAVES, (3,)),
+    BadValue(".stage3_module_granularity_threshold", bool, _LEAVES, (3,)),
+    BadValue("fp16.fp16_master_weights_and_grads", bool, f'{_CPU_ADAM}, or use "{_MASTERS}" and "{_STATES}"'),
+    BadValue(_MASTERS, bool, f'works only together with "{_STATES}"; set both, or delete it', when=_lacks(_STATES)),
+    BadValue(_STATES, bool, f'works only together with "{_MASTERS}"; set both, or delete it', when=_lacks(_MASTERS)),
+    BadValue(_MASTERS, bool, f"with offload_optimizer {_CPU_ADAM}, or the offload", when=_offloads_masters),
     *(
-        Rejection(block, _is_missing(package), f"needs the package {package}: pip install {package}, or delete it")
+        BadValue(block, _is_missing(package), f"needs the package {package}: pip install {package}, or delete it")
         for block, package in _MONITORS.items()
     ),
 )
