@@ -33,14 +33,6 @@ NOT_COVERED = {
     "Beit": "beit_base_patch16_224",
     "Hiera": "hiera_tiny_224",
 }
-# Covered forward, refused for training: the statistics of BatchNorm follow the micro-batch.
-BATCH_NORM = {
-    "vit_base_mci_224",
-    "vit_base_resnet26d_224",
-    "vit_base_resnet50d_224",
-    "vit_small_resnet26d_224",
-    "vit_small_resnet50d_s16_224",
-}
 # Covered forward, refused for training as they are: random RoPE coordinates, off with rope_rescale_coords=1.0.
 RANDOM_ROPE = "sapiens2"
 # timm's own init_weights does not reach the stems of these: resnet's constructor draws once and for all. They hold
@@ -108,23 +100,6 @@ def test_what_is_not_covered_is_refused_by_name(kind):
     assert type(timm.create_model(name, device="meta")).__name__ == kind
     with pytest.raises(ValueError, match=f"{name}.*VisionTransformer and Eva only; nearest"):
         create_model(ModelSpec(name))
-
-
-@pytest.mark.slow
-def test_what_is_refused_for_training():
-    """A model whose loss would depend on the micro-batch and that trains all the same."""
-    refused = {}
-    for name in supported_names():
-        try:
-            create_model(small_spec(name))
-        except ValueError as error:
-            refused[name] = str(error)
-    random_rope = {name for name in supported_names() if RANDOM_ROPE in name}
-    assert set(refused) == BATCH_NORM | random_rope
-    assert all("BatchNorm" in refused[name] for name in BATCH_NORM)
-    assert all("rope_rescale_coords=1.0" in refused[name] for name in random_rope)
-    for name in random_rope:
-        create_model(small_spec(name, rope_rescale_coords=1.0))
 
 
 @pytest.mark.parametrize("kind", KINDS)
