@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from autoencoders import autoencoder, batch_of, layers_of, loss_of
 from timm.layers import SimpleNorm
 from torch import nn
 from tp_models import (
@@ -195,6 +196,52 @@ def shard_over_one_rank() -> None:
 def test_size_one_changes_nothing(ranks):
     """Collectives of one rank in every layer of a run without tensor parallelism."""
     ranks.run(1, shard_over_one_rank)
+
+
+# ---- masked autoencoders ---------------------------------------------------------------------------------------------
+
+# 4 kept of 16 patches, and 0, 1 or 5 tokens before them: 2 and 3 ranks share hardly any of these counts evenly.
+AUTOENCODERS = {
+    "class token": {"num_heads": 6},
+    "registers and layer scale": {"num_heads": 6},
+    "attention pool": {"num_heads": 6},
+    "Eva with rotary tables": {"num_heads": 6, "mlp_ratio": 3.0},
+    "learned rotary frequencies": {"num_heads": 6},
+}
+
+
+def compare_autoencoders(sequence_parallel: bool) -> None:
+    """Every kind, activations kept and recomputed in turn; a failure's traceback shows its `kind`."""
+    for (kind, kwargs), interval in zip(AUTOENCODERS.items(), itertools.cycle((0, 2)), strict=False):
+        tp = tensor_parallel(sequence_parallel)
+        model = autoencoder(kind, **kwargs)
+        check_degree(model, tp.size)
+        layers = layers_of(model, torch.float64)
+        own = SequentialViT(sharded_copies(layers, tp), checkpoint_interval=interval)
+        whole = SequentialViT(layers)
+        pixels, keys = batch_of(model, torch.float64)
+        loss, predictions = loss_of(model), []
+        for one in (whole, own):
+            predictions.append(one(pixels, keys))
+            loss(predictions[-1], pixels, keys).backward()
+        close(predictions[1].detach(), predictions[0].detach(), "prediction")
+        for parameter in own.parameters():
+            if not parameter.requires_grad:
+                assert parameter.grad is None
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = whole_gradients(own)
+        for name, parameter in whole.named_parameters():
+            if parameter.requires_grad:  # the loss is in fp32, and so is its gradient
+                close(gradients[name], parameter.grad, f"{kind}: {name}", 1e-6)
+        with torch.no_grad():
+            close(own.eval()(pixels, keys), predictions[0].detach(), "prediction in evaluation")
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(("size", "sequence_parallel"), [(3, True), (2, False)])
+def test_a_sharded_autoencoder_is_the_autoencoder(ranks, size, sequence_parallel):
+    """A decoder left whole, a bridge whose gradients differ between ranks, tokens joined by the other half's count."""
+    ranks.run(size, compare_autoencoders, sequence_parallel, timeout=400)
 
 
 # ---- bytes moved -----------------------------------------------------------------------------------------------------
