@@ -213,6 +213,6 @@ def export(source: str | Path, to: str, **settings: Any) -> Difference:
     Raises:
         UserError: anything that the command line would refuse.
     """
-    from ds_vit.weights import export as write
+    from ds_vit.weights.export import export as write
 
     return write(source, to, **settings)

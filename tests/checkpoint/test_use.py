@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from ds_vit import cli
 from ds_vit.checkpoint.folder import checkpoints, mark_best
 from ds_vit.checkpoint.tensors import TensorFiles
-from ds_vit.weights import export
+from ds_vit.weights.export import export
 
 KWARGS = {"patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2}
 NEVER = {"step": 10**9, "delay": 0.0}

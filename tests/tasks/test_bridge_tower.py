@@ -109,7 +109,7 @@ def test_equals_transformers_on_the_concatenated_batch(ranks, tmp_path, folder, 
 
 def test_transformers_loads_the_export(ranks, tmp_path):
     # Catches: a scale of another shape, attention dropout that stays 0, other names, values of another type.
-    from ds_vit.weights import export
+    from ds_vit.weights.export import export
 
     folder = write_folder(tmp_path / "dropping", dropout=0.2)
     train(ranks, tmp_path / "run", folder, 1, 1, 3, "--max-steps", 1)

@@ -34,7 +34,7 @@ from ds_vit.tools.evaluate import evaluate_weights
 from ds_vit.tools.evaluate import main as evaluate_main
 from ds_vit.training.build import input_config
 from ds_vit.training.inputs import InputPipeline
-from ds_vit.weights import export
+from ds_vit.weights.export import export
 
 STEPS, BATCH, CLIP = 10, 16, 0.1
 NAME = "vit_tiny_patch16_224"

@@ -17,7 +17,10 @@ from vits import KINDS, images, shake, small_image_size, small_spec, timm_model
 
 from ds_vit import cli
 from ds_vit.models.zoo import create_model
-from ds_vit.weights import InitialCheckpoint, export, import_weights
+from ds_vit.weights import export as export_module
+from ds_vit.weights.commands import import_weights
+from ds_vit.weights.export import export
+from ds_vit.weights.initial_checkpoint import InitialCheckpoint
 
 SPEC = small_spec("vit_tiny_patch16_224", img_size=64)
 PIXELS = {"mean": [0.4, 0.5, 0.6], "std": [0.2, 0.3, 0.4], "interpolation": "bicubic", "crop_pct": 0.9}
@@ -124,19 +127,18 @@ def test_averaged_weights_and_a_bare_file(tmp_path):
 def test_an_export_that_differs_is_not_kept(tmp_path, monkeypatch, capsys):
     """A check that cannot fail."""
     run_folder(tmp_path / "run", SPEC)
-    module = sys.modules[export.__module__]
-    save = module.save_weights
+    save = export_module.save_weights
 
     def save_others(folder, state, **more):
         save(folder, {**state, "head.weight": state["head.weight"].roll(1, 0)}, **more)
 
-    monkeypatch.setattr(module, "save_weights", save_others)
+    monkeypatch.setattr(export_module, "save_weights", save_others)
     assert cli.main(["export", str(tmp_path / "run"), "--to", "timm"]) == 1
     out, err = capsys.readouterr()
     assert "largest difference of the logits" in out
     assert "is not kept" in err
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"config.yaml", "model.safetensors"}
-    monkeypatch.setattr(module, "save_weights", save)
+    monkeypatch.setattr(export_module, "save_weights", save)
     assert cli.main(["export", str(tmp_path / "run"), "--to", "timm"]) == 0
     assert cli.main(["export", str(tmp_path / "run"), "--to", "timm"]) == 2
     assert "export-timm exists already" in capsys.readouterr().err
@@ -145,7 +147,7 @@ def test_an_export_that_differs_is_not_kept(tmp_path, monkeypatch, capsys):
 def test_a_missing_package_is_one_line(tmp_path, monkeypatch, capsys):
     """A traceback of an import."""
     run_folder(tmp_path / "run", SPEC)
-    monkeypatch.setattr(sys.modules[export.__module__], "find_spec", lambda name: None)
+    monkeypatch.setattr(export_module, "find_spec", lambda name: None)
     assert cli.main(["export", str(tmp_path / "run"), "--to", "hf"]) == 2
     assert capsys.readouterr().err.endswith("--to hf needs transformers: bash launch/setup.sh export\n")
 

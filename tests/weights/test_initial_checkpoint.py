@@ -18,8 +18,8 @@ from ds_vit.models.keyed_init import initialise
 from ds_vit.models.layers import take_apart
 from ds_vit.models.sequential import SequentialViT
 from ds_vit.models.zoo import create_model
-from ds_vit.weights import InitialCheckpoint
 from ds_vit.weights.files import find_weights, names_as_metadata
+from ds_vit.weights.initial_checkpoint import InitialCheckpoint
 from ds_vit.weights.source import load_source
 
 SPEC = small_spec("vit_tiny_patch16_224")

@@ -31,7 +31,8 @@ from ds_vit.models.text_tower import create_contrastive_model
 from ds_vit.models.zoo import ModelSpec, create_model
 from ds_vit.tasks import TASKS
 from ds_vit.tasks.contrastive_loss import clip_loss, siglip_loss
-from ds_vit.weights import InitialCheckpoint, export
+from ds_vit.weights.export import export
+from ds_vit.weights.initial_checkpoint import InitialCheckpoint
 from ds_vit.weights.two_towers import example_captions, pairs
 
 _SMALL = {"depth": 2, "embed_dim": 24, "num_heads": 3}

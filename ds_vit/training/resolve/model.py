@@ -30,9 +30,8 @@ from ds_vit.tasks.task import Task
 from ds_vit.training.resolve.data import DataConfig
 from ds_vit.training.resolve.deepspeed import DeepSpeedSettings
 from ds_vit.training.resolve.teacher import describe_teacher, open_teacher
-from ds_vit.weights import InitialCheckpoint, find_pretrained
 from ds_vit.weights.files import find_weights
-from ds_vit.weights.initial_checkpoint import enumerate_some
+from ds_vit.weights.initial_checkpoint import InitialCheckpoint, enumerate_some, find_pretrained
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.zoo import ModelSpec, TeacherSpec, TimmViT, image_size
 from ds_vit.tasks import task_of
 from ds_vit.tasks.distillation import TEACHER
-from ds_vit.weights import InitialCheckpoint, find_pretrained
 from ds_vit.weights.files import StoredWeights, find_weights
+from ds_vit.weights.initial_checkpoint import InitialCheckpoint, find_pretrained
 
 
 def describe_teacher(config: RunConfig) -> TeacherSpec | None:
