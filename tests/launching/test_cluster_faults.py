@@ -1,10 +1,12 @@
-"""launch/run_hostfile.sh on hosts with an sshd each: a training, words that a shell could touch, and faults."""
+"""launch/run_hostfile.sh and launch/mpi.sh on hosts with an sshd each: a training, words for a shell, and faults."""
 
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import pytest
 from cluster import Host, cluster
 from curves import assert_same_curve, read_rows
 from launches import GLOBAL_BATCH, NASTY, alone, cifar_folder, explain, training
-from project import ROOT, wait_until
+from project import ON_CPU, ROOT, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -203,3 +205,40 @@ def test_pbs_starts_on_the_hosts_of_the_job(hosts, tmp_path):
     assert process.returncode == 75, error
     assert saved(tmp_path) == [str(int(signal.SIGUSR1))] * 2
     assert "interrupted and saved (code 75)" in error
+
+
+MPIRUN = Path(sys.executable).with_name("mpirun")
+needs_mpirun = pytest.mark.skipif(not MPIRUN.exists(), reason="no mpirun: pip install 'ds-vit[mpi]'")
+AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "DS_VIT_PYTHON": sys.executable}
+MPI_SH = ["bash", str(ROOT / "launch" / "mpi.sh"), "-np", "2"]
+
+
+@needs_mpirun
+def test_mpirun_over_two_hosts(hosts, ranks, data, tmp_path):
+    # Catches: ranks that do not meet, or train a model each; variables or an address that stay on the machine of
+    # mpirun; a name that a shell between mpirun and the ranks cuts.
+    output = tmp_path / NASTY
+    arguments = [*training(data), "--batch-size", str(GLOBAL_BATCH // 2), "--output", str(output)]
+    options = ["--hostfile", str(tmp_path / "hosts"), "--logs", "logs", str(ROOT / "launch" / "train.py")]
+    done = hosts[0].run([*MPI_SH, *options, *arguments], cwd=tmp_path, environ=AS_ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(log.name for log in (tmp_path / "logs").iterdir()) == ["rank-0000.node1.log", "rank-0001.node2.log"]
+    assert_same_curve(alone(ranks, data), read_rows(output), rtol=1e-5)
+    assert not list(tmp_path.rglob("pwned"))
+
+
+@needs_mpirun
+def test_a_signal_under_mpirun(tmp_path):
+    # Catches: mpirun that kills the ranks on SIGTERM before they have saved.
+    (tmp_path / "script.py").write_text(SAVES.replace("RANK", "OMPI_COMM_WORLD_RANK"))
+    environ = {**os.environ, **ON_CPU, **AS_ROOT, "PATH": f"{MPIRUN.parent}:{os.environ['PATH']}"}
+    line = [*MPI_SH, "--mpirun", "mpirun --oversubscribe", str(tmp_path / "script.py"), str(tmp_path)]
+    process = subprocess.Popen(line, cwd=tmp_path, env=environ, stderr=subprocess.PIPE, text=True)
+    wait_until(
+        lambda: ((tmp_path / "0").exists() and (tmp_path / "1").exists()) or process.poll() is not None, "no ranks"
+    )
+    assert process.poll() is None, process.communicate()[1]
+    process.terminate()
+    _, error = process.communicate(timeout=120)
+    assert process.returncode == 75, error
+    assert all(saved(tmp_path)), "both had time to save"
