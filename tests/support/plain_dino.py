@@ -75,14 +75,10 @@ def write_images(folder: Path) -> Path:
 
 def words_of(folder: Path, stage: int, output: Path, *words: Any) -> list[str]:
     """The command line of our run; its JSON is written next to the output."""
-    zero = {"stage": stage}
     blocks = {"optimizer": {"type": "SGD", "params": SGD}, "gradient_clipping": CLIP}
-    for word in [word for word in words if isinstance(word, dict)]:
-        zero |= word
-    config = write_config(output.with_name(f"{output.name}.json"), stage, zero_optimization=zero, **blocks)
-    flags = [word for word in words if not isinstance(word, dict)]
+    config = write_config(output.with_name(f"{output.name}.json"), stage, zero_optimization={"stage": stage}, **blocks)
     data = ("--data-dir", folder, "--initial-checkpoint", folder / "weights.safetensors")
-    return [str(w) for w in (*WORDS, *data, "--deepspeed_config", config, "--output", output, *flags)]
+    return [str(w) for w in (*WORDS, *data, "--deepspeed_config", config, "--output", output, *words)]
 
 
 def write_weights(folder: Path) -> Path:
