@@ -288,6 +288,10 @@ class CheckpointManager:
             else:
                 self._start_save(step)
 
+    def on_any_rank(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank (a collective)."""
+        return bool(self._ballot.largest((flag,))[0])
+
     def asked_to_stop(self) -> bool:
         """Whether any rank has received a signal or reached the time limit (a collective); call `boundary` next."""
         return any(self._ballot.largest((self.signals.received, self.config.deadline.passed)))

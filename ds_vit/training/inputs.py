@@ -460,6 +460,11 @@ class SkippedImages:
         """
         self._new += [(source.describe(number), reason, split, epoch) for number, reason in skipped]
 
+    @property
+    def has_new(self) -> bool:
+        """Whether this rank has skipped images since the last `gather`."""
+        return bool(self._new)
+
     def gather(self) -> int:
         """How many training samples were replaced so far, on all ranks (a collective)."""
         everywhere: list[Any] = [None] * dist.get_world_size()
@@ -477,12 +482,7 @@ class SkippedImages:
         return self._by_file.total()
 
     def too_many(self) -> str:
-        """An error message if an epoch has had more of them than it may, else "".
-
-        As of the last `gather`; if none is allowed, a collective.
-        """
-        if not self.most:
-            self.gather()
+        """An error message if an epoch has had more of them than it may, else ""; as of the last `gather`."""
         epoch, number = max(self._towards_limit.items(), key=itemgetter(1), default=(0, 0))
         if number <= max(self.most * self.epoch_images, self.most > 0):  # one of a few images is a large share
             return ""

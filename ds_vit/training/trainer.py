@@ -103,9 +103,10 @@ class Trainer:
         self.checkpoints.save_weights(self.folder.path, self.step)
 
     def _take_steps(self) -> None:
-        first, skipped = self.step, self.checkpoints.skipped_batches
+        first, skipped = self.step, self.inputs.skipped
+        read = self.inputs.training(first, self.checkpoints.skipped_batches)
         # Closed, so that a loader's workers end now; DeepSpeed's pipeline keeps its iterator.
-        with contextlib.closing(self.watchdog.micro_batches(self.inputs.training(first, skipped))) as batches:
+        with contextlib.closing(self.watchdog.micro_batches(read)) as batches:
             watched: Iterator[Batch] = batches
             for callback in self.callbacks:
                 watched = callback.batches(watched)
@@ -114,7 +115,10 @@ class Trainer:
             for step in range(first + 1, self.total_steps + 1):
                 self.train_step(step, watched)
                 self.step = step
-                if too_many := self.inputs.skipped.too_many():
+                # The gather of names waits for the device; a step without a damaged image only agrees on one number.
+                if not skipped.most and self.checkpoints.on_any_rank(skipped.has_new):
+                    skipped.gather()
+                if too_many := skipped.too_many():
                     self._end_saved(too_many)
                 self._save_if_due()  # before the evaluation: an error there costs no training
                 self._evaluate_if_due()

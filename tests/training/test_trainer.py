@@ -49,9 +49,10 @@ def make(recorder, saved=1):
 
     task = SimpleNamespace(schedules=lambda step, horizon: {}, held_names=lambda step, horizon: frozenset())
     config = SimpleNamespace(total_steps=4, on_bad_image="skip", task=task)
-    skipped = SimpleNamespace(too_many=str, state_dict=dict)
+    skipped = MagicMock(most=0.0, has_new=False, too_many=str, state_dict=dict)
     inputs = SimpleNamespace(config=config, skipped=skipped, training=lambda *_: iter(()))
     checkpoints = MagicMock(skipped_batches=0, num_failed=0, roll_back=lambda: (saved, {}) if saved else None)
+    checkpoints.on_any_rank = bool
     evaluations = MagicMock(is_due=lambda step: False, state_dict=dict)
     engine = MagicMock(train_step=train_step)
     folder = SimpleNamespace(path=None)
@@ -59,10 +60,12 @@ def make(recorder, saved=1):
 
 
 def test_a_result_comes_late_unless_it_is_needed():
-    # Catches: a wait for the device at every step; a row written before a rejected step is known.
+    # Catches: a wait for the device at every step, by a read or by the names of damaged images; a row written before a
+    # rejected step is known.
     recorder = Recorder()
     trainer = make(recorder)
     trainer.train()
+    trainer.inputs.skipped.gather.assert_not_called()
     one_and_two = [("before", 1), ("after", 1), ("before", 2), ("result", 1), ("result", 2), ("after", 2)]
     three_and_four = [("before", 3), ("after", 3), ("before", 4), ("result", 3), ("result", 4), ("after", 4)]
     assert recorder.events == [("start", 0), *one_and_two, *three_and_four]
