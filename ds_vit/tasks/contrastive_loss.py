@@ -63,35 +63,23 @@ class _RowsAgainstColumns(torch.autograd.Function):
         terms: _Terms,
     ) -> torch.Tensor:
         """rows [B, E], columns [G, E], scale and bias scalars; row i belongs to column first + i."""
-        with _full_precision():
-            return _RowsAgainstColumns._forward(ctx, rows, columns, scale, bias, first, terms)
-
-    @staticmethod
-    def _forward(
-        ctx: Any,
-        rows: torch.Tensor,
-        columns: torch.Tensor,
-        scale: torch.Tensor,
-        bias: torch.Tensor,
-        first: int,
-        terms: _Terms,
-    ) -> torch.Tensor:
         differentiated = any(ctx.needs_input_grad)
         total = rows.new_zeros((), dtype=torch.float64)
         d_rows, d_columns = torch.zeros_like(rows), torch.zeros_like(columns)
         d_scale, d_bias = torch.zeros_like(total), torch.zeros_like(total)
-        for start in range(0, len(rows), ROWS_AT_ONCE):
-            part = slice(start, min(start + ROWS_AT_ONCE, len(rows)))
-            labels = torch.arange(first + part.start, first + part.stop, device=rows.device)
-            products = (rows[part] * scale) @ columns.T
-            losses, d_logits = terms(products + bias, labels)
-            total += losses.sum(dtype=torch.float64)
-            if differentiated:
-                d_scale += (d_logits * products).sum(dtype=torch.float64) / scale
-                d_bias += d_logits.sum(dtype=torch.float64)
-                d_logits *= scale / len(rows)
-                d_rows[part] = d_logits @ columns
-                d_columns.addmm_(d_logits.T, rows[part])
+        with _full_precision():
+            for start in range(0, len(rows), ROWS_AT_ONCE):
+                part = slice(start, min(start + ROWS_AT_ONCE, len(rows)))
+                labels = torch.arange(first + part.start, first + part.stop, device=rows.device)
+                products = (rows[part] * scale) @ columns.T
+                losses, d_logits = terms(products + bias, labels)
+                total += losses.sum(dtype=torch.float64)
+                if differentiated:
+                    d_scale += (d_logits * products).sum(dtype=torch.float64) / scale
+                    d_bias += d_logits.sum(dtype=torch.float64)
+                    d_logits *= scale / len(rows)
+                    d_rows[part] = d_logits @ columns
+                    d_columns.addmm_(d_logits.T, rows[part])
         of_scalars = (one.div(len(rows)).to(scale.dtype) for one in (d_scale, d_bias))
         ctx.save_for_backward(d_rows, d_columns, *of_scalars)
         return total.div(len(rows)).to(rows.dtype)
