@@ -169,6 +169,7 @@ def test_idle_gpus(folder, monkeypatch, capsys):
     accelerator = get_accelerator()
     monkeypatch.setattr(accelerator, "device_name", lambda number=None: "cuda")
     monkeypatch.setattr(accelerator, "device_count", lambda: 4)
+    monkeypatch.setattr("ds_vit.training.tables.hardware_name", lambda device: "")
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     said = "one of 4 GPUs is used; `ds-vit launch train …` with the same flags trains on all 4"
