@@ -73,8 +73,8 @@ class LastLayer(nn.Module):
 
     def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The weight, float32 [K / tp, E], and the lengths of its rows [K / tp], through which no gradient passes."""
-        weight = self.weight.float()
-        # A view keeps the memory, which ZeRO-3 takes away from the parameter after the forward pass.
+        # A teacher's are read after other forward passes, before which ZeRO-3 frees the parameter's memory.
+        weight = self.weight.to(torch.float32, copy=not torch.is_grad_enabled())
         return weight.view_as(weight), torch.linalg.vector_norm(weight.detach(), dim=-1)
 
 

@@ -222,6 +222,7 @@ def features(case):
     own = {"pp": pp > 1, "tp": tp > 1, "stage 3": sharded and case["stage"] == 3}
     if not ROWS[case["row"]].is_kind:
         own |= {"dp": dp > 1, "stage 0": case["stage"] == 0, "stage 1 or 2": sharded and 0 < case["stage"] < 3}
+        own |= {"stage 3, several": own["stage 3"] and case["accumulation"] > 1 and case["zero"] == "none persists"}
         own |= {"several": case["accumulation"] > 1, "recompute": bool(case["recompute"]), "then": bool(case["then"])}
     own |= {"zero": case["zero"]} if case["row"] in ("plain", "random") else {}
     return found | {(of, *one) for of in (case["row"], case["optimizer"]) for one in own.items() if one[1]}
