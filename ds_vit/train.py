@@ -151,6 +151,7 @@ def _run_ranks(
         watchdog = stack.enter_context(
             Watchdog(
                 resolved.stall_seconds,
+                resolved.first_patience,
                 rank=process.rank,
                 world_size=process.world_size,
                 local_rank=process.local_rank,

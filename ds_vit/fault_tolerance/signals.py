@@ -1,8 +1,8 @@
-"""Signals and time limits, and how all ranks agree to stop at the same step.
+"""Signals and time limits, at which all ranks stop at the same step.
 
 A scheduler sends SIGTERM or SIGUSR1 to one rank or to all, at any time; Ctrl-C sends SIGINT to all of a machine. A
-signal is only recorded. Between two steps the ranks exchange whether any has received one, so all of them save the same
-step. Before the process group exists there is nothing to save, and the process ends.
+signal is only recorded. Between two steps the ranks exchange whether any has received one (`Groups.largest`), so all of
+them save the same step. Before the process group exists there is nothing to save, and the process ends.
 
 Imports nothing heavy: `end_at_signals` runs before torch is imported.
 """
@@ -15,13 +15,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from ds_vit.fault_tolerance import exit_codes
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _AGAIN_SECONDS = 1.0  # one Ctrl-C comes twice where the launcher passes on what the terminal has sent already
@@ -173,25 +170,3 @@ class Deadline:
     def passed(self) -> bool:
         """Whether the run must stop now."""
         return self.at is not None and time.time() >= self.at
-
-
-class Ballot:
-    """Agreement of all ranks on small numbers, once per step.
-
-    Args:
-        group: of all ranks, over gloo, so no device is synchronised; None for one rank.
-    """
-
-    def __init__(self, group: ProcessGroup | None) -> None:
-        self._group = group
-
-    def largest(self, values: Sequence[int]) -> list[int]:
-        """The maximum of each value over all ranks (a collective)."""
-        if self._group is None:
-            return list(values)
-        import torch
-        import torch.distributed as dist
-
-        answer = torch.tensor(values, dtype=torch.int64)
-        dist.all_reduce(answer, op=dist.ReduceOp.MAX, group=self._group)
-        return answer.tolist()

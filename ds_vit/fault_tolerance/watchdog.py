@@ -176,6 +176,7 @@ class Watchdog:
 
     Args:
         stall_seconds: longest time between two calls of `beat`; 0 disables the watchdog.
+        first_patience: how many times `stall_seconds` a phase may take in its first time, in which it may compile.
         rank: of this process.
         world_size: the number of ranks.
         local_rank: of this process on its host.
@@ -186,6 +187,7 @@ class Watchdog:
     def __init__(
         self,
         stall_seconds: float,
+        first_patience: float = 1.0,
         *,
         rank: int = 0,
         world_size: int = 1,
@@ -193,7 +195,7 @@ class Watchdog:
         store: Any | None = None,
         end: Callable[[int], Any] = os._exit,
     ) -> None:
-        self.stall_seconds = stall_seconds
+        self.stall_seconds, self.first_patience = stall_seconds, first_patience
         self.rank, self.world_size, self.local_rank = rank, world_size, local_rank
         self.lost_seconds = min(stall_seconds / 2, LOST_SECONDS)
         self._store: Any = store  # created in `__enter__`, unless given
@@ -202,6 +204,7 @@ class Watchdog:
         self._period = min(2.0, max(0.2, self.lost_seconds / 10))
         self._place = Place()
         self._patience = 1.0
+        self._begun: set[str] = set()
         self._progress = self._contact = time.monotonic()
         self._state, self._error = "runs", ""
         self._number = 0
@@ -225,6 +228,13 @@ class Watchdog:
         self._place = Place(step, micro_batch, phase)
         self._patience = patience
         self._progress = time.monotonic()
+
+    def begin(self, step: int, phase: str) -> float:
+        """Record the start of a phase; returns how many times `stall_seconds` it may take."""
+        patience = 1.0 if phase in self._begun else self.first_patience
+        self._begun.add(phase)
+        self.beat(step, phase, patience=patience)
+        return patience
 
     def micro_batches(self, batches: Iterator[T]) -> Generator[T, None, None]:
         """Pass batches through, with a beat before (waiting for data) and after each; phase and patience are kept."""

@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import io
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,6 +78,14 @@ class Groups:
         if self.tp is None:
             return None
         return TensorParallel(self.tp_rank, self.layout.tp, self.tp, sequence_parallel)
+
+    def largest(self, values: Sequence[int]) -> list[int]:
+        """The maximum of each small number over all ranks (a collective that waits for no device)."""
+        if self.ballots is None:
+            return list(values)
+        answer = torch.tensor(values, dtype=torch.int64)
+        dist.all_reduce(answer, op=dist.ReduceOp.MAX, group=self.ballots)
+        return answer.tolist()
 
 
 def build_groups(layout: Layout, *, saves: bool = False) -> Groups:

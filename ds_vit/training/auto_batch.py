@@ -42,6 +42,7 @@ from ds_vit.launching.process import Process
 from ds_vit.models.keyed_init import initialise
 from ds_vit.models.layers import BlockLayer, Layer
 from ds_vit.models.sequential import run_layers
+from ds_vit.parallel.groups import gather_objects
 from ds_vit.parallel.tensor.collectives import TensorParallel
 from ds_vit.planner.counting import cost_key, kept_by_layers
 from ds_vit.planner.memory import on_device
@@ -183,8 +184,7 @@ def agree_on_batch(config: EngineConfig, memory: str, process: Process, *, on_cp
         if not is_out_of_memory(error):
             traceback.print_exc()
         found = f"rank {dist.get_rank()}: {first_line(error)}"
-    answers: list[Found | str] = [found] * dist.get_world_size()
-    dist.all_gather_object(answers, found)
+    answers: list[Found | str] = gather_objects(found)
     if failures := [answer for answer in answers if isinstance(answer, str)]:
         raise UserError(f"--auto-batch could not try a micro-batch: {failures[0]}; give one by -b")
     of_ranks = [answer for answer in answers if isinstance(answer, Found)]
@@ -223,8 +223,11 @@ def by_trying(config: EngineConfig, memory: Memory, try_one: Try, how: str = "me
     """
     fits, needs = 0, 0
     for batch in legal(config):
-        taken = _taken(try_one, batch)
-        if taken is None:
+        try:
+            taken = try_one(batch)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
             # The device has not said how much more it would have taken: what was measured, and the estimate's step.
             stage, before = Cost(config).stages[config.stage], replace(batch, micro_batch=fits)
             step = stage.on_device(batch).together - (stage.on_device(before).together if fits else 0)
@@ -233,16 +236,6 @@ def by_trying(config: EngineConfig, memory: Memory, try_one: Try, how: str = "me
             return Found(fits, needs or taken, batch.micro_batch, taken, memory, how)
         fits, needs = batch.micro_batch, taken
     return Found(fits, needs, None, 0, memory, how)
-
-
-def _taken(try_one: Try, batch: BatchSizes) -> int | None:
-    """The bytes of a try; None where there were too few."""
-    try:
-        return try_one(batch)
-    except RuntimeError as error:
-        if is_out_of_memory(error):
-            return None
-        raise
 
 
 def memory_of_rank(memory: str, process: Process, *, on_cpu: bool) -> Memory:

@@ -45,7 +45,7 @@ from ds_vit.training.callbacks import (
 )
 from ds_vit.training.checkpoint_manager import CheckpointConfig, CheckpointManager
 from ds_vit.training.cost import PeakMemory
-from ds_vit.training.evaluation import Evaluations, Phases, Watch, build_and_evaluate
+from ds_vit.training.evaluation import Evaluations, Watch, build_and_evaluate
 from ds_vit.training.inputs import InputConfig, InputPipeline, reads_of
 from ds_vit.training.resolve import Resolved, resolve_run
 from ds_vit.training.step_log import StepLog
@@ -285,7 +285,6 @@ class Training:
             names, number = model.task.class_names, resolved.data.batch.accumulation
             sheet = TrainingSheet(model.image, resolved.data.train_source, names, config.log_images, number)
             inputs.look = partial(sheet.add, save=reporter.training_images)
-        phases = Phases(self.watchdog, resolved.first_patience)
         sees_images = resolved.layout.pp == 1 and not config.sequence_parallel
         draws = sees_images and (bool(model.task.class_names) or bool(model.task.teachers))
         return Trainer(
@@ -293,7 +292,7 @@ class Training:
             inputs,
             resolved.training.schedule,
             resolved.training.horizon,
-            Evaluations(engine, inputs, ema, config.eval_interval, draws, self.watchdog, phases, reporter),
+            Evaluations(engine, inputs, ema, config.eval_interval, draws, self.watchdog, reporter),
             self._callbacks(inputs, ema),
             CheckpointManager(
                 checkpoint_config(resolved),
@@ -307,7 +306,6 @@ class Training:
                 reporter,
             ),
             self.watchdog,
-            phases,
             folder,
         )
 
@@ -349,7 +347,7 @@ def run_evaluation(
     Returns:
         What summary.json holds, on every rank.
     """
-    device, task, first_patience = device_of(resolved.process.local_rank), resolved.model.task, resolved.first_patience
+    device, task = device_of(resolved.process.local_rank), resolved.model.task
     reporter, console, flops = None, None, None
     if resolved.process.rank == 0:
         stamp = lambda step: {"epoch": 0, "wall_seconds": time.perf_counter() - started}  # noqa: E731
@@ -358,7 +356,7 @@ def run_evaluation(
     show_start(resolved, folder, device, flops, console)
 
     def watched(batches: Iterator[Batch]) -> Iterator[Batch]:
-        watchdog.beat(0, "evaluation", patience=first_patience)
+        watchdog.beat(0, "evaluation", patience=watchdog.first_patience)
         return watchdog.micro_batches(batches)
 
     pictures: dict[str, torch.Tensor] = {}

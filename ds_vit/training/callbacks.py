@@ -70,23 +70,6 @@ class RollBack(Exception):
         self.diverged = diverged
 
 
-@dataclass(frozen=True)
-class RolledBack:
-    """The run has returned to a checkpoint.
-
-    Attributes:
-        bad: the step that led there.
-        step: optimizer steps that are done now.
-        skipped_batches: global batches that this leaves out.
-        state: of the run at that step, as `Callback.state_dict` gave it.
-    """
-
-    bad: RollBack
-    step: int
-    skipped_batches: int
-    state: Mapping[str, Any]
-
-
 class Callback:
     """Hooks around the steps of a run. Every rank calls them in the same order, so that a hook may be a collective.
 
@@ -120,8 +103,15 @@ class Callback:
     def after_evaluation(self, step: int) -> None:
         """The weights were evaluated."""
 
-    def after_rollback(self, back: RolledBack) -> None:
-        """The run continues from an earlier checkpoint."""
+    def after_rollback(self, bad: RollBack, step: int, skipped_batches: int, state: Mapping[str, Any]) -> None:
+        """The run continues from an earlier checkpoint.
+
+        Args:
+            bad: the step that led there.
+            step: optimizer steps that are done now.
+            skipped_batches: global batches that this leaves out.
+            state: of the run at that step, as `state_dict` gave it.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """The state that a checkpoint keeps as plain data, the same on every rank (a collective)."""
@@ -191,14 +181,14 @@ class BadSteps(Callback):
             raise RollBack(number, rejection, diverged)
         raise diverged
 
-    def after_rollback(self, back: RolledBack) -> None:
+    def after_rollback(self, bad: RollBack, step: int, skipped_batches: int, state: Mapping[str, Any]) -> None:
         """Count it; the guard forgets what it measured since the checkpoint."""
-        self.engine.guard.remember(back.state["spikes"])
+        self.engine.guard.remember(state["spikes"])
         self.rollbacks += 1
         self.in_a_row = 0
         if self.reporter:
-            row = {"step": back.bad.step, "reason": back.bad.rejection.reason, "layer": back.bad.rejection.layer[0]}
-            row |= {"to_step": back.step, "skipped_batches": back.skipped_batches, "number": self.rollbacks}
+            row = {"step": bad.step, "reason": bad.rejection.reason, "layer": bad.rejection.layer[0]}
+            row |= {"to_step": step, "skipped_batches": skipped_batches, "number": self.rollbacks}
             self.reporter.rollback(row)
 
     def state_dict(self) -> dict[str, Any]:

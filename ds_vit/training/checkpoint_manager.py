@@ -45,7 +45,7 @@ from ds_vit.config.units import Interval, in_words
 from ds_vit.data.sampler import SampleOrder
 from ds_vit.engine.base import Engine
 from ds_vit.fault_tolerance.errors import NotSaved, UserError
-from ds_vit.fault_tolerance.signals import Ballot, Deadline, Interrupted, Signals, signal_name
+from ds_vit.fault_tolerance.signals import Deadline, Interrupted, Signals, signal_name
 from ds_vit.monitoring.metrics import Reporter, Throughput
 from ds_vit.optim.ema import Ema, TeacherAverage
 from ds_vit.tasks.task import Task
@@ -135,7 +135,6 @@ class CheckpointManager:
     def __post_init__(self, shapes: Mapping[str, torch.Size]) -> None:
         config, engine, ema, task = self.config, self.engine, self.ema, self.task
         self._every_steps = config.interval.steps or config.interval.epochs * config.order.steps_per_epoch
-        self._ballot = Ballot(engine.groups.ballots)
         self._saver = Saver(
             self.parent,
             RankShare(engine.zero_map, ema.tensors if ema else None, shapes),
@@ -269,7 +268,7 @@ class CheckpointManager:
             self._due = True
         seconds = self.config.interval.seconds
         elapsed = bool(seconds) and time.monotonic() - self._saved_at >= seconds
-        number, late, busy, clock = self._ballot.largest(
+        number, late, busy, clock = self.engine.groups.largest(
             (self.signals.received, self.config.deadline.passed, self._saver.busy, elapsed and dist.get_rank() == 0)
         )
         self._collect()
@@ -288,13 +287,9 @@ class CheckpointManager:
             else:
                 self._start_save(step)
 
-    def on_any_rank(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank (a collective)."""
-        return bool(self._ballot.largest((flag,))[0])
-
     def asked_to_stop(self) -> bool:
         """Whether any rank has received a signal or reached the time limit (a collective); call `boundary` next."""
-        return any(self._ballot.largest((self.signals.received, self.config.deadline.passed)))
+        return any(self.engine.groups.largest((self.signals.received, self.config.deadline.passed)))
 
     def end_save(self) -> None:
         """Complete the checkpoint that is being written, before this process ends with an error."""

@@ -224,28 +224,6 @@ class Stopped(Exception):
 
 
 @dataclass(eq=False)
-class Phases:
-    """Announces the next phase to the watchdog; a phase may compile the first time.
-
-    Attributes:
-        watchdog: of the run.
-        first_patience: how many times `stall_seconds` a phase may take in its first time.
-        seen: the phases that there have been.
-    """
-
-    watchdog: Watchdog
-    first_patience: float
-    seen: set[str] = field(default_factory=set)
-
-    def begin(self, step: int, phase: str) -> float:
-        """Announce a phase; returns how many times `stall_seconds` it may take."""
-        patience = 1.0 if phase in self.seen else self.first_patience
-        self.seen.add(phase)
-        self.watchdog.beat(step, phase, patience=patience)
-        return patience
-
-
-@dataclass(eq=False)
 class Evaluations:
     """The evaluations of a run, on this rank; all ranks do the same things in the same order.
 
@@ -256,7 +234,6 @@ class Evaluations:
         interval: epochs between evaluations; 0 for only the end of the run.
         draws_token_maps: draw where the model looks: each rank sees whole images.
         watchdog: receives every bit of progress.
-        phases: announces an evaluation to it.
         reporter: of rank 0.
     """
 
@@ -266,7 +243,6 @@ class Evaluations:
     interval: int
     draws_token_maps: bool
     watchdog: Watchdog
-    phases: Phases
     reporter: Reporter | None
     evaluations: list[dict[str, float]] = field(default_factory=list)
     ema_evaluations: list[dict[str, float]] = field(default_factory=list)
@@ -306,7 +282,7 @@ class Evaluations:
             Stopped: the ranks received a signal meanwhile; the step does not count as evaluated.
         """
         if not self._has_split:
-            self.phases.begin(step, "evaluation")
+            self.watchdog.begin(step, "evaluation")
             self._draw(step)
             self.evaluated_step = step
             return False
@@ -323,7 +299,7 @@ class Evaluations:
     def _evaluate(self, step: int, should_stop: Callable[[], bool], kind: str) -> dict[str, float]:
         """Evaluate the weights that the model has now (a collective)."""
         config, task = self.inputs.config, self.inputs.config.task
-        patience = self.phases.begin(step, "evaluation")
+        patience = self.watchdog.begin(step, "evaluation")
 
         def stop_on_signal() -> None:
             # A middle stage of a pipeline sees no batch pass.

@@ -37,6 +37,7 @@ from ds_vit.device import pins_memory
 from ds_vit.engine.base import Engine
 from ds_vit.launching.process import Process
 from ds_vit.monitoring.metrics import Throughput
+from ds_vit.parallel.groups import gather_objects
 from ds_vit.parallel.layout import Layout
 from ds_vit.tasks.metrics import Batch
 from ds_vit.tasks.task import Field, Task
@@ -390,9 +391,7 @@ def count_workers(reads: Callable[[int], str], process: Process) -> Workers:
     first = process.rank - process.local_rank
     here = list(range(first, min(first + (process.local_world_size or 1), process.world_size)))
     if dist.is_initialized():
-        ranks = [own] * process.world_size
-        dist.all_gather_object(ranks, own)
-        here = [rank for rank, (host, cores) in enumerate(ranks) if host == own[0] and cores & own[1]]
+        here = [rank for rank, (host, cores) in enumerate(gather_objects(own)) if host == own[0] and cores & own[1]]
     num_cores, num_loaders = min(len(own[1]), cpu_quota()), sum(reads(rank) == "images" for rank in here)
     number = 1
     if reads(process.rank) == "images":
@@ -467,10 +466,9 @@ class SkippedImages:
 
     def gather(self) -> int:
         """How many training samples were replaced so far, on all ranks (a collective)."""
-        everywhere: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everywhere, self._new)
+        everywhere = itertools.chain.from_iterable(gather_objects(self._new))
         self._new = []
-        for file, reason, split, epoch in sorted(itertools.chain.from_iterable(everywhere), key=itemgetter(0)):
+        for file, reason, split, epoch in sorted(everywhere, key=itemgetter(0)):
             if epoch is not None:
                 self._by_file[file] += 1
                 self._by_epoch[str(epoch)] += 1

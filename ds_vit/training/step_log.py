@@ -13,7 +13,7 @@ from ds_vit.engine.base import Engine
 from ds_vit.engine.step_guard import StepResult
 from ds_vit.monitoring.metrics import Lagging, Reporter, Throughput, peak_tflops
 from ds_vit.planner.counting import Flops
-from ds_vit.training.callbacks import Callback, RolledBack, Step
+from ds_vit.training.callbacks import Callback, RollBack, Step
 from ds_vit.training.cost import PeakMemory
 from ds_vit.training.inputs import InputPipeline
 
@@ -146,9 +146,9 @@ class StepLog(Callback):
             late = self._late_loss.exchange(step.result.loss)
             self.reporter.line.step(step.number, loss=late, images=self.inputs.config.order.global_batch)
 
-    def after_rollback(self, back: RolledBack) -> None:
+    def after_rollback(self, bad: RollBack, step: int, skipped_batches: int, state: Mapping[str, Any]) -> None:
         """As `Callback.after_rollback`."""
-        self.load_state_dict(back.state)
+        self.load_state_dict(state)
 
     def state_dict(self) -> dict[str, Any]:
         """As `Callback.state_dict`."""

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from rich.console import Console
 
 from ds_vit import config as flags
@@ -34,6 +33,7 @@ from ds_vit.monitoring.report import read_records, write_report
 from ds_vit.monitoring.report.record import num_starts
 from ds_vit.optim.build import rules_of, states_per_element
 from ds_vit.optim.rate_factors import layer_scales
+from ds_vit.parallel.groups import gather_objects
 from ds_vit.parallel.layout import Placement
 from ds_vit.planner.counting import Flops
 from ds_vit.planner.hardware import accelerator_of_device
@@ -283,8 +283,7 @@ def show_start(
         print_table(console, "ds_vit", [*start_rows(resolved, flops, device, folder.path), *more])
     if not resolved.process.spans_hosts:
         return []
-    hosts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(hosts, socket.gethostname())
+    hosts: list[str] = gather_objects(socket.gethostname())
     if console is not None and len(set(hosts)) > 1:
         print_table(console, "placement", Placement(resolved.layout, tuple(hosts)).rows())
     return hosts

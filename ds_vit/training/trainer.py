@@ -20,9 +20,9 @@ from ds_vit.fault_tolerance.watchdog import Watchdog
 from ds_vit.optim.schedules import Schedule
 from ds_vit.tasks.metrics import Batch
 from ds_vit.tasks.task import Horizon
-from ds_vit.training.callbacks import Callback, RollBack, RolledBack, Step
+from ds_vit.training.callbacks import Callback, RollBack, Step
 from ds_vit.training.checkpoint_manager import CheckpointManager
-from ds_vit.training.evaluation import Evaluations, Phases, Stopped
+from ds_vit.training.evaluation import Evaluations, Stopped
 from ds_vit.training.inputs import InputPipeline
 
 
@@ -39,7 +39,6 @@ class Trainer:
         callbacks: are called around each step, in this order.
         checkpoints: saves and restores this trainer.
         watchdog: receives every bit of progress.
-        phases: announces what comes next to the watchdog.
         folder: of the run; its weights are written there.
         step: optimizer steps that are done.
     """
@@ -52,7 +51,6 @@ class Trainer:
     callbacks: Sequence[Callback]
     checkpoints: CheckpointManager
     watchdog: Watchdog
-    phases: Phases
     folder: RunFolder
     step: int = 0
     _open: Step | None = None  # the last step, until it is known whether it was applied
@@ -116,7 +114,7 @@ class Trainer:
                 self.train_step(step, watched)
                 self.step = step
                 # The gather of names waits for the device; a step without a damaged image only agrees on one number.
-                if not skipped.most and self.checkpoints.on_any_rank(skipped.has_new):
+                if not skipped.most and any(self.engine.groups.largest([skipped.has_new])):
                     skipped.gather()
                 if too_many := skipped.too_many():
                     self._end_saved(too_many)
@@ -136,7 +134,7 @@ class Trainer:
         lr, loss_scale = self.engine.lr(), self.engine.loss_scale()
         for callback in self.callbacks:
             callback.before_step(step)
-        self.phases.begin(step, "forward, backward and update")
+        self.watchdog.begin(step, "forward, backward and update")
         result = self.engine.train_step(batches, self.conclude)
         self._open = done = Step(step, lr, loss_scale, result)
         if any(callback.needs_result(step) for callback in self.callbacks):
@@ -205,11 +203,11 @@ class Trainer:
         if found is None:
             raise Diverged(f"{bad.diverged}; there is no checkpoint yet to go back to")
         self.step, state = found
-        back = RolledBack(bad, self.step, used - self.step - checkpoints.skipped_batches, state)
+        left_out = used - self.step - checkpoints.skipped_batches
         checkpoints.skipped_batches = used - self.step
         self.evaluations.load_state_dict(state)
         for callback in self.callbacks:
-            callback.after_rollback(back)
+            callback.after_rollback(bad, self.step, left_out, state)
 
     def _end_saved(self, why: str) -> NoReturn:
         """Save the steps that are done and end (a collective).

@@ -101,7 +101,7 @@ def manager(monkeypatch, tmp_path, said) -> CheckpointManager:
         weight_files=dict, average_files=dict, teachers=(), class_names=(), tokenizer=None, figures=figures
     )
     task.load_state_dict = lambda _: None
-    groups = SimpleNamespace(ballots=None, files=None)
+    groups = SimpleNamespace(largest=list, files=None)
     engine = SimpleNamespace(groups=groups, zero_map=None, restore_progress=lambda *_: None)
     trainer = SimpleNamespace(conclude=lambda: None)
     reporter = SimpleNamespace(say=said.append, checkpoint=lambda _: None)
@@ -226,9 +226,7 @@ def test_an_interruption_does_not_choose_the_step_to_return_to(manager):
 
 @pytest.fixture
 def one_rank(monkeypatch):
-    gather = {"all_gather_object": lambda out, own: out.__setitem__(0, own)}
-    dist = SimpleNamespace(get_world_size=lambda: 1, get_rank=lambda: 0, **gather)
-    monkeypatch.setattr(inputs, "dist", dist)
+    monkeypatch.setattr(inputs, "gather_objects", lambda own: [own])
     return SimpleNamespace(describe=lambda number: f"{number}.jpg")
 
 

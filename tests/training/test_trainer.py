@@ -36,8 +36,8 @@ class Recorder(Callback):
             raise RollBack(step.number, MagicMock(SkippedStep), Diverged("planted"))
         self.events.append(("result", step.number))
 
-    def after_rollback(self, back):
-        self.events.append(("rollback", back.bad.step, back.step, back.skipped_batches))
+    def after_rollback(self, bad, step, skipped_batches, state):
+        self.events.append(("rollback", bad.step, step, skipped_batches))
 
 
 def make(recorder, saved=1):
@@ -52,11 +52,11 @@ def make(recorder, saved=1):
     skipped = MagicMock(most=0.0, has_new=False, too_many=str, state_dict=dict)
     inputs = SimpleNamespace(config=config, skipped=skipped, training=lambda *_: iter(()))
     checkpoints = MagicMock(skipped_batches=0, num_failed=0, roll_back=lambda: (saved, {}) if saved else None)
-    checkpoints.on_any_rank = bool
     evaluations = MagicMock(is_due=lambda step: False, state_dict=dict)
     engine = MagicMock(train_step=train_step)
+    engine.groups.largest = list
     folder = SimpleNamespace(path=None)
-    return Trainer(engine, inputs, None, 4, evaluations, [recorder], checkpoints, MagicMock(), MagicMock(), folder)
+    return Trainer(engine, inputs, None, 4, evaluations, [recorder], checkpoints, MagicMock(), folder)
 
 
 def test_a_result_comes_late_unless_it_is_needed():

@@ -121,7 +121,7 @@ class Resolved:
 
     def with_batch(self, batch: BatchSizes, note: str) -> Resolved:
         """The same run with the micro-batches that --auto-batch chose, and a line that says so."""
-        data = data_with_batch(self.data, batch, "--auto-batch", note)
+        data = data_with_batch(self.data, batch, note)
         return dataclasses.replace(self, data=data, deepspeed=json_with_batch(self.deepspeed, batch, data.origins))
 
     @property

@@ -142,17 +142,16 @@ def _zero_shot(config: RunConfig) -> ZeroShotData | None:
     return open_zero_shot(config.zeroshot, config.zeroshot_templates, folder or None)
 
 
-def with_batch(data: DataConfig, batch: BatchSizes, origin: str, note: str) -> DataConfig:
-    """The same data in micro-batches of another size.
+def with_batch(data: DataConfig, batch: BatchSizes, note: str) -> DataConfig:
+    """The same data in the micro-batches that --auto-batch chose.
 
     Args:
         data: of a plan.
         batch: of the same global batch.
-        origin: of the numbers, for people.
         note: a line for people; those that name the batch arithmetic name the new one.
     """
     assert batch.global_batch == data.batch.global_batch, f"{batch} is not {data.batch}"
-    origins = {**data.origins, **{key: origin for key in KEYS if key != "train_batch_size"}}
+    origins = {**data.origins, **{key: "--auto-batch" for key in KEYS if key != "train_batch_size"}}
     notes = (*(line.replace(str(data.batch), str(batch)) for line in data.notes), note)
     return replace(data, batch=batch, origins=origins, notes=notes)
 
