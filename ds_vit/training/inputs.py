@@ -436,10 +436,9 @@ class SkippedImages:
     def __post_init__(self) -> None:
         # Of this rank since the last exchange: file, reason, split, epoch.
         self._new: list[tuple[str, str, str, int | None]] = []
-        self._by_file: Counter[str] = Counter()
-        self._by_epoch: Counter[str] = Counter()
+        self._number = 0
         # Since the start or the resume: damaged files may have been repaired in between.
-        self._towards_limit: Counter[int] = Counter()  # by epoch
+        self._by_epoch: Counter[int] = Counter()
         self._first = ""  # file and reason
         self._logged: set[str] = set()
         self._lines = LineLog(self.log) if self.log is not None else None
@@ -470,18 +469,17 @@ class SkippedImages:
         self._new = []
         for file, reason, split, epoch in sorted(everywhere, key=itemgetter(0)):
             if epoch is not None:
-                self._by_file[file] += 1
-                self._by_epoch[str(epoch)] += 1
-                self._towards_limit[epoch] += 1
+                self._number += 1
+                self._by_epoch[epoch] += 1
                 self._first = self._first or f"{file}: {reason}"
             if self._lines is not None and file not in self._logged and dist.get_rank() == 0:
                 self._lines.add({"file": file, "split": split, "reason": reason})
             self._logged.add(file)
-        return self._by_file.total()
+        return self._number
 
     def too_many(self) -> str:
         """An error message if an epoch has had more of them than it may, else ""; as of the last `gather`."""
-        epoch, number = max(self._towards_limit.items(), key=itemgetter(1), default=(0, 0))
+        epoch, number = max(self._by_epoch.items(), key=itemgetter(1), default=(0, 0))
         if number <= max(self.most * self.epoch_images, self.most > 0):  # one of a few images is a large share
             return ""
         allowed = f"--max-bad-images allows {self.most:g}" if self.most else "none is allowed"
@@ -493,13 +491,9 @@ class SkippedImages:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Of training, as plain data (a collective); by file and by epoch only where there are any."""
-        state: dict[str, Any] = {"skipped_images": self.gather()}
-        if self._by_file:
-            state |= {"skipped_by_file": dict(sorted(self._by_file.items())), "skipped_by_epoch": dict(self._by_epoch)}
-        return state
+        """Of training, as plain data (a collective)."""
+        return {"skipped_images": self.gather()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
-        self._by_file = Counter(state.get("skipped_by_file", {}))
-        self._by_epoch = Counter(state.get("skipped_by_epoch", {}))
+        self._number = state.get("skipped_images", 0)

@@ -389,8 +389,7 @@ def summarise(
         evaluations: the figures of all evaluations, in order.
         ema_evaluations: those of the average.
         throughput: of the training steps.
-        skipped: images that are damaged, or whose captions are: skipped_images, and where there are any,
-            skipped_by_file and skipped_by_epoch.
+        skipped: skipped_images, those that are damaged, or whose captions are.
         wall_seconds: of all the processes that this run has had.
         steps: that are done.
         exit_word: "completed", "interrupted" (saved, to be resumed) or "not all saved" (a checkpoint, the
@@ -453,9 +452,7 @@ def end_rows(
         rows.append(("decoded on the device", f"{share:.1%} of the images since this start"))
     if summary["skipped_images"]:
         instead = "do not count" if config.optimizer is None else "were replaced"
-        said = f"{summary['skipped_images']} are damaged and {instead}"
-        if files := len(summary.get("skipped_by_file", ())):
-            said += f" ({files} file{'s' if files > 1 else ''}: {run.skipped.name})"
+        said = f"{summary['skipped_images']} are damaged and {instead} ({run.skipped.name} names them)"
         rows.append(("skipped images", said))
     apart = task.weight_files()
     averages = task.average_files() or ["ema", *(f"ema-{name}" for name in apart)]
