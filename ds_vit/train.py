@@ -98,9 +98,13 @@ def run(
     started, is_main = time.perf_counter(), process.rank == 0
     with doing("importing torch and DeepSpeed", shown=is_main), without_collection():
         device_type, num_gpus = _import_deepspeed(config)
+        import torch.distributed as dist
+
         from ds_vit.config.run_folder import RunFolder
-        from ds_vit.training.build import run_dry
-        from ds_vit.training.output import DEFAULT_PARENT, check_folder, check_shared, default_folder
+        from ds_vit.fault_tolerance.watchdog import Watchdog
+        from ds_vit.parallel.groups import build_groups
+        from ds_vit.training.build import Training, memory_advice, run_dry, run_evaluation
+        from ds_vit.training.output import check_folder, check_shared, default_folder, move_unsaved_run
         from ds_vit.training.resume import can_resume_in
 
     # ---- resolve ----------------------------------------------------------------------------------------------------
@@ -115,30 +119,6 @@ def run(
             run_dry(resolved, device_type, path)
         return {"exit": "dry run"}, RunFolder(path)
 
-    check_shared(config.output or DEFAULT_PARENT, process)
-    return _run_ranks(resolved, started, signals, again=again, resumes=resumes, on_cpu=on_cpu, listeners=listeners)
-
-
-def _run_ranks(
-    resolved: Resolved,
-    started: float,
-    signals: Signals | None,
-    *,
-    again: bool,
-    resumes: bool,
-    on_cpu: bool,
-    listeners: Mapping[str, Callable[[Mapping[str, Any]], None]],
-) -> tuple[dict[str, Any], RunFolder]:
-    """Start the ranks, train or evaluate, save; the result is that of `run`."""
-    import torch.distributed as dist
-
-    from ds_vit.config.run_folder import RunFolder
-    from ds_vit.fault_tolerance.watchdog import Watchdog
-    from ds_vit.parallel.groups import build_groups
-    from ds_vit.training.build import Training, memory_advice, run_evaluation
-    from ds_vit.training.output import move_unsaved_run
-
-    config, process, is_main = resolved.config, resolved.process, resolved.process.rank == 0
     # ---- groups -----------------------------------------------------------------------------------------------------
     with contextlib.ExitStack() as stack:
         name = [stack.enter_context(_claim_folder(config, signals, resumes=resumes)) if is_main else config.output]
@@ -148,6 +128,7 @@ def _run_ranks(
             signals.moment = "while no training is under way"
         dist.broadcast_object_list(name, src=0)  # the default name has the time, and the clocks of two hosts differ
         folder = RunFolder(Path(name[0]))
+        check_shared(folder.path, process)
         watchdog = stack.enter_context(
             Watchdog(
                 resolved.stall_seconds,

@@ -42,7 +42,7 @@ class UserError(ValueError):
 
 
 class EndedTogether(UserError):
-    """All ranks end at the same step, which is saved, with the same message."""
+    """All ranks end at the same place, with the same message."""
 
     alike = True
 

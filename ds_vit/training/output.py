@@ -5,21 +5,21 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import hashlib
 import itertools
 import json
 import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+import uuid
 from pathlib import Path
 from typing import TextIO
 
 from ds_vit.checkpoint.folder import checkpoints
 from ds_vit.config.run_folder import RunFolder, weights_in
-from ds_vit.fault_tolerance.errors import UserError, written
+from ds_vit.fault_tolerance.errors import EndedTogether, UserError, written
 from ds_vit.launching.process import Process
+from ds_vit.parallel.groups import gather_objects
 
 DEFAULT_PARENT = "runs"
 
@@ -96,51 +96,29 @@ def move_unsaved_run(folder: Path) -> str:
     return f"{folder} holds a run that saved nothing: its files are moved to {aside}, and this run begins at step 0"
 
 
-def check_shared(output: str, process: Process, environ: Mapping[str, str] = os.environ, timeout: float = 90.0) -> None:
-    """On several hosts, check that `output` is one folder: rank 0 writes a mark there, each host answers with another.
-
-    Plain files, because no process group exists yet; rank 0 removes them. Does nothing on one host.
+def check_shared(folder: Path, process: Process, seconds: float = 90.0) -> None:
+    """On several hosts, check that the output is one folder: every rank waits for a mark of rank 0 (a collective).
 
     Raises:
-        UserError: a host does not see rank 0's folder (or did not start) within `timeout` seconds.
+        UserError: on every rank: a host does not see rank 0's folder within `seconds`.
     """
-    if not process.spans_hosts or process.local_rank != 0:
+    if not process.spans_hosts:
         return
-    address = f"{environ.get('MASTER_ADDR', '')}:{environ.get('MASTER_PORT', '')}:{process.world_size}"
-    folder = Path(output)
-    folder.mkdir(parents=True, exist_ok=True)
-    mark = folder / f".host-check-{hashlib.blake2b(address.encode(), digest_size=6).hexdigest()}"
-    hosts = process.world_size // (process.local_world_size or 1)
-    started = time.time()
-
-    def wait(is_seen: Callable[[], bool], problem: str) -> None:
-        deadline = time.monotonic() + timeout
-        while not is_seen():
-            if time.monotonic() > deadline:
-                raise UserError(
-                    f"--output {output} on host {socket.gethostname()} {problem} after {timeout:.0f} s; give a path on "
-                    "a file system that all hosts share"
-                )
-            time.sleep(0.1)
-
-    def call() -> bool:
-        mark.touch()
-        answers = folder.glob(f"{mark.name}-*")
-        return sum(path.stat().st_mtime > time.time() - timeout for path in answers) >= hosts - 1
-
-    if process.rank != 0:
-        # The mark of a killed run is old; rank 0 renews its mark until every host has answered.
-        wait(
-            lambda: mark.exists() and mark.stat().st_mtime > started - 5,
-            "is not the folder that rank 0 writes to: it has no mark of rank 0",
+    own = folder / f".host-check-{uuid.uuid4().hex}"
+    if process.rank == 0:
+        own.touch()  # before another host looks: a network file system remembers what is missing
+    mark = folder / gather_objects(own.name)[0]
+    deadline = time.monotonic() + seconds
+    while not (seen := mark.exists()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    blind = sorted(set(gather_objects("" if seen else socket.gethostname())) - {""})
+    if process.rank == 0:
+        mark.unlink()
+    if blind:
+        raise EndedTogether(
+            f"--output {folder} on {', '.join(blind)} is not the folder that rank 0 writes to: after {seconds:.0f} s "
+            "it has no mark of rank 0; give a path on a file system that all hosts share"
         )
-        mark.with_name(f"{mark.name}-{process.rank}").touch()
-        return
-    try:
-        wait(call, f"(rank 0's) was not seen by all {hosts - 1} other hosts")
-    finally:
-        for path in folder.glob(f"{mark.name}*"):
-            path.unlink(missing_ok=True)
 
 
 class FolderLock:

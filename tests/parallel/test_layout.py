@@ -1,10 +1,10 @@
-"""Rank arithmetic, the launchers' environments, and the shared output folder, without processes."""
+"""Rank arithmetic, the launchers' environments, and the shared output folder."""
 
 import re
-import threading
 
 import pytest
 
+from ds_vit.fault_tolerance.errors import EndedTogether
 from ds_vit.launching.process import Process, discover, rendezvous
 from ds_vit.parallel.layout import AXES, Layout, Placement, check_tp_inside_hosts
 from ds_vit.training.output import check_folder, check_shared
@@ -134,37 +134,26 @@ def test_folder_of_another_run(tmp_path):
         check_folder(str(tmp_path / "r\udce9"))
 
 
-def _hosts(folders, timeout):
-    """Run the check as rank 0, 2, … of hosts with two ranks each, and gather what they raise."""
-    errors: dict[int, str] = {}
-    environ = {"MASTER_ADDR": "a", "MASTER_PORT": "1"}
+def shared(folders):
+    """On a rank, which is a host: what the check of its folder raises, after a check that passes."""
+    import torch.distributed as dist
 
-    def one(rank, folder):
-        process = Process("env", rank, 2 * len(folders), 0, 2)
-        try:
-            check_shared(str(folder), process, environ, timeout)
-        except ValueError as error:
-            errors[rank] = str(error)
-
-    threads = [threading.Thread(target=one, args=(2 * i, folder)) for i, folder in enumerate(folders)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return errors
+    rank, one = dist.get_rank(), Process("env", dist.get_rank(), 2, 0, 1)
+    check_shared(folders[0], one, seconds=20)
+    try:
+        check_shared(folders[rank], one, seconds=0.5)
+    except EndedTogether as error:
+        return str(error)
 
 
-def test_shared_output_folder(tmp_path):
-    """Hosts that see one folder pass and leave no marks behind."""
-    assert _hosts([tmp_path, tmp_path, tmp_path], timeout=20) == {}
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_output_folder_that_is_not_shared(tmp_path):
-    """A host with a folder of its own would write a run that nobody finds."""
-    errors = _hosts([tmp_path / "a", tmp_path / "b"], timeout=1)
-    assert "not the folder that rank 0 writes to" in errors[2]
-    assert "was not seen by all 1 other hosts" in errors[0]
+def test_output_folder_that_is_not_shared(ranks, tmp_path):
+    # Catches: a host with a folder of its own, which would write a run that nobody finds; marks that stay behind.
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    for error in ranks.run(2, shared, folders):
+        assert "not the folder that rank 0 writes to" in error
+    assert [*tmp_path.glob("*/*"), *tmp_path.glob("*/.*")] == []
 
 
 # ---- placement -------------------------------------------------------------------------------------------------------
