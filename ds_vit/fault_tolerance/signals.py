@@ -26,15 +26,7 @@ _END = b"\0"  # no signal has this number
 
 
 class Interrupted(Exception):
-    """The run ends early, on all ranks at the same step.
-
-    Attributes:
-        why: for people.
-    """
-
-    def __init__(self, why: str) -> None:
-        super().__init__(why)
-        self.why = why
+    """The run ends early, on all ranks at the same step."""
 
 
 def end_at_signals(program: str) -> None:

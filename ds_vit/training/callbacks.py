@@ -6,17 +6,16 @@ is a class here and a line in `build._callbacks`.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.profiler import profile, record_function
+from torch.profiler import profile
 
 from ds_vit.config.augmentation import ImageSizes
 from ds_vit.device import is_accelerator, profiled_activities, synchronize
@@ -30,10 +29,7 @@ from ds_vit.monitoring.gradient_health import GradientHealth
 from ds_vit.monitoring.metrics import Reporter, Throughput
 from ds_vit.optim.ema import Ema
 from ds_vit.parallel.groups import Groups, gather_objects
-from ds_vit.tasks.metrics import Batch
 
-WAITING = "waiting for data"
-"""Its name in a trace."""
 _PROFILED = 30  # operations in a table
 
 
@@ -79,10 +75,6 @@ class Callback:
 
     def before_training(self, step: int) -> None:
         """Steps start after `step`: at the start, after resuming and after a rollback."""
-
-    def batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Watch the batches of training."""
-        return batches
 
     def before_step(self, step: int) -> None:
         """A step is about to be taken."""
@@ -350,15 +342,6 @@ class Profile(Callback):
         self._records = self.groups.dp_rank == 0 and self.groups.tp_rank == 0
         self._profile: profile | None = None
         self._activities = profiled_activities(self.device)
-
-    def batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """As `Callback.batches`; waiting for each is named in the trace."""
-        while True:
-            with record_function(WAITING) if self._profile is not None else contextlib.nullcontext():
-                batch = next(batches, None)
-            if batch is None:
-                return
-            yield batch
 
     def before_step(self, step: int) -> None:
         """As `Callback.before_step`."""

@@ -105,13 +105,10 @@ class Trainer:
         read = self.inputs.training(first, self.checkpoints.skipped_batches)
         # Closed, so that a loader's workers end now; DeepSpeed's pipeline keeps its iterator.
         with contextlib.closing(self.watchdog.micro_batches(read)) as batches:
-            watched: Iterator[Batch] = batches
-            for callback in self.callbacks:
-                watched = callback.batches(watched)
             for callback in self.callbacks:
                 callback.before_training(first)
             for step in range(first + 1, self.total_steps + 1):
-                self.train_step(step, watched)
+                self.train_step(step, batches)
                 self.step = step
                 # The gather of names waits for the device; a step without a damaged image only agrees on one number.
                 if not skipped.most and any(self.engine.groups.largest([skipped.has_new])):
