@@ -90,8 +90,6 @@ def commit(parent: Path, step: int, entries: Sequence[FileEntry], texts: Mapping
     manifest: dict[str, Any] = {"format": FORMAT, "step": step, "files": {}}
     for entry in sorted(entries, key=lambda e: e.name):
         manifest["files"][entry.name] = {"bytes": entry.num_bytes, "sha256": entry.sha256}
-        if entry.tensors:
-            manifest["files"][entry.name]["tensors"] = list(entry.tensors)
     manifest["sha256"] = _manifest_checksum(manifest)
     write_text(temporary / "manifest.json", json.dumps(manifest, indent=1) + "\n")
     sync_folder(temporary)
@@ -257,10 +255,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         raise Damaged(f"{path.name}/manifest.json does not have its own checksum: its bytes changed")
     if manifest["format"] > FORMAT:
         raise UserError(f"checkpoint {path} has format {manifest['format']}, and this ds_vit reads up to {FORMAT}")
-    files = {
-        name: FileEntry(name, entry["bytes"], entry["sha256"], tuple(entry.get("tensors", ())))
-        for name, entry in manifest["files"].items()
-    }
+    files = {name: FileEntry(name, entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
     for name, entry in files.items():
         with _reading(path / name):
             size = (path / name).stat().st_size

@@ -62,7 +62,6 @@ class FileEntry:
     name: str
     num_bytes: int
     sha256: str
-    tensors: tuple[str, ...] = ()
 
 
 def split_files(stem: str, tensors: Sequence[TensorSpec], max_bytes: int) -> dict[str, tuple[TensorSpec, ...]]:
@@ -164,7 +163,7 @@ class TensorWriter:
         digest = sha256_of(self.path, from_disk=True)
         if digest != written:
             raise OSError(f"{self.path.name}: the bytes read back differ from those written (a faulty disk or network)")
-        return FileEntry(self.path.name, self._num_bytes, written, tuple(t.name for t in self._tensors))
+        return FileEntry(self.path.name, self._num_bytes, written)
 
     def abandon(self) -> None:
         """Close an unfinished file, which is useless. May be called at any time."""
