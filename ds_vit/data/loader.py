@@ -27,8 +27,8 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from ds_vit.config.augmentation import AugmentConfig, ImageSizes, MixConfig
 from ds_vit.data.augment.crops import MultiCrop
-from ds_vit.data.augment.on_device import worker_transform
-from ds_vit.data.augment.transforms import eval_transform
+from ds_vit.data.augment.on_device import CuttingTransform
+from ds_vit.data.augment.transforms import eval_transform, train_transform
 from ds_vit.data.batches import (
     PREFETCHED,
     Batches,
@@ -194,12 +194,15 @@ def _received(part: Any) -> Any:
 
 
 def training_transform(image: ImageConfig, augment: AugmentConfig, crops: CropConfig | None = None) -> Transform:
-    """What a loader's process does to a training image.
+    """What a loader's process does to a training image: all of augmentation, or the crops for the device's.
 
     Raises:
         UserError: incompatible flags.
     """
-    return worker_transform(image, augment) if crops is None else MultiCrop(image, crops, augment)
+    if crops is not None:
+        return MultiCrop(image, crops, augment)
+    transform = train_transform(image, augment)
+    return CuttingTransform(transform, augment) if augment.augment_on == "device" else transform
 
 
 def train_loader(

@@ -32,9 +32,8 @@ from torch.nn.functional import conv2d
 
 from ds_vit.config.augmentation import AugmentConfig
 from ds_vit.data.augment.steps import Operation, RandomResizedCrop, Size
-from ds_vit.data.augment.transforms import FixedTransform, TrainTransform, train_transform
+from ds_vit.data.augment.transforms import FixedTransform, TrainTransform
 from ds_vit.data.decode import Box, File, Jpeg, decode_on
-from ds_vit.data.settings import ImageConfig
 from ds_vit.device import send
 from ds_vit.fault_tolerance.errors import UserError
 
@@ -132,16 +131,6 @@ class CuttingTransform:
         (box, interpolation), operations = self.drawn.draw(key, (image.height, image.width))
         data, file = self.bytes_of(image, box)
         return Cut(data, Crop(data.size, box, interpolation.value, operations, file))
-
-
-def worker_transform(image: ImageConfig, augment: AugmentConfig) -> TrainTransform | FixedTransform | CuttingTransform:
-    """What a loader's process does to training images: all of augmentation, or the crop for the device's.
-
-    Raises:
-        UserError: incompatible flags.
-    """
-    transform = train_transform(image, augment)
-    return CuttingTransform(transform, augment) if augment.augment_on == "device" else transform
 
 
 def packed(cuts: Sequence[Cut], size: Size, memory: torch.Tensor, num_views: int = 0) -> Crops:

@@ -12,7 +12,7 @@ from torch import nn
 from ds_vit.config import RunConfig
 from ds_vit.config.augmentation import all_sizes
 from ds_vit.config.batch import BatchSizes
-from ds_vit.data.augment.on_device import worker_transform
+from ds_vit.data.loader import training_transform
 from ds_vit.data.settings import ImageConfig, resolve_pixels
 from ds_vit.data.text import describe_cut_captions
 from ds_vit.fault_tolerance.errors import UserError
@@ -165,7 +165,7 @@ def _resolve_image(config: RunConfig, whole: TimmViT, sizes: Sequence[int]) -> I
         check_sizes(whole, config.model, sizes, flag)
     # Raises here what it would raise in a loader's worker.
     for pixels in [dataclasses.replace(image, img_size=(size, size)) for size in sizes] or [image]:
-        worker_transform(pixels, config.augment)
+        training_transform(pixels, config.augment)
     return image
 
 
