@@ -48,16 +48,14 @@ def finish_images(
     augment: AugmentConfig | None = None,
     *,
     device: torch.device | str,
-    dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """The normalised, erased and mixed images of a micro-batch's own rows, computed in float32.
+    """The normalised, erased and mixed images of a micro-batch's own rows, float32.
 
     Args:
         batch: with images.
         image: for mean and std.
         augment: for the mode of erasing; needed when the batch has boxes to erase.
         device: where to compute and return them.
-        dtype: what to return them in.
 
     Returns:
         [B, 3, H, W]; with several crops of an image the global ones, [B, 2, 3, H, W].
@@ -67,23 +65,19 @@ def finish_images(
     if batch.erase is not None:
         assert augment is not None, "the micro-batch has boxes to erase"
         images = erase(images, batch.erase, batch.keys, augment.remode)
-    images = images[: batch.num_rows] if batch.mix is None else mix_images(images, batch.num_rows, batch.mix)
-    return images.to(dtype)
+    return images[: batch.num_rows] if batch.mix is None else mix_images(images, batch.num_rows, batch.mix)
 
 
-def finish_local_images(
-    batch: MicroBatch, image: ImageConfig, *, device: torch.device | str, dtype: torch.dtype = torch.float32
-) -> torch.Tensor:
-    """The normalised local crops of a micro-batch's own rows, computed in float32: [B, n, 3, S, S].
+def finish_local_images(batch: MicroBatch, image: ImageConfig, *, device: torch.device | str) -> torch.Tensor:
+    """The normalised local crops of a micro-batch's own rows, float32: [B, n, 3, S, S].
 
     Args:
         batch: with local crops.
         image: for mean and std.
         device: where to compute and return them.
-        dtype: what to return them in.
     """
     assert batch.local_images is not None, "the micro-batch has no local crops"
-    return _normalised(_on(batch.local_images, torch.device(device)), image)[: batch.num_rows].to(dtype)
+    return _normalised(_on(batch.local_images, torch.device(device)), image)[: batch.num_rows]
 
 
 def finish_targets(
