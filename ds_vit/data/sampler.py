@@ -46,8 +46,6 @@ class SampleOrder:
     def __post_init__(self) -> None:
         if self.global_batch < 1:
             raise UserError(f"the global batch must be at least 1, not {self.global_batch}")
-        if self.aug_repeats < 0 or self.aug_repeats != int(self.aug_repeats):
-            raise UserError(f"--aug-repeats must be 0 or a positive whole number, not {self.aug_repeats}")
         if self.num_samples < self.global_batch:
             raise UserError(
                 f"the global batch of {self.global_batch} is larger than the {self.num_samples} training images, so "
@@ -72,7 +70,7 @@ class SampleOrder:
         """
         epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
         positions = step_in_epoch * self.global_batch + self._spread(np.asarray(rows, dtype=np.int64))
-        copies = max(1, int(self.aug_repeats))
+        copies = max(1, self.aug_repeats)
         order_key = randomness.mix(self.seed, randomness.name_key("sample order"), epoch)
         indices = randomness.permute(positions // copies, self.num_samples, order_key)
         repeats = positions % copies
@@ -106,7 +104,7 @@ class SampleOrder:
         Copies of a sample are neighbours by position. Left there, mixup's adjacent pairs would mix an image with
         itself; timm's sampler deals them to different ranks for the same reason.
         """
-        copies = max(1, int(self.aug_repeats))
+        copies = max(1, self.aug_repeats)
         if copies == 1:
             return rows
         return np.argsort(np.arange(self.global_batch) % copies, kind="stable")[rows]
