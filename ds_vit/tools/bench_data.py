@@ -21,7 +21,7 @@ import torch
 from ds_vit import config as flags
 from ds_vit.data.augment.crops import MultiCrop
 from ds_vit.data.augment.on_device import Crops, CuttingTransform, augmented
-from ds_vit.data.augment.steps import RandomResizedCrop
+from ds_vit.data.augment.steps import RandomResizedCrop, shielded
 from ds_vit.data.augment.transforms import TrainTransform
 from ds_vit.data.batches import MicroBatch
 from ds_vit.data.decode import Box, Jpeg, open_image
@@ -151,7 +151,8 @@ def _stages(inputs: InputConfig, samples: Sequence[_Sample], device: torch.devic
     source = inputs.train_source
     clock = time.perf_counter  # reading and transfer wait
     read = _fastest(lambda: [source.encoded(sample.number) for sample in samples], len(samples), clock)
-    decode, both = (_fastest(run, len(samples)) for run in _decode_and_augment(inputs, samples))
+    with shielded():
+        decode, both = (_fastest(run, len(samples)) for run in _decode_and_augment(inputs, samples))
     loader = _loader(inputs, workers=0)
     batches = list(itertools.islice(loader, max(1, len(samples) // inputs.share.micro_batch)))
     rows = sum(batch.num_rows for batch in batches)

@@ -12,7 +12,7 @@ from timm.data.random_erasing import RandomErasing
 from ds_vit import randomness
 from ds_vit.config.augmentation import AugmentConfig, MixConfig
 from ds_vit.data.augment.mixing import ErasingBoxes, PairDraws, PairMix, erase, mix_images, mix_targets
-from ds_vit.data.augment.steps import seeded
+from ds_vit.data.augment.steps import seed_generators
 
 SIZE = (12, 16)
 CASES = {
@@ -59,8 +59,8 @@ def test_a_pair_is_mixed_as_by_timm_from_the_same_stream(name, multi_label):
     changed = 0
     for pair, key in enumerate(keys):
         rows = slice(2 * pair, 2 * pair + 2)
-        with seeded(key, "mix"):
-            expected, expected_targets = timms(images[rows].clone(), labels[rows])
+        seed_generators(key, "mix")
+        expected, expected_targets = timms(images[rows].clone(), labels[rows])
         assert torch.equal(mixed[rows], expected), pair
         assert torch.equal(targets[rows], expected_targets), pair
         changed += not torch.equal(mixed[rows], images[rows])
@@ -80,8 +80,8 @@ def test_erased_boxes_are_timms_from_the_same_stream(count):
     ours = erase(torch.ones(200, 3, 24, 32), drawn, keys, "const")
     original = RandomErasing(0.6, max_count=count, mode="const", device="cpu")
     for number, key in enumerate(keys.tolist()):
-        with seeded(key, "erase"):
-            assert torch.equal(ours[number], original(torch.ones(3, 24, 32))), number
+        seed_generators(key, "erase")
+        assert torch.equal(ours[number], original(torch.ones(3, 24, 32))), number
     assert 90 < (ours == 0).flatten(1).any(dim=1).sum() < 150
 
 

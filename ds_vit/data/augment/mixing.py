@@ -19,7 +19,7 @@ from timm.data.random_erasing import RandomErasing
 
 from ds_vit import randomness
 from ds_vit.config.augmentation import AugmentConfig, MixConfig
-from ds_vit.data.augment.steps import Size, seeded
+from ds_vit.data.augment.steps import Size, seed_generators
 from ds_vit.device import send
 
 
@@ -45,8 +45,8 @@ class ErasingBoxes:
     def draw(self, key: int, size: Size) -> np.ndarray:
         """Boxes of (top, left, bottom, right), int32 [recount, 4]; all zero where there is none."""
         recorder = _BoxRecorder()
-        with seeded(key, "erase"):
-            self._erasing._erase(recorder, 3, *size, torch.float32)
+        seed_generators(key, "erase")
+        self._erasing._erase(recorder, 3, *size, torch.float32)
         boxes = np.zeros((self.max_boxes, 4), dtype=np.int32)
         boxes[: len(recorder.boxes)] = np.array(recorder.boxes, dtype=np.int32).reshape(-1, 4)
         return boxes
@@ -131,13 +131,13 @@ class PairDraws:
 
     def draw(self, key: int, size: Size) -> tuple[float, tuple[int, int, int, int]]:
         """Lambda, and CutMix's box (all zero for mixup), of the pair whose first partner has the sample key `key`."""
-        with seeded(key, "mix"):
-            (lam,), (use_cutmix,) = self._mixup._params_per_elem(1)
-            if not use_cutmix or lam == 1.0:
-                return float(lam), (0, 0, 0, 0)
-            (top, bottom, left, right), lam = cutmix_bbox_and_lam(
-                (3, *size), lam, ratio_minmax=self._mixup.cutmix_minmax, correct_lam=self._mixup.correct_lam
-            )
+        seed_generators(key, "mix")
+        (lam,), (use_cutmix,) = self._mixup._params_per_elem(1)
+        if not use_cutmix or lam == 1.0:
+            return float(lam), (0, 0, 0, 0)
+        (top, bottom, left, right), lam = cutmix_bbox_and_lam(
+            (3, *size), lam, ratio_minmax=self._mixup.cutmix_minmax, correct_lam=self._mixup.correct_lam
+        )
         return float(np.float32(lam)), (int(top), int(left), int(bottom), int(right))
 
 

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import itertools
 import random
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import lru_cache, singledispatch
 from typing import Any, NamedTuple, TypeAlias
 
@@ -39,7 +38,6 @@ Pixels: TypeAlias = Image.Image | torch.Tensor
 # ---- the keys of draws -----------------------------------------------------------------------------------------------
 
 _MASK = (1 << 64) - 1
-_shield = threading.local()
 
 
 def uniform(key: int, name: str) -> float:
@@ -51,24 +49,18 @@ def uniform(key: int, name: str) -> float:
 def shielded() -> Iterator[None]:
     """Leave the global generators of `random`, NumPy and torch (CPU) as they were on entry.
 
-    Saving and restoring them costs more than most draws; one shield around a batch makes the `seeded` blocks in it
-    cheap.
+    Saving and restoring them costs more than most draws, so that one shield is around all draws of a batch.
     """
-    if getattr(_shield, "up", False):
-        yield
-        return
     torch_state = torch.get_rng_state()
-    _shield.up = True
     try:
         with randomness.keyed_global_rng(0, "shield"):
             yield
     finally:
-        _shield.up = False
         torch.set_rng_state(torch_state)
 
 
-class seeded:  # a class, since a generator would take as long as some draws
-    """Let the global generators of `random`, NumPy and torch (CPU) be pure functions of (key, name) inside.
+def seed_generators(key: int, name: str, *, torch_only: bool = False) -> None:
+    """Let the global generators of `random`, NumPy and torch (CPU) be pure functions of (key, name); in `shielded`.
 
     All three, whichever a library is known to use: a change there must not make a draw depend on the process.
 
@@ -78,24 +70,11 @@ class seeded:  # a class, since a generator would take as long as some draws
         torch_only: seed torch's generator only: torchvision asks no other one, as a test verifies, and seeding `random`
             takes as long as the draws themselves.
     """
-
-    def __init__(self, key: int, name: str, *, torch_only: bool = False) -> None:
-        self._seed = randomness.mix(key, randomness.name_key(name)) & _MASK
-        self._torch_only = torch_only
-        self._own_shield: AbstractContextManager[None] | None = None
-
-    def __enter__(self) -> None:
-        if not getattr(_shield, "up", False):
-            self._own_shield = shielded()
-            self._own_shield.__enter__()
-        torch.default_generator.manual_seed(self._seed)
-        if not self._torch_only:
-            random.seed(self._seed)
-            np.random.seed(self._seed & 0xFFFFFFFF)
-
-    def __exit__(self, *error: Any) -> None:
-        if self._own_shield is not None:
-            self._own_shield.__exit__(*error)
+    seed = randomness.mix(key, randomness.name_key(name)) & _MASK
+    torch.default_generator.manual_seed(seed)
+    if not torch_only:
+        random.seed(seed)
+        np.random.seed(seed & 0xFFFFFFFF)
 
 
 # ---- crops -----------------------------------------------------------------------------------------------------------
@@ -111,9 +90,9 @@ class RandomResizedCrop:
         """((top, left, height, width), interpolation), for the sample `key` and an image of `size` (height, width)."""
         transform, modes = self._transform, self._transform.interpolation
         stand_in = torch.empty((1, *size), device="meta")  # timm asks an image for its size only
-        with seeded(key, "crop"):
-            box = transform.get_params(stand_in, transform.scale, transform.ratio)
-            return box, random.choice(modes) if isinstance(modes, tuple) else modes
+        seed_generators(key, "crop")
+        box = transform.get_params(stand_in, transform.scale, transform.ratio)
+        return box, random.choice(modes) if isinstance(modes, tuple) else modes
 
     def apply(self, image: Image.Image | Jpeg, parameters: tuple[Box, InterpolationMode]) -> Pixels:
         """Of a JPEG file only the box is decoded to a Pillow image, or by --decode fast to a tensor."""
@@ -149,9 +128,9 @@ class KeepRatioCrop:
     def apply(self, image: Image.Image | Jpeg, parameters: int) -> Image.Image:
         """timm's pixels."""
         image = image.image() if isinstance(image, Jpeg) else image
-        with seeded(parameters, "crop"):
-            for transform in self._transforms:
-                image = transform(image)
+        seed_generators(parameters, "crop")
+        for transform in self._transforms:
+            image = transform(image)
         return image
 
 
@@ -276,8 +255,8 @@ def _solarized(image: Pixels, threshold: int) -> torch.Tensor:
 
 
 def _augmixed(image: Pixels, key: int, transform: AugMixAugment) -> Image.Image:
-    with seeded(key, "auto augment"):
-        return transform(as_image(image))
+    seed_generators(key, "auto augment")
+    return transform(as_image(image))
 
 
 _OWN: dict[str, Callable[..., Pixels]] = {
@@ -324,16 +303,16 @@ def _(transform: transforms.RandomApply, key: int) -> Sequence[Operation]:
 @draw.register
 def _(transform: transforms.ColorJitter, key: int) -> Sequence[Operation]:
     ranges = transform.brightness, transform.contrast, transform.saturation, transform.hue
-    with seeded(key, "color jitter", torch_only=True):
-        order, *factors = transform.get_params(*ranges)
+    seed_generators(key, "color jitter", torch_only=True)
+    order, *factors = transform.get_params(*ranges)
     names = ("Brightness", "Contrast", "Color", "Hue")
     return [Operation(names[kind], (factors[kind],)) for kind in order.tolist() if factors[kind] is not None]
 
 
 @draw.register
 def _(transform: transforms.GaussianBlur, key: int) -> Sequence[Operation]:
-    with seeded(key, "gaussian blur", torch_only=True):
-        return [Operation("KernelBlur", (transform.get_params(*transform.sigma), transform.kernel_size))]
+    seed_generators(key, "gaussian blur", torch_only=True)
+    return [Operation("KernelBlur", (transform.get_params(*transform.sigma), transform.kernel_size))]
 
 
 @draw.register
@@ -361,8 +340,8 @@ def _(transform: RandomBlur, key: int) -> Sequence[Operation]:
 @draw.register(RandAugment)  # Cubuk et al. 2019
 @draw.register(AutoAugment)  # Cubuk et al. 2018; 3-Augment, Touvron et al. 2022
 def _(transform: RandAugment | AutoAugment, key: int) -> Sequence[Operation]:
-    with seeded(key, "auto augment"):
-        return transform(())
+    seed_generators(key, "auto augment")
+    return transform(())
 
 
 @draw.register
