@@ -49,6 +49,7 @@ class StepGraphs:
         self._device: torch.device = engine.device
         self._inputs: dict[tuple[Any, ...], torch.Tensor] = {}
         self._scalars: dict[str, torch.Tensor] = {}
+        self._values: dict[str, float] = {}
         self.reason = ""
         self._graphs: dict[tuple[Any, ...], tuple[Any, Any] | None] = {}  # a graph, and the tensors that it returns
         self._pool = graph_pool(self._device)
@@ -122,7 +123,9 @@ class StepGraphs:
         for name, value in values.items():
             if name not in self._scalars:
                 self._scalars[name] = torch.empty((), dtype=torch.float64, device=self._device)
-            self._scalars[name].fill_(value)
+            if self._values.get(name) != value:  # else each micro-batch would launch a kernel for each
+                self._values[name] = value
+                self._scalars[name].fill_(value)
 
     @contextlib.contextmanager
     def _reading_scalars(self) -> Iterator[None]:

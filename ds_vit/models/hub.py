@@ -12,12 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
-from huggingface_hub.errors import (
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    RemoteEntryNotFoundError,
-)
+from huggingface_hub.errors import HFValidationError, HTTPError, LocalEntryNotFoundError, RemoteEntryNotFoundError
 from timm.models import parse_model_name
 from timm.models._hub import load_model_config_from_path
 
@@ -97,7 +92,7 @@ def hub_file(repository: str, files: Sequence[str], what: str, way_out: str = ""
             return Path(hf_hub_download(repository, file, revision=revision or None))
         except RemoteEntryNotFoundError as error:
             reason = first_line(error)
-        except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:  # no other file can be downloaded either
+        except (HTTPError, LocalEntryNotFoundError, OSError) as error:  # no other file can be downloaded either
             reason = first_line(error.__cause__ or error)
             break
     folder = Path(constants.HF_HUB_CACHE, f"models--{repository.replace('/', '--')}", "snapshots", revision or "main")

@@ -7,13 +7,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import timm
 import torch
 from curves import assert_same_curve, train_in
 from huggingface_hub import constants
-from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.errors import HTTPError, LocalEntryNotFoundError
 from project import ROOT
 from runs import refusal, resolved
 from safetensors.torch import load_file, save_file
@@ -96,6 +97,8 @@ def test_pretrained_that_is_not_here(tmp_path, monkeypatch, capsys):
     assert f"download https://huggingface.co/timm/{TAGGED}/resolve/main/model.safetensors to {place}" in line
     monkeypatch.setattr(hub, "hf_hub_download", _no_network)
     assert "cannot be downloaded (no route to host)" in refusal(capsys, [*argv, "--dry-run"])
+    monkeypatch.setattr(hub, "hf_hub_download", mock.Mock(side_effect=HTTPError("proxy: 407")))
+    assert "cannot be downloaded (proxy: 407)" in refusal(capsys, [*argv, "--dry-run"])
     weights(place)
     assert f"weights from {TAGGED} (timm/{TAGGED}, revision main): 17 of 20 tensors taken" in notes(argv)
 
