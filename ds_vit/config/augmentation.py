@@ -1,7 +1,7 @@
 """The settings of augmentation and mixing, with timm's names and defaults, and the size of images at each step:
 progressive resizing (Tan and Le 2021), or several at random.
 
-Each field is a flag, a key of recipes and a setting that `ds_vit.data` reads. The constructors check the values.
+Each field is a flag, a key of recipes and a setting that `ds_vit.data` reads. The parser checks the values.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from ds_vit.config.flag import (
     PROBABILITY,
     Range,
     Rule,
-    check_fields,
     flag,
 )
 from ds_vit.fault_tolerance.errors import UserError
@@ -92,9 +91,6 @@ class AugmentConfig:
     remode: str = flag("pixel", "random erasing filling", choices=("const", "rand", "pixel"))
     recount: int = flag(1, "random erasing count", span=Range(1, 1000))
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-
 
 @dataclass(frozen=True)
 class MixConfig:
@@ -109,9 +105,6 @@ class MixConfig:
     mixup_switch_prob: float = flag(0.5, "probability of cutmix if both are on", span=PROBABILITY)
     mixup_off_epoch: int = flag(0, "stop mixing from this epoch on (0: never)", span=EPOCHS)
     smoothing: float = flag(0.1, "label smoothing", section="loss", span=FROM_0_BELOW_1, neutral=(0.0,))
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     @property
     def active(self) -> bool:

@@ -146,17 +146,6 @@ def spelling_of(field: dataclasses.Field) -> str:
     return "--" + (field.name if field.name == "deepspeed_config" else field.name.replace("_", "-"))
 
 
-def check_fields(settings: Any) -> None:
-    """Check each field of a dataclass of flags by `problem_of`.
-
-    Raises:
-        UserError: names each wrong flag, its valid values and the value.
-    """
-    problems = [problem_of(field, getattr(settings, field.name)) for field in dataclasses.fields(settings)]
-    if any(problems):
-        raise UserError(*filter(None, problems))
-
-
 def problem_of(field: dataclasses.Field, value: Any) -> str:
     """Why a flag rejects a value of its type, for people; empty if it is valid, as None and the default are."""
     if value is None or value == field.default:

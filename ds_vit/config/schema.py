@@ -459,9 +459,6 @@ class RunConfig(
         """The settings of mixing."""
         return MixConfig(**{f.name: getattr(self, f.name) for f in dataclasses.fields(MixConfig)})
 
-    def __post_init__(self) -> None:
-        """Do not check values: `parser.read_values` does, and collects the problems of all of them."""
-
 
 SECTION_OF: Mapping[str, str] = {
     f.name: f.metadata["section"] or section
