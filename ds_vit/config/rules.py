@@ -82,17 +82,6 @@ def _contradictions(config: RunConfig) -> Iterator[str]:
                 yield f"{words}, and --compile makes one graph of fixed shapes; drop one of them"
 
 
-# A flag's name → the flags that have an effect only with it.
-_NEEDED_BY = {
-    "reprob": "remode recount",
-    "bce_loss": "bce_sum bce_target_thresh",
-    "model_ema": "model_ema_decay model_ema_warmup",
-    "compile": "compile_mode",
-    "auto_batch": "memory",
-    "zeroshot": "zeroshot_templates",
-    "color_jitter": "color_jitter_prob",
-    "lock_image": "lock_image_unlocked_groups",
-}
 _AUGMENT_NAMES = " ".join(f.name for f in fields(AugmentConfig) if f.name != "no_aug")
 _NOT_OF_EVALUATION = " ".join(name for name in FIELDS if name not in names_with(Scope.EVALUATION))
 _OF_VALIDATION = (
@@ -179,6 +168,14 @@ _IDLE: tuple[tuple[str, Callable[[RunConfig], Any], str], ...] = (
     ("kd_temperature", lambda c: c.kd_distill_type == "feature", "with --kd-distill-type feature"),
     ("kd_temperature", lambda c: c.kd_loss_type == "hard", "with --kd-loss-type hard"),
     ("kd_temperature", lambda c: c.kd_token_distill_type == "hard", "with --kd-token-distill-type hard"),
+    ("remode recount", lambda c: not c.reprob, "without --reprob"),
+    ("bce_sum bce_target_thresh", lambda c: not c.bce_loss, "without --bce-loss"),
+    ("model_ema_decay model_ema_warmup", lambda c: not c.model_ema, "without --model-ema"),
+    ("compile_mode", lambda c: not c.compile, "without --compile"),
+    ("memory", lambda c: not c.auto_batch, "without --auto-batch"),
+    ("zeroshot_templates", lambda c: not c.zeroshot, "without --zeroshot"),
+    ("color_jitter_prob", lambda c: not c.color_jitter, "without --color-jitter"),
+    ("lock_image_unlocked_groups", lambda c: not c.lock_image, "without --lock-image"),
 )
 
 
@@ -188,9 +185,6 @@ def idle_flags(config: RunConfig) -> dict[str, str]:
     for names, applies, reason in _IDLE:
         if applies(config):
             idle = {**dict.fromkeys(names.split(), reason), **idle}
-    for needed, names in _NEEDED_BY.items():
-        if not getattr(config, needed):
-            idle = {**dict.fromkeys(names.split(), f"without {spelling(needed)}"), **idle}
     if config.no_aug:
         idle.pop("interpolation", None)  # training without augmentation resizes by it
     return idle
