@@ -6,7 +6,6 @@ All of it is generated from the schema (`schema.py`); `rules.py` checks the resu
 from __future__ import annotations
 
 import argparse
-import ast
 import dataclasses
 import math
 import re
@@ -35,7 +34,7 @@ from ds_vit.config.schema import (
     what_it_takes,
 )
 from ds_vit.config.timm_flags import Given, split_words, timm_answer
-from ds_vit.config.units import parse_set
+from ds_vit.config.units import parse_literal, parse_set
 from ds_vit.fault_tolerance.errors import UserError, did_you_mean, first_line, read_text
 
 FIRST = (
@@ -176,19 +175,12 @@ def _add_flag(group: argparse._ArgumentGroup, name: str, show_defaults: bool) ->
         group.add_argument(*names, action="store_true", **options)
         return
     options |= {key: meta[key] for key in ("nargs", "metavar", "const") if meta[key] is not None}
+    if meta["choices"]:  # shown only: `read_values` rejects other words, with all other problems
+        options["metavar"] = f"{{{','.join(meta['choices'])}}}"
     if meta["const"] is not None:
         options["nargs"] = "?"
-    if meta["choices"]:
-        options["choices"] = _Suggestions(meta["choices"])
     # --set may be given several times.
     group.add_argument(*names, action="extend" if name == "set" else "store", **options)
-
-
-class _Suggestions(tuple[str, ...]):
-    """The choices of a flag in --help; `read_values` rejects other words, with all other problems."""
-
-    def __contains__(self, word: object) -> bool:
-        return True
 
 
 def show_examples(text: str) -> str:
@@ -220,10 +212,7 @@ def parse_kwargs(pairs: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
         key, equals, text = str(pair).partition("=")
         if not equals or not key:
             raise UserError(f"--model-kwargs takes key=value pieces, not {pair!r}")
-        try:
-            out[key.replace("-", "_")] = ast.literal_eval(text.title() if text.lower() in ("true", "false") else text)
-        except (ValueError, SyntaxError):
-            out[key.replace("-", "_")] = text
+        out[key.replace("-", "_")] = parse_literal(text.title() if text.lower() in ("true", "false") else text)
     return out
 
 

@@ -9,7 +9,6 @@ Flags of timm 1.0.31 (https://github.com/huggingface/pytorch-image-models, train
 from __future__ import annotations
 
 import argparse
-import ast
 import json
 import math
 import re
@@ -21,6 +20,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ds_vit.config.deepspeed_json import overlay
+from ds_vit.config.units import parse_literal
 
 Given = Mapping[str, Sequence[str]]
 """Flags of a command, by their recipe names, each with its words."""
@@ -85,7 +85,7 @@ def refused(note: str) -> Entry:
 
 def frozen_text(words: Sequence[str], given: Given) -> Answer:
     """The frozen groups of a text tower of 12 blocks: embeddings, each block, the norm in the last one; projection."""
-    unlocked = _number(words[0]) if words else None
+    unlocked = parse_literal(words[0]) if words else None
     if not isinstance(unlocked, int):
         return Answer("--freeze takes patterns of names: text.token_embed text.pos_embed 'text.blocks.[0-9]'")
     if unlocked < 1:
@@ -98,13 +98,6 @@ def frozen_text(words: Sequence[str], given: Given) -> Answer:
     names += ["text.blocks.10", "text.blocks.11"][: max(last - 9, 0)]
     names += ["text.norm"] if unlocked == 1 else []
     return Answer("for 12 blocks; the projection counts as a layer in open_clip", ("--freeze", *names))
-
-
-def _number(word: str) -> Any:
-    try:
-        return ast.literal_eval(word)
-    except (ValueError, SyntaxError):
-        return word
 
 
 def first(given: Given, name: str, default: str = "") -> str:
@@ -134,7 +127,7 @@ def _optimizer(words: Sequence[str], given: Given) -> Answer:
         return Answer(text, is_refused=True)
     kind, params = OPTIMIZERS[name]
     if kind in _WITH_MOMENTUM:
-        params = {"momentum": _number(first(given, "momentum", "0.9")), **params}
+        params = {"momentum": parse_literal(first(given, "momentum", "0.9")), **params}
     block = {"lr": "auto", **params, "weight_decay": "auto"}
     values = {"optimizer.type": kind, **{f"optimizer.params.{key}": value for key, value in block.items()}}
     if kind == "Lamb" and "clip_grad" not in given and "grad_clip_norm" not in given:
@@ -146,14 +139,14 @@ def _momentum(words: Sequence[str], given: Given) -> Answer:
     kind, _ = OPTIMIZERS.get(first(given, "opt", "sgd").lower(), ("", {}))
     if kind and kind not in _WITH_MOMENTUM:
         return Answer(f"{kind} has no momentum; drop it")
-    return Answer(values={"optimizer.params.momentum": _number(words[0]) if words else 0.9})
+    return Answer(values={"optimizer.params.momentum": parse_literal(words[0]) if words else 0.9})
 
 
 def _optimizer_arguments(words: Sequence[str], given: Given) -> Answer:
     pairs = [word.split("=", 1) for word in words if "=" in word]
     if not pairs:
         return Answer("arguments of the optimizer are in optimizer.params of the DeepSpeed JSON")
-    return Answer(values={f"optimizer.params.{key}": _number(value) for key, value in pairs})
+    return Answer(values={f"optimizer.params.{key}": parse_literal(value) for key, value in pairs})
 
 
 def _precision(words: Sequence[str], given: Given) -> Answer:
@@ -171,14 +164,14 @@ def _precision(words: Sequence[str], given: Given) -> Answer:
 
 
 def _betas(words: Sequence[str], given: Given) -> Answer:
-    betas = [_number(first(given, name, default)) for name, default in (("beta1", "0.9"), ("beta2", "0.999"))]
+    betas = [parse_literal(first(given, name, default)) for name, default in (("beta1", "0.9"), ("beta2", "0.999"))]
     return Answer(values={"optimizer.params.betas": betas})
 
 
 def _interval(words: Sequence[str], given: Given) -> Answer:
     both = {word for name in ("val_frequency", "zeroshot_frequency") for word in given.get(name, ())} or {*words}
     note = "one interval, in epochs, for both evaluations" * (len(both) > 1)
-    return Answer(note, ("--eval-interval", *sorted(both, key=_number)[:1]))
+    return Answer(note, ("--eval-interval", *sorted(both, key=parse_literal)[:1]))
 
 
 def _cooldown(words: Sequence[str], given: Given) -> Answer:
@@ -242,8 +235,8 @@ _HINTS: Mapping[str, Entry] = {
     "d": flag("--dataset", "a folder is given by --data-dir DIR"),
     # precision, optimizer, compilation
     "opt": _optimizer,
-    "opt_eps eps": lambda words, given: Answer(values={"optimizer.params.eps": _number("".join(words))}),
-    "opt_betas+": lambda words, given: Answer(values={"optimizer.params.betas": [_number(word) for word in words]}),
+    "opt_eps eps": lambda words, given: Answer(values={"optimizer.params.eps": parse_literal("".join(words))}),
+    "opt_betas+": lambda words, given: Answer(values={"optimizer.params.betas": list(map(parse_literal, words))}),
     "beta1 beta2": _betas,
     "opt_kwargs+": _optimizer_arguments,
     "momentum": _momentum,

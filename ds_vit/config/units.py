@@ -1,12 +1,15 @@
-"""Times, intervals, steps, memory and JSON values as people write them: 90s; 500 or epoch; 10:13; 8GiB; KEY=VALUE."""
+"""Times, intervals, steps, memory and values as people write them: 90s; 500 or epoch; 10:13; 8GiB; KEY=VALUE."""
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from rich.filesize import decimal
 
 from ds_vit.config.flag import SECONDS, STEPS
 from ds_vit.fault_tolerance.errors import UserError
@@ -121,10 +124,14 @@ def parse_set(pairs: Sequence[str], flag: str = "--set") -> dict[str, Any]:
     return out
 
 
+def parse_literal(text: str) -> Any:
+    """A Python literal, else the text itself: `"4"` → 4, `"gelu"` → `"gelu"`."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
 def in_words(num_bytes: float) -> str:
     """1234567 → "1.2 MB"."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:.1f} TB"
+    return decimal(round(num_bytes))

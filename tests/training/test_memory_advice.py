@@ -162,7 +162,7 @@ def test_one_rank_says_it_for_all(ranks, tmp_path):
     errors = "".join(error for _, _, error in done)
     assert "Traceback" not in errors
     [line] = [line for line in errors.splitlines() if "out of memory" in line and "ended with an error" not in line]
-    assert " per rank predicted, 500 B were free on this machine, among 2 ranks at the start; try --auto-batch" in line
+    assert " predicted, 500 bytes were free on this machine, among 2 ranks at the start; try --auto-batch" in line
     start = done[0][1]
     assert "│ warning" in start
-    assert "500 B are free on this machine, among 2 ranks" in " ".join(start.replace("│", " ").split())
+    assert "500 bytes are free on this machine, among 2 ranks" in " ".join(start.replace("│", " ").split())
