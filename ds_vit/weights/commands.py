@@ -26,7 +26,7 @@ from ds_vit.weights.files import (
     add_weights_arguments,
     class_names,
     names_as_metadata,
-    open_weights,
+    open_prefixed,
     weights_line,
 )
 from ds_vit.weights.initial_checkpoint import InitialCheckpoint, require_tensors
@@ -62,7 +62,7 @@ def import_weights(source: str | Path, to: str | Path, **settings: Any) -> str:
         raise UserError(f"--to {to}: {to.parent} is not a folder that can be written to")
     if settings and "model" not in settings:
         raise UserError(f"--{next(iter(settings)).replace('_', '-')} has no effect without --model; drop it")
-    state = open_weights(source)
+    state, _ = open_prefixed(source)
     try:
         require_tensors(state)
     except UserError as error:
@@ -113,10 +113,18 @@ def main(argv: Sequence[str]) -> int:
 
 def build_parser(command: str) -> argparse.ArgumentParser:
     """The command line of `ds-vit export` or `ds-vit import`."""
-    return _export_parser() if command == "export" else _import_parser()
-
-
-def _export_parser() -> argparse.ArgumentParser:
+    if command == "import":
+        parser = flags.build_parser(
+            "ds-vit import",
+            "Write weights under timm's names.",
+            only=MODEL_FLAGS,
+            show_defaults=False,
+            examples="ds-vit import google/checkpoint-folder --to weights.safetensors\n"
+            "ds-vit import weights.pth --to weights.safetensors --model vit_base_patch16_224",
+        )
+        parser.add_argument("source", metavar="SOURCE", help="a Hugging Face, open_clip or timm folder, or a file")
+        parser.add_argument("--to", metavar="FILE", required=True, help="the .safetensors file to write")
+        return parser
     parser = flags.build_parser(
         "ds-vit export",
         "Write a run's weights for another tool, and check them there.",
@@ -128,18 +136,4 @@ def _export_parser() -> argparse.ArgumentParser:
     parser.add_argument("--to", choices=FORMATS, required=True, help="the tool to write for")
     parser.add_argument("--output", metavar="DIR", help="a new folder [export-<tool> next to the weights]")
     parser.add_argument("--labels", metavar="FILE", help="names of the classes, one per line [the run's]")
-    return parser
-
-
-def _import_parser() -> argparse.ArgumentParser:
-    parser = flags.build_parser(
-        "ds-vit import",
-        "Write weights under timm's names.",
-        only=MODEL_FLAGS,
-        show_defaults=False,
-        examples="ds-vit import google/checkpoint-folder --to weights.safetensors\n"
-        "ds-vit import weights.pth --to weights.safetensors --model vit_base_patch16_224",
-    )
-    parser.add_argument("source", metavar="SOURCE", help="a Hugging Face, open_clip or timm folder, or a file")
-    parser.add_argument("--to", metavar="FILE", required=True, help="the .safetensors file to write")
     return parser

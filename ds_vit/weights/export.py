@@ -69,9 +69,8 @@ def _write_timm_config(exported: Exported, path: Path) -> None:
     exported.model.pretrained_cfg = {name: cfg[name] for name in cfg if name not in _OF_OTHER_WEIGHTS}
     save_config_for_hf(exported.model, str(path), model_config=labels, data_config=pixels)
     config = json.loads(path.read_text())
-    config.get("model_args", {}).pop(
-        "num_classes", None
-    )  # transformers passes the one next to it, and fails on a second one
+    # transformers passes the num_classes next to it, and fails on a second one.
+    config.get("model_args", {}).pop("num_classes", None)
     path.write_text(json.dumps(config, indent=2))
 
 

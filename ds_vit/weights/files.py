@@ -26,6 +26,7 @@ from torch.utils.serialization import config as torch_config
 from ds_vit.checkpoint.folder import Damaged, marked, open_checkpoint, step_of
 from ds_vit.checkpoint.tensors import TensorFiles
 from ds_vit.config import load_recipe
+from ds_vit.config.deepspeed_json import leaves
 from ds_vit.config.run_folder import BEST, WEIGHTS, RunFolder, weights_in
 from ds_vit.fault_tolerance.errors import UserError, first_line
 from ds_vit.models.layers import MAIN_TOWER
@@ -95,11 +96,6 @@ def _shards(path: Path) -> list[Path]:
     return files
 
 
-def _flatten(contents: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in contents.items():
-        yield from _flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else [(f"{prefix}{name}", value)]
-
-
 def _without_prefix(contents: Mapping[str, Any], path: Path) -> tuple[dict[str, Any], str]:
     """The tensors of the one model in a file, without the prefix of their names, and that prefix.
 
@@ -108,7 +104,7 @@ def _without_prefix(contents: Mapping[str, Any], path: Path) -> tuple[dict[str, 
     Raises:
         UserError: there are several, none or more of them an average.
     """
-    tensors = dict(_flatten(contents))
+    tensors = leaves(contents)
     prefixes = sorted({found[1] for name in tensors if (found := _OF_MODEL.match(name))})
     if not prefixes or "" in prefixes:
         return dict(contents), ""
@@ -118,11 +114,6 @@ def _without_prefix(contents: Mapping[str, Any], path: Path) -> tuple[dict[str, 
         raise UserError(f"initial checkpoint {path}: it holds {several}; save the state dict of one of them")
     below = {name.removeprefix(chosen[0]): tensors[name] for name in tensors if name.startswith(chosen[0])}
     return below, chosen[0]
-
-
-def open_weights(path: str | Path) -> dict[str, torch.Tensor]:
-    """The tensors of a checkpoint, as `open_prefixed`."""
-    return open_prefixed(path)[0]
 
 
 def open_prefixed(path: str | Path) -> tuple[dict[str, torch.Tensor], str]:
@@ -168,7 +159,7 @@ def names_as_metadata(class_names: Sequence[str], tokenizer: str = "", figure: F
 def _header(path: Path) -> dict[str, str]:
     """The entries of the header of weights; empty if they are not safetensors, or cannot be read."""
     file = _file_of(path)
-    with contextlib.suppress(*_UNREADABLE):  # `open_weights` reports it
+    with contextlib.suppress(*_UNREADABLE):  # `open_prefixed` reports it
         return TensorFiles(_shards(file)).metadata if file.suffix in _SAFETENSORS else {}
     return {}
 
@@ -214,7 +205,7 @@ class StoredWeights:
     """Weights on disk, in timm's names.
 
     Attributes:
-        path: for `open_weights`: a file, the index of a sharded one, or a folder of another tool.
+        path: for `open_prefixed`: a file, the index of a sharded one, or a folder of another tool.
         recipe: the config.yaml of the run that wrote them; None if no run did.
         folder: default for results.
         kind: "raw", "ema" or "teacher".
@@ -295,11 +286,6 @@ def _recipe_of(place: Path) -> Path | None:
     return next((config for config in configs if config.is_file()), None)
 
 
-def _has_teacher(recipe: Path | None) -> bool:
-    """Whether the run of a config.yaml evaluates a teacher."""
-    return recipe is not None and task_of(load_recipe(str(recipe))).feature_tower != MAIN_TOWER
-
-
 def find_weights(source: str | Path, weights: str = "", checkpoint: str = "") -> StoredWeights:
     """Find weights on disk; everything that reads the weights of a run finds them here.
 
@@ -334,7 +320,8 @@ def find_weights(source: str | Path, weights: str = "", checkpoint: str = "") ->
         tried.append((place, found))
         recipe = _recipe_of(place)
         # A teacher is the average of its student: in checkpoints, too.
-        of_teacher = found != "ema" and _has_teacher(recipe)
+        values = load_recipe(str(recipe)) if recipe and found != "ema" else {}
+        of_teacher = task_of(values).feature_tower != MAIN_TOWER
         for stem in ("teacher", "ema") if of_teacher and found == "raw" else (found,):
             if path := weights_in(place, stem):
                 if stem == BEST and any(place.glob("text.safetensors*")) and not any(place.glob(f"{BEST}-text.s*")):

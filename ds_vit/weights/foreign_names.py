@@ -258,48 +258,39 @@ def from_foreign(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 _HF_DEFAULTS = {"clip": (8, 12, "quick_gelu"), "siglip": (12, 12, "gelu_pytorch_tanh")}
 
 
-@dataclass(frozen=True)
-class _Facts:
-    """What a tool's config says and no tensor's shape shows; None where it does not say it.
-
-    Attributes:
-        text_heads, image_heads: attention heads.
-        text_act, image_act: the name of the activation's class.
-        causal: of the text tower.
-        end_id: the id of the token whose features are a caption's.
-        pad_id: the id of the tokens after it.
-    """
-
-    text_heads: int | None = None
-    image_heads: int | None = None
-    text_act: str | None = None
-    image_act: str | None = None
-    causal: bool | None = None
-    end_id: int | None = None
-    pad_id: int | None = None
-
-
 # Vocabulary → what published SigLIP and SigLIP 2 pad with, which their configs do not say: big_vision's `pad_value`
 # for c4_en and mc4, and that of Gemma's tokenizer.
 _SIGLIP_PADDING = {32_000: 1, 250_000: 1, 256_000: 0}
 
 
-def _facts_of_hf(config: Mapping[str, Any]) -> _Facts:
+def _facts_of_hf(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a config.json says and no tensor's shape shows: heads and activation of both towers, mask, end and padding.
+
+    Values that it does not say are None.
+    """
     kind = config["model_type"]
     text_heads, image_heads, act = _HF_DEFAULTS[kind]
     text, image = (config.get(f"{tower}_config") or {} for tower in ("text", "vision"))
     end_id = text.get("eos_token_id", 49407) if kind == "clip" else None
     if end_id == 2:  # written by transformers before 4.31: the highest id is meant
         end_id = text.get("vocab_size", 49408) - 1
-    acts = [ACTIVATIONS.get(name, name) for name in (tower.get("hidden_act", act) for tower in (text, image))]
-    heads = (tower.get("num_attention_heads", own) for tower, own in ((text, text_heads), (image, image_heads)))
+    text_act, image_act = (tower.get("hidden_act", act) for tower in (text, image))
     pad_id = text.get("pad_token_id")
     if kind == "siglip" and pad_id in (None, 1):  # 1 is the default of transformers, with whatever tokenizer
         pad_id = _SIGLIP_PADDING.get(text.get("vocab_size", 32_000))
-    return _Facts(*heads, *acts, causal=kind == "clip", end_id=end_id, pad_id=pad_id)
+    return {
+        "text_heads": text.get("num_attention_heads", text_heads),
+        "image_heads": image.get("num_attention_heads", image_heads),
+        "text_act": ACTIVATIONS.get(text_act, text_act),
+        "image_act": ACTIVATIONS.get(image_act, image_act),
+        "causal": kind == "clip",
+        "end_id": end_id,
+        "pad_id": pad_id,
+    }
 
 
-def _facts_of_open_clip(config: Mapping[str, Any]) -> _Facts:
+def _facts_of_open_clip(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The same of the "model_cfg" of an open_clip_config.json."""
     text, image = config["text_cfg"], config["vision_cfg"]
 
     def act(tower: Mapping[str, Any]) -> str:
@@ -310,23 +301,34 @@ def _facts_of_open_clip(config: Mapping[str, Any]) -> _Facts:
     pool = text.get("pool_type", "argmax")
     of_end = {"argmax": text.get("vocab_size", 49408) - 1, "eos": text.get("eos_id", 2)}
     own = "timm_model_name" not in image
-    return _Facts(
-        text_heads=text.get("heads", 8),
-        image_heads=image.get("width", 768) // image.get("head_width", 64) if own else None,
-        text_act=act(text),
-        image_act=act(image) if own else None,
-        causal=not text.get("no_causal_mask", False),
-        end_id=of_end.get(pool),
-        pad_id=text.get("pad_id", _SIGLIP_PADDING.get(text.get("vocab_size", 49408)) if pool == "last" else None),
-    )
+    return {
+        "text_heads": text.get("heads", 8),
+        "image_heads": image.get("width", 768) // image.get("head_width", 64) if own else None,
+        "text_act": act(text),
+        "image_act": act(image) if own else None,
+        "causal": not text.get("no_causal_mask", False),
+        "end_id": of_end.get(pool),
+        "pad_id": text.get("pad_id", _SIGLIP_PADDING.get(text.get("vocab_size", 49408)) if pool == "last" else None),
+    }
 
 
-def _differences(
+def tower_differences(
     model: ContrastiveModel,
     shapes: Mapping[str, torch.Size],
     config: Mapping[str, Any],
     of_open_clip: Mapping[str, Any],
 ) -> Iterator[str]:
+    """Differences between a model and the text that weights were trained on, or what no shape shows.
+
+    Args:
+        model: the description of both towers.
+        shapes: of the file's tensors under the names here.
+        config: the config.json next to the file, {} if there is none.
+        of_open_clip: the "model_cfg" of the open_clip_config.json next to it, {} if there is none.
+
+    Yields:
+        Another vocabulary, context length, end or padding token, mask, activation, or number of heads; and the remedy.
+    """
     settings, block = model.text.settings, model.blocks[0]
     if (words := shapes.get("text.token_embed.weight")) and words[0] != settings.vocab_size:
         yield (
@@ -338,26 +340,29 @@ def _differences(
             f"its captions have {places[1]} tokens and the run's {settings.context_length}; "
             f"give --context-length {places[1]}"
         )
-    facts = _Facts()
     if of_open_clip:
         facts = _facts_of_open_clip(of_open_clip)
     elif config.get("model_type") in _HF_DEFAULTS:
         facts = _facts_of_hf(config)
+    else:
+        return
     image_act = type(getattr(block.mlp, "act", None)).__name__
-    for what, theirs, ours, way_out in (
-        ("heads of the text tower", facts.text_heads, settings.heads, f"--text-heads {facts.text_heads}"),
-        ("activation of the text tower", facts.text_act, settings.activation.__name__, "another --text-model"),
-        ("causal mask", facts.causal, settings.causal, "another --text-model"),
-        ("heads", facts.image_heads, block.attn.num_heads, f"--model-kwargs num_heads={facts.image_heads}"),
-        ("activation", facts.image_act, image_act, "a --model with it (CLIP's QuickGELU: vit_…_clip_quickgelu_…)"),
+    for what, key, ours, way_out in (
+        ("heads of the text tower", "text_heads", settings.heads, "--text-heads {}"),
+        ("activation of the text tower", "text_act", settings.activation.__name__, "another --text-model"),
+        ("causal mask", "causal", settings.causal, "another --text-model"),
+        ("heads", "image_heads", block.attn.num_heads, "--model-kwargs num_heads={}"),
+        ("activation", "image_act", image_act, "a --model with it (CLIP's QuickGELU: vit_…_clip_quickgelu_…)"),
     ):
+        theirs = facts[key]
         if theirs is not None and theirs != ours:
-            yield f"{what}: {theirs} in its config and {ours} in the model; give {way_out}"
-    if settings.pool == "end" and facts.end_id is not None and facts.end_id != settings.end_id:
-        yield f"its end token has the id {facts.end_id} and the tokenizer's {settings.end_id}; give its --tokenizer"
-    if settings.reads_padding and facts.pad_id is not None and facts.pad_id != settings.pad_id:
+            yield f"{what}: {theirs} in its config and {ours} in the model; give {way_out.format(theirs)}"
+    end_id, pad_id = facts["end_id"], facts["pad_id"]
+    if settings.pool == "end" and end_id is not None and end_id != settings.end_id:
+        yield f"its end token has the id {end_id} and the tokenizer's {settings.end_id}; give its --tokenizer"
+    if settings.reads_padding and pad_id is not None and pad_id != settings.pad_id:
         yield (
-            f"its captions are padded with the id {facts.pad_id} and the tokenizer pads with {settings.pad_id}; give "
+            f"its captions are padded with the id {pad_id} and the tokenizer pads with {settings.pad_id}; give "
             "its tokenizer.json in a folder with its tokenizer_config.json"
         )
 
@@ -375,24 +380,3 @@ def check_hf_config(config: Mapping[str, object], model: TimmViT) -> None:
         own := type(getattr(model.blocks[0].mlp, "act", None)).__name__
     ):
         raise UserError(f"its hidden_act is {act} and the model's MLP has {own}")
-
-
-def check_two_towers(
-    model: ContrastiveModel,
-    shapes: Mapping[str, torch.Size],
-    config: Mapping[str, Any],
-    of_open_clip: Mapping[str, Any],
-) -> None:
-    """Compare the text that weights were trained on, and what no shape shows, with a model.
-
-    Args:
-        model: the description of both towers.
-        shapes: of the file's tensors under the names here.
-        config: the config.json next to the file, {} if there is none.
-        of_open_clip: the "model_cfg" of the open_clip_config.json next to it, {} if there is none.
-
-    Raises:
-        UserError: another vocabulary, context length, end or padding token, mask, activation, or number of heads.
-    """
-    if found := [*_differences(model, shapes, config, of_open_clip)]:
-        raise UserError("; ".join(found))

@@ -49,17 +49,6 @@ def quiet() -> Iterator[None]:
         logging.disable(logging.NOTSET)
 
 
-def unknown_modules(block: nn.Module) -> list[str]:
-    """The parts of a timm block that Hugging Face's blocks have no counterpart of; empty where they have all."""
-    attn, mlp = getattr(block, "attn", None), getattr(block, "mlp", None)
-    kinds = (("block", block, Block), ("attention", attn, Attention), ("MLP", mlp, Mlp))
-    act = type(getattr(mlp, "act", None)).__name__
-    return [
-        *(f"the {part} {type(module).__name__}" for part, module, kind in kinds if type(module) is not kind),
-        *([f"the activation {act}"] if act not in ACTIVATIONS.values() else []),
-    ]
-
-
 def obstacles(model: TimmViT, pool: str, rules: Sequence[Rule], optional: Sequence[str] = ()) -> Iterator[str]:
     """The parts of a model that another tool's class has no counterpart of.
 
@@ -73,7 +62,13 @@ def obstacles(model: TimmViT, pool: str, rules: Sequence[Rule], optional: Sequen
     if kind is not VisionTransformer:
         yield f"timm's class {kind.__name__}"
         return
-    yield from unknown_modules(model.blocks[0])
+    block = model.blocks[0]
+    attn, mlp = getattr(block, "attn", None), getattr(block, "mlp", None)
+    for part, module, known_kind in (("block", block, Block), ("attention", attn, Attention), ("MLP", mlp, Mlp)):
+        if type(module) is not known_kind:
+            yield f"the {part} {type(module).__name__}"
+    if (act := type(getattr(mlp, "act", None)).__name__) not in ACTIVATIONS.values():
+        yield f"the activation {act}"
     if model.global_pool != pool:
         yield f"global_pool {model.global_pool!r}"
     norms = (m for name, m in model.named_modules() if isinstance(m, nn.LayerNorm) and not name.startswith("text."))

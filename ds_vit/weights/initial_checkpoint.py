@@ -29,7 +29,7 @@ from ds_vit.models.self_distillation import HEAD, TEACHER, TEACHER_HEAD, SelfDis
 from ds_vit.models.text_tower import ContrastiveModel
 from ds_vit.models.zoo import TimmViT, names_and_shapes
 from ds_vit.weights.files import class_names, config_beside, open_prefixed, tokenizer_name
-from ds_vit.weights.foreign_names import check_hf_config, check_two_towers
+from ds_vit.weights.foreign_names import check_hf_config, tower_differences
 
 _TEXT, _PROJECTION = "text.", "projection."
 _OF_SELF_DISTILLATION = tuple(f"{tower}." for tower in (TEACHER, TEACHER_HEAD, HEAD))
@@ -204,7 +204,8 @@ class InitialCheckpoint:
             return
         shapes = {name: tensor.shape for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
         of_open_clip = config_beside(path, "open_clip_config.json").get("model_cfg", {})
-        check_two_towers(model, shapes, config, of_open_clip)
+        if found := [*tower_differences(model, shapes, config, of_open_clip)]:
+            raise UserError("; ".join(found))
 
     def _class_rows(self, theirs: Sequence[str], ours: Sequence[str]) -> tuple[list[int] | None, str]:
         """The file's row of each class where the order differs, and a line for people."""
