@@ -174,10 +174,10 @@ def _add_shards(shards: argparse.ArgumentParser) -> None:
     add = shards.add_argument
     add("folder", metavar="FOLDER", help="holds train/ and val/, or class folders")
     add("out", metavar="OUT", help="new folder for the shards")
-    add("--per-shard", type=int, default=5000, metavar="N", help="images of a shard [%(default)s]")
-    add("--resize", type=int, metavar="PIXELS", help="make the shorter side no longer than this")
+    add("--per-shard", type=at_least(1), default=5000, metavar="N", help="images of a shard [%(default)s]")
+    add("--resize", type=at_least(1), metavar="PIXELS", help="make the shorter side no longer than this")
     add("--quality", type=int, metavar="1…100", help="encode as JPEG [what is resized: 90]")
-    add("-j", "--workers", type=int, metavar="N", help="processes [one per core]")
+    add("-j", "--workers", type=at_least(1), metavar="N", help="processes [one per core]")
     add("--allow-empty-classes", action="store_true", help="allow class folders without images")
     add("--captions", action="store_true", help="pack the .txt file next to each image, in place of its class")
 
@@ -356,7 +356,7 @@ def _shards(arguments: argparse.Namespace) -> int:
         arguments.folder,
         arguments.out,
         packing,
-        workers=len(os.sched_getaffinity(0)) if arguments.workers is None else arguments.workers,
+        workers=arguments.workers or len(os.sched_getaffinity(0)),
         line=Line(console),
         allow_empty=arguments.allow_empty_classes,
         captions=arguments.captions,

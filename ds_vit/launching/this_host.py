@@ -21,7 +21,8 @@ from ds_vit.fault_tolerance.errors import UserError
 PACKAGES = ("torch", "torchvision", "timm", "deepspeed", "numpy", "safetensors", "pillow")
 """Packages whose versions have to be the same on every host."""
 
-# NVIDIA's minor-version compatibility; launch/setup.sh has the same numbers, which it needs before Python packages.
+# CUDA's major version → the oldest driver for it, by NVIDIA's minor-version compatibility; launch/setup.sh has the same
+# numbers, which it needs before Python packages.
 _MINIMUM_DRIVER = {"13": 580, "12": 525}
 
 _EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -69,11 +70,6 @@ def listed_gpus() -> tuple[str, ...]:
     return tuple(re.findall(r"^GPU \d+: (.*?) \(UUID", _nvidia_smi("-L"), re.MULTILINE))
 
 
-def minimum_driver(built_for: str) -> int | None:
-    """The oldest driver (its major version) that a torch built for this CUDA version runs on; None if not known."""
-    return _MINIMUM_DRIVER.get(built_for.partition(".")[0])
-
-
 def refuse_unusable_gpus(torch_version: str, built_for: str, environ: Mapping[str, str]) -> None:
     """Where torch finds no GPU: end before a training on the CPU that nobody asked for.
 
@@ -89,7 +85,7 @@ def refuse_unusable_gpus(torch_version: str, built_for: str, environ: Mapping[st
         return
     why = "it is built without CUDA"
     if built_for:
-        why, needed = f"it is built for CUDA {built_for}", minimum_driver(built_for)
+        why, needed = f"it is built for CUDA {built_for}", _MINIMUM_DRIVER.get(built_for.partition(".")[0])
         driver = _nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0].strip()
         if needed and driver and int(driver.partition(".")[0]) < needed:
             why += f", which needs driver {needed} or newer, and the driver is {driver}"

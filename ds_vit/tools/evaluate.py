@@ -134,52 +134,6 @@ def evaluate_weights(
     if process.rank == 0:
         found.verify()
         print(f"weights: {found}", flush=True)
-    return _run(config, explicit, process, found, file, str(source), sources, again=again)
-
-
-def file_of(found: StoredWeights, output: str | Path | None = None) -> Path:
-    """Where `evaluate_weights` writes what it finds of these weights."""
-    return Path(output) if output else RunFolder(found.folder).evaluation
-
-
-def _only_split(settings: Mapping[str, Any]) -> dict[str, str]:
-    """The split to evaluate of a --data-dir without a training split, where no split is named: val/, else test/."""
-    folder = settings.get("data_dir")
-    if not isinstance(folder, str) or {"val_split", "val_fraction", "dataset"} & settings.keys():
-        return {}
-    there = {name.removesuffix(".tar") for name in os.listdir(folder)} if os.path.isdir(folder) else set()
-    splits = [name for name in (*VAL_NAMES, "test") if name in there]
-    return {"val_split": splits[0]} if splits and not there & {*TRAIN_NAMES} else {}
-
-
-def _check_classes(found: StoredWeights, of_data: tuple[str, ...]) -> None:
-    """Refuse data whose classes are not those that a run was trained on: every count would be wrong.
-
-    Another tool's weights may name the same classes in other words, and are taken as they are.
-    """
-    names = found.class_names
-    if found.recipe is None or not names or not of_data or names == of_data:
-        return
-    number = next(n for n, pair in enumerate(itertools.zip_longest(names, of_data)) if pair[0] != pair[1])
-    ours, theirs = (repr(group[number]) if number < len(group) else "none" for group in (names, of_data))
-    raise UserError(
-        f"{found.path} was trained on {len(names)} classes and the data has {len(of_data)}; number {number} is {ours} "
-        f"there and {theirs} here; give a --data-dir whose class folders are those of the run"
-    )
-
-
-def _run(
-    config: flags.RunConfig,
-    explicit: frozenset[str],
-    process: Process,
-    found: StoredWeights,
-    file: Path,
-    source: str,
-    sources: tuple[Source, Source] | None,
-    *,
-    again: bool,
-) -> dict[str, Any]:
-    """Prepare, start the ranks, evaluate, write."""
     with doing("importing DeepSpeed", shown=process.rank == 0):
         quiet_deepspeed(config.verbose)
         from deepspeed.accelerator import get_accelerator
@@ -215,7 +169,7 @@ def _run(
         groups = build_groups(layout)
         watch = Watch(show=pictures.update, doing=line.doing)
         engine, figures = build_and_evaluate(engine_config, inputs, device_of(process.local_rank), groups, watch)
-        result = {"source": source, **_about(engine_config, found, config), **figures}
+        result = {"source": str(source), **_about(engine_config, found, config), **figures}
         result["skipped_images"] = len(inputs.validation) - figures["images"]
         result["seconds"] = time.perf_counter() - started
         if dist.get_rank() == 0:
@@ -226,6 +180,37 @@ def _run(
             _show(engine_config, found, f"{file}{replaced}", result)
         engine.close()
     return result
+
+
+def file_of(found: StoredWeights, output: str | Path | None = None) -> Path:
+    """Where `evaluate_weights` writes what it finds of these weights."""
+    return Path(output) if output else RunFolder(found.folder).evaluation
+
+
+def _only_split(settings: Mapping[str, Any]) -> dict[str, str]:
+    """The split to evaluate of a --data-dir without a training split, where no split is named: val/, else test/."""
+    folder = settings.get("data_dir")
+    if not isinstance(folder, str) or {"val_split", "val_fraction", "dataset"} & settings.keys():
+        return {}
+    there = {name.removesuffix(".tar") for name in os.listdir(folder)} if os.path.isdir(folder) else set()
+    splits = [name for name in (*VAL_NAMES, "test") if name in there]
+    return {"val_split": splits[0]} if splits and not there & {*TRAIN_NAMES} else {}
+
+
+def _check_classes(found: StoredWeights, of_data: tuple[str, ...]) -> None:
+    """Refuse data whose classes are not those that a run was trained on: every count would be wrong.
+
+    Another tool's weights may name the same classes in other words, and are taken as they are.
+    """
+    names = found.class_names
+    if found.recipe is None or not names or not of_data or names == of_data:
+        return
+    number = next(n for n, pair in enumerate(itertools.zip_longest(names, of_data)) if pair[0] != pair[1])
+    ours, theirs = (repr(group[number]) if number < len(group) else "none" for group in (names, of_data))
+    raise UserError(
+        f"{found.path} was trained on {len(names)} classes and the data has {len(of_data)}; number {number} is {ours} "
+        f"there and {theirs} here; give a --data-dir whose class folders are those of the run"
+    )
 
 
 def _about(engine: EngineConfig, found: StoredWeights, config: flags.RunConfig) -> dict[str, Any]:

@@ -410,9 +410,7 @@ def resolve_layout(
     return engine
 
 
-def train(
-    layout: LayoutRun, what: str, launcher: Sequence[str], steps: int, *, verbose: bool, console: Console | None = None
-) -> None:
+def train(layout: LayoutRun, what: str, launcher: Sequence[str], steps: int, *, verbose: bool) -> None:
     """Train a layout in new processes, and show how far it is on stderr: a moving line, or one plain line in a file.
 
     Args:
@@ -421,12 +419,11 @@ def train(
         launcher: starts `TRAIN` on all ranks.
         steps: how many there will be.
         verbose: pass the output on; otherwise only the end of a failure's is shown.
-        console: where to show the line, other than stderr.
 
     Raises:
         RunFailed: the run failed.
     """
-    console = console or Console(file=sys.stderr, markup=False, soft_wrap=True)
+    console = Console(file=sys.stderr, markup=False, soft_wrap=True)
     if not console.is_terminal:
         print_lines(console, f"parity.py: {what}")
     with tempfile.TemporaryFile() as output, Line(console).doing(what, steps) as counted:

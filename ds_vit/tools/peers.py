@@ -164,8 +164,7 @@ def _classification_step(kind: str, engine: EngineConfig, batch: Batch, compiles
     elif compiles:
         _compile_blocks(model.blocks)
     peer = _WRAPPERS[kind](model, half)
-    groups = timm.optim.param_groups_weight_decay(peer, optimizer.weight_decay)
-    timms = optimizer.cls(groups, **{**optimizer.arguments, "lr": optimizer.lr, "fused": True})
+    timms = _optimizer_of(peer, optimizer)
     autocast = half and kind != "fsdp2"
 
     def step() -> None:
@@ -181,13 +180,11 @@ def _classification_step(kind: str, engine: EngineConfig, batch: Batch, compiles
     return step
 
 
-def _torchs_optimizer(optimizer: OptimizerConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+def _optimizer_of(model: nn.Module, optimizer: OptimizerConfig) -> torch.optim.Optimizer:
     """The engine's optimizer, fused, with weight decay of matrices only."""
-    both: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
-    for parameter in parameters:
-        both[parameter.ndim >= 2].append(parameter)
-    decays = (0.0, optimizer.weight_decay)
-    groups = [{"params": own, "weight_decay": decay} for own, decay in zip(both, decays, strict=True)]
+    import timm
+
+    groups = timm.optim.param_groups_weight_decay(model, optimizer.weight_decay)
     return optimizer.cls(groups, **{**optimizer.arguments, "lr": optimizer.lr, "fused": True})
 
 
@@ -237,7 +234,7 @@ def _open_clip_step(engine: EngineConfig, batch: Batch, compiles: bool) -> Calla
         _compile_blocks(model.visual.trunk.blocks, model.text.transformer.resblocks)
     if world > 1:
         peer = _WRAPPERS["ddp"](peer, half)
-    torchs = _torchs_optimizer(optimizer, model.parameters())
+    torchs = _optimizer_of(model, optimizer)
     pieces = engine.batch.accumulation
     micro_batches = list(zip(batch["images"].chunk(pieces), batch["texts"].chunk(pieces), strict=True))
 
@@ -323,8 +320,7 @@ def _lightly_step(engine: EngineConfig, batch: Batch, compiles: bool) -> Callabl
     peer: nn.Module = student
     if dist.get_world_size() > 1:
         peer = _WRAPPERS["ddp"](student, half)
-    trained = [parameter for parameter in student.parameters() if parameter.requires_grad]
-    torchs = _torchs_optimizer(optimizer, trained)
+    torchs = _optimizer_of(student, optimizer)
     loss = DINOLoss(config.prototypes, student_temp=config.student_temp).to(device)
     samples, crops = len(batch["images"]), [batch[name] for name in ("images", "local_images") if name in batch]
 
@@ -341,7 +337,7 @@ def _lightly_step(engine: EngineConfig, batch: Batch, compiles: bool) -> Callabl
         torchs.zero_grad()
         value.backward()
         if optimizer.clip:
-            nn.utils.clip_grad_norm_(trained, optimizer.clip)
+            nn.utils.clip_grad_norm_(student.parameters(), optimizer.clip)
         torchs.step()
         update_momentum(student, teacher, config.teacher_momentum)
 

@@ -18,7 +18,6 @@ import tarfile
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,8 +42,7 @@ _Packable = FolderSource | TarSource | TextFileSource
 _SPLITS = (*TRAIN_NAMES, *VAL_NAMES, "test")
 
 
-@dataclass(frozen=True)
-class Packing:
+class Packing(NamedTuple):
     """How images go into shards.
 
     Attributes:
@@ -53,17 +51,9 @@ class Packing:
         quality: of JPEG, which everything is then encoded as; None for the files' own bytes (90 where it is resized).
     """
 
-    per_shard: int = 5000
-    resize: int | None = None
-    quality: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.per_shard < 1:
-            raise UserError(f"--per-shard must be at least 1, not {self.per_shard}")
-        if self.resize is not None and self.resize < 1:
-            raise UserError(f"--resize must be at least 1 pixel, not {self.resize}")
-        if self.quality is not None and not 1 <= self.quality <= 100:
-            raise UserError(f"--quality lies between 1 and 100, not {self.quality}")
+    per_shard: int
+    resize: int | None
+    quality: int | None
 
 
 class Packed(NamedTuple):
@@ -90,8 +80,8 @@ def make_shards(
     *,
     workers: int,
     line: Line,
-    allow_empty: bool = False,
-    captions: bool = False,
+    allow_empty: bool,
+    captions: bool,
 ) -> Iterator[tuple[str, Packed]]:
     """Pack each split of a folder, or the folder itself where it has none.
 
@@ -107,10 +97,11 @@ def make_shards(
         Each split's name, and its size. `out` exists after the last one.
 
     Raises:
-        UserError: no such folder, classes that differ between splits, no text files, or an `out` that is not empty.
+        UserError: an invalid quality, no such folder, classes that differ between splits, no text files, or an `out`
+            that is not empty.
     """
-    if workers < 1:
-        raise UserError(f"--workers must be at least 1, not {workers}")
+    if packing.quality is not None and not 1 <= packing.quality <= 100:
+        raise UserError(f"--quality lies between 1 and 100, not {packing.quality}")
     if not os.path.isdir(folder):
         raise UserError(f"{folder} is no folder; give one with train/ and val/ in it, or with class folders")
     target = Path(out).absolute()

@@ -22,7 +22,7 @@ from ds_vit.launching.this_host import free_port
 from ds_vit.tools.doctor import command
 from ds_vit.tools.doctor.checks import Figures, HostAnswer, Run, check_network, examine, slowest, views_of
 from ds_vit.tools.doctor.command import Way, ask_all, explain
-from ds_vit.tools.doctor.facts import WORD, Ask, Facts, Interface, Port, _ports, gather
+from ds_vit.tools.doctor.facts import WORD, Facts, Interface, Port, _ports, gather
 from ds_vit.tools.doctor.network import bus_factor, host_pairs
 
 RUN = Run(
@@ -249,11 +249,11 @@ def test_facts_travel():
     # Catches: a field that JSON turns into something else.
     facts = gpu_host(1, ("n1",))
     assert Facts.unpack(facts.pack()) == facts
-    here = gather(Ask(names=("localhost",)))
+    here = gather(names=("localhost",))
     assert Facts.unpack(here.pack()) == here
     assert here.host == socket.gethostname()
     assert here.versions["torch"] != "missing"
-    odd = gather(Ask(data_dir="d\udce9"))  # a name that is not UTF-8
+    odd = gather(data_dir="d\udce9")  # a name that is not UTF-8
     assert Facts.unpack(odd.pack()).data_problem == "--data-dir d\udce9 is not there"
     assert "127.0.0.1" in here.resolves["localhost"]
     assert any("127.0.0.1" in i.addresses for i in here.interfaces)
@@ -275,7 +275,7 @@ def test_the_data_checksum_sees_a_change(tmp_path):
         (tmp_path / path).write_text(text)
 
     def digest() -> str:
-        facts = gather(Ask(data_dir=str(tmp_path)))
+        facts = gather(data_dir=str(tmp_path))
         assert facts.data_problem == ""
         return facts.data
 
@@ -286,7 +286,7 @@ def test_the_data_checksum_sees_a_change(tmp_path):
     assert changed != first
     (tmp_path / "train/c").mkdir()
     assert digest() != changed
-    assert "is not there" in gather(Ask(data_dir=str(tmp_path / "gone"))).data_problem
+    assert "is not there" in gather(data_dir=str(tmp_path / "gone")).data_problem
 
 
 def way(**changes: object) -> Way:
@@ -343,7 +343,7 @@ def test_a_thousand_hosts_are_asked_in_little_memory(monkeypatch):
 
     monkeypatch.setattr(Way, "run", run)
     hosts = parse_hostfile(to_hostfile(tuple(Host(f"n{number}", 8) for number in range(1, 1025))))
-    answers = ask_all(hosts, Ask(port=29500), way())
+    answers = ask_all(hosts, Run({}, port=29500), way())
     assert examine(answers, RUN) == []
     assert sum(len(answer.facts.resolves) for answer in answers) == 2 * 1024 - 1
     assert sum(len(answer.facts.pack()) for answer in answers) < 4 * 2**20  # 40 MiB where each has all

@@ -149,10 +149,10 @@ def test_a_damaged_file_is_told_and_kept(folder, tmp_path, capsys):
 REFUSED = {
     "no folder": (["nowhere", "out"], "nowhere is no folder; give one with"),
     "no classes": (["photos/train/class9", "out"], "holds 4 images but no class folders"),
-    "no images to a shard": (["photos", "out", "--per-shard", "0"], "--per-shard must be at least 1, not 0"),
+    "no images to a shard": (["photos", "out", "--per-shard", "0"], "--per-shard: must be at least 1, not 0"),
     "quality": (["photos", "out", "--quality", "101"], "--quality lies between 1 and 100, not 101"),
-    "size": (["photos", "out", "--resize", "0"], "--resize must be at least 1 pixel, not 0"),
-    "workers": (["photos", "out", "--workers", "0"], "--workers must be at least 1, not 0"),
+    "size": (["photos", "out", "--resize", "0"], "--resize: must be at least 1, not 0"),
+    "workers": (["photos", "out", "--workers", "0"], "--workers: must be at least 1, not 0"),
     "not empty": (["photos", "photos/val"], "photos/val exists and is not an empty folder; give another one"),
 }
 

@@ -59,7 +59,7 @@ def verdicts(output: str) -> dict[str, str]:
     return {row[0]: row[-1] for row in cells if row[0]}
 
 
-def test_the_line_follows_the_steps_on_a_terminal(tmp_path):
+def test_the_line_follows_the_steps_on_a_terminal(tmp_path, monkeypatch):
     # Catches: silence while a layout trains; a failure whose error is not shown.
     screen, layout = io.StringIO(), LayoutRun("zero1", folder=tmp_path)
     script = f"""
@@ -72,8 +72,9 @@ time.sleep(1)
 sys.exit("train.py: error: no images")
 """
     console = Console(file=screen, force_terminal=True, width=100)
+    monkeypatch.setattr(parity, "Console", lambda **_: console)
     with pytest.raises(RunFailed, match="no images"):
-        train(layout, "training zero1", [sys.executable, "-c", script], 3, verbose=False, console=console)
+        train(layout, "training zero1", [sys.executable, "-c", script], 3, verbose=False)
     shown = screen.getvalue()
     assert "training zero1" in shown
     assert "0/3" in shown

@@ -77,11 +77,12 @@ class Run:
 
     Attributes:
         environ: the variables that are set on every host.
-        output: `--output`, "" for none.
+        data_dir, output: the flags, "" for none.
         port: where rank 0 will listen.
     """
 
     environ: Mapping[str, str]
+    data_dir: str = ""
     output: str = ""
     port: int = 0
 

@@ -36,7 +36,7 @@ from ds_vit.tools.doctor.checks import (
     slowest,
     views_of,
 )
-from ds_vit.tools.doctor.facts import DRIVER, WORD, Ask, Facts, gather
+from ds_vit.tools.doctor.facts import DRIVER, WORD, Facts, gather
 from ds_vit.tools.doctor.network import measure
 
 _ROOT = Path(ds_vit.__file__).resolve().parent.parent  # the folder that `ds_vit` is imported from, on every host
@@ -58,7 +58,6 @@ class Diagnosis:
     answers: Sequence[HostAnswer]
     figures: Figures | None
     findings: Sequence[Finding]
-    run: Run
 
     @property
     def exit_code(self) -> int:
@@ -103,7 +102,7 @@ def doctor(arguments: Namespace, environ: Mapping[str, str]) -> int:
     sent = {n: v for n, v in collected(environ, cwd, arguments.env_file).items() if n.startswith(_SENT)}
     if "CUDA_VISIBLE_DEVICES" in environ and not arguments.hostfile:
         sent["CUDA_VISIBLE_DEVICES"] = environ["CUDA_VISIBLE_DEVICES"]
-    run = Run(environ=sent, output=arguments.output, port=arguments.master_port)
+    run = Run(sent, arguments.data_dir, arguments.output, arguments.master_port)
     process = discover(environ)
     if process.world_size == 1:
         way = Way(environ, sent, cwd, arguments.timeout, arguments.ssh_port, local=not arguments.hostfile)
@@ -123,21 +122,17 @@ def doctor(arguments: Namespace, environ: Mapping[str, str]) -> int:
     return diagnosis.exit_code
 
 
-def _ask(arguments: Namespace) -> Ask:
-    return Ask(port=arguments.master_port, data_dir=arguments.data_dir, output=arguments.output)
-
-
 def _diagnose(answers: Sequence[HostAnswer], figures: Figures | None, run: Run) -> Diagnosis:
     findings = examine(answers, run)
     if figures is not None:
         findings = errors_first([*findings, *check_network(figures, views_of(answers, run))])
-    return Diagnosis(answers, figures, findings, run)
+    return Diagnosis(answers, figures, findings)
 
 
 def _ask_hosts(arguments: Namespace, run: Run, way: Way) -> Diagnosis:
     """Ask the hosts of the hostfile, or this machine, and time messages between those that answer."""
-    hosts = (Host(_own_name(), 1),) if way.local else read_hosts(arguments.hostfile, way.environ)
-    answers = ask_all(hosts, _ask(arguments), way)
+    hosts = (Host(socket.gethostname(), 1),) if way.local else read_hosts(arguments.hostfile, way.environ)
+    answers = ask_all(hosts, run, way)
     if way.local and (facts := answers[0].facts) is not None:
         everything = len(facts.accelerators) or min(2, facts.cores)
         answers = [replace(answers[0], host=Host(answers[0].host.name, everything))]
@@ -149,13 +144,6 @@ def _ask_hosts(arguments: Namespace, run: Run, way: Way) -> Diagnosis:
         port = arguments.master_port + (1 if "port" in found and arguments.master_port < 65535 else 0)
         figures = start_ranks(reachable, way, address, port)
     return _diagnose(answers, figures, run)
-
-
-def _own_name() -> str:
-    try:
-        return Host(socket.gethostname(), 1).name
-    except UserError:
-        return "localhost"
 
 
 def _ask_ranks(arguments: Namespace, run: Run, process: Process) -> Diagnosis:
@@ -183,11 +171,13 @@ def _ask_ranks(arguments: Namespace, run: Run, process: Process) -> Diagnosis:
     names = from_all((socket.gethostname(), process.local_rank))
     leaders = [rank for rank, (_, local_rank) in enumerate(names) if local_rank == 0]
     hosts = [names[rank][0] for rank in leaders]
-    ask = replace(_ask(arguments), names=tuple({hosts[0], socket.gethostname()}), port=0)
-    facts = from_all(gather(ask).pack() if process.local_rank == 0 else "")
+    facts = ""
+    if process.local_rank == 0:
+        facts = gather({hosts[0], socket.gethostname()}, data_dir=run.data_dir, output=run.output).pack()
+    of_all = from_all(facts)
     measured = None if arguments.no_collectives else measure(process.rank, device, leaders)
     answers = [
-        HostAnswer(Host(name, end - leader), Facts.unpack(facts[leader]))
+        HostAnswer(Host(name, end - leader), Facts.unpack(of_all[leader]))
         for name, leader, end in zip(hosts, leaders, [*leaders[1:], process.world_size], strict=True)
     ]
     figures = Figures(tuple(hosts), measured=measured) if measured else None
@@ -260,15 +250,16 @@ def explain(name: str, code: int, output: Sequence[str]) -> tuple[str, str]:
     return f"the probe failed: {words['last']}", f"ssh {words['name']} {shlex.quote(sys.executable)} -m {_PROBE}"
 
 
-def ask_all(hosts: Sequence[Host], ask: Ask, way: Way) -> list[HostAnswer]:
+def ask_all(hosts: Sequence[Host], run: Run, way: Way) -> list[HostAnswer]:
     """Every host's answer, in the order of `hosts`.
 
     Each resolves two names, its own and the first host's: 1,024 hosts would make a million look-ups of all.
     """
 
     def question(host: Host) -> object:
-        names = tuple(dict.fromkeys((hosts[0].name, host.name)))
-        return asdict(replace(ask, names=names, port=ask.port if host == hosts[0] else 0))
+        names = list(dict.fromkeys((hosts[0].name, host.name)))
+        port = run.port if host == hosts[0] else 0
+        return {"names": names, "port": port, "data_dir": run.data_dir, "output": run.output}
 
     answers = []
     for host, ended in zip(hosts, way.run([(host, _PROBE, question(host)) for host in hosts]), strict=True):

@@ -1,7 +1,7 @@
 """What one host reports: a plain data class, gathered on that host within seconds, without importing torch.
 
 Torch is imported only where there are GPUs, to check whether it can use them. The doctor starts this file on every
-host: python -m ds_vit.tools.doctor.facts, with an `Ask` as JSON.
+host: python -m ds_vit.tools.doctor.facts, with the arguments of `gather` as JSON.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from importlib import util
 from pathlib import Path
@@ -35,22 +35,6 @@ CUDA, DRIVER = "torch's CUDA", "NVIDIA driver"
 
 _SAMPLES = 8  # files of the data whose content is compared
 _SAMPLE_BYTES = 65536
-
-
-@dataclass(frozen=True)
-class Ask:
-    """The question to a host.
-
-    Attributes:
-        names: to be resolved: the host's own, and rank 0's.
-        port: where rank 0 will listen; asked of the first host only, else 0.
-        data_dir, output: paths of the run; "" for none.
-    """
-
-    names: tuple[str, ...] = ()
-    port: int = 0
-    data_dir: str = ""
-    output: str = ""
 
 
 @dataclass(frozen=True)
@@ -115,11 +99,17 @@ class Facts:
 _FACTS = TypeAdapter(Facts)  # slow to build
 
 
-def gather(ask: Ask) -> Facts:
-    """The facts of the host that this runs on. What cannot be found out stays at its default; nothing raises."""
+def gather(names: Iterable[str] = (), port: int = 0, data_dir: str = "", output: str = "") -> Facts:
+    """The facts of the host that this runs on. What cannot be found out stays at its default; nothing raises.
+
+    Args:
+        names: to be resolved: the host's own, and rank 0's.
+        port: where rank 0 will listen; asked of the first host only, else 0.
+        data_dir, output: paths of the run; "" for none.
+    """
     accelerators = listed_gpus()
-    data, data_problem = _data(ask.data_dir)
-    output_problem, output_free = _output(ask.output)
+    data, data_problem = _data(data_dir)
+    output_problem, output_free = _output(output)
     memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return Facts(
         host=socket.gethostname(),
@@ -137,8 +127,8 @@ def gather(ask: Ask) -> Facts:
         ports=tuple(_ports()),
         memlock_bytes=None if memlock == resource.RLIM_INFINITY else memlock,
         shm_bytes=shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else None,
-        resolves={name: _resolve(name) for name in ask.names},
-        port_problem=_port_problem(ask.port),
+        resolves={name: _resolve(name) for name in names},
+        port_problem=_port_problem(port),
     )
 
 
@@ -244,8 +234,7 @@ def _ports(root: Path = Path("/sys/class/infiniband")) -> Iterator[Port]:
 
 def main() -> int:
     """Answer on stdout."""
-    asked = json.loads(sys.argv[1] if sys.argv[1:] else "{}")
-    print(WORD + gather(TypeAdapter(Ask).validate_python(asked)).pack(), flush=True)
+    print(WORD + gather(**json.loads(sys.argv[1] if sys.argv[1:] else "{}")).pack(), flush=True)
     return 0
 
 

@@ -23,6 +23,7 @@ from ds_vit.data.sources.source import IMAGE_EXTENSIONS, hidden, is_image
 from ds_vit.data.sources.tars import members_of
 from ds_vit.fault_tolerance import exit_codes
 from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.monitoring.metrics import say as print_lines
 
 _UNREAD = frozenset({".heic", ".heif", ".avif"})
 _SHOWN = 50  # files of a kind
@@ -123,9 +124,7 @@ _ADVICE = {
 
 
 def _show(console: Console, folder: str, count: int, found: list[Problem]) -> None:
-    def say(text: str) -> None:
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
-
+    say = partial(print_lines, console)
     say(f"{count:,} images in {folder}: {len(found):,} need attention" if found else f"{count:,} images: all are sound")
     for kind, of_kind in itertools.groupby(sorted(found), key=lambda problem: problem.kind):
         problems = [*of_kind]
