@@ -20,7 +20,7 @@ from ds_vit import cli
 from ds_vit.launching.hosts import TIMED_OUT, Ended, Host, on_hosts, parse_hostfile, ssh_command, to_hostfile
 from ds_vit.launching.this_host import free_port
 from ds_vit.tools.doctor import command
-from ds_vit.tools.doctor.checks import Figures, HostAnswer, Run, check_network, examine, slowest, views_of
+from ds_vit.tools.doctor.checks import Figures, HostAnswer, Run, examine, slowest
 from ds_vit.tools.doctor.command import Way, ask_all, explain
 from ds_vit.tools.doctor.facts import WORD, Facts, Interface, Port, _ports, gather
 from ds_vit.tools.doctor.network import bus_factor, host_pairs
@@ -227,7 +227,7 @@ ALL_SLOW = {f"n{a + 1}{b + 1}": {"bytes_per_second": 2e9} for a, b in host_pairs
 )
 def test_the_network(measured, finding, words):
     # Catches: a network blamed for nothing, one bad cable lost in an average, a failed measurement taken for health.
-    found = list(check_network(measured, views_of(healthy(), RUN)))
+    found = examine(healthy(), RUN, measured)
     assert [(f.check, f.severity, f.hosts) for f in found[:1]] == [finding] * (finding is not None)
     assert all(words in f.what for f in found[:1])
     assert len(found) == (6 if finding and finding[1] == "warning" else finding is not None)

@@ -107,15 +107,10 @@ class View:
     num_hosts: int
 
 
-def views_of(answers: Sequence[HostAnswer], run: Run) -> list[View]:
-    """The hosts that answered."""
+def examine(answers: Sequence[HostAnswer], run: Run, figures: Figures | None = None) -> list[Finding]:
+    """All findings of the hosts' answers, and of what their ranks measured; errors first."""
     known = [(answer.host, answer.facts) for answer in answers if answer.facts is not None]
-    return [View(host.name, host.slots, facts, run, answers[0].host.name, len(answers)) for host, facts in known]
-
-
-def examine(answers: Sequence[HostAnswer], run: Run) -> list[Finding]:
-    """All findings of the hosts' answers, errors first."""
-    views = views_of(answers, run)
+    views = [View(host.name, host.slots, facts, run, answers[0].host.name, len(answers)) for host, facts in known]
     silent = [answer for answer in answers if answer.facts is None]
     findings = [Finding("ssh", "error", (a.host.name,), a.problem, a.remedy) for a in silent]
     findings += _compare_hosts(views)
@@ -128,11 +123,8 @@ def examine(answers: Sequence[HostAnswer], run: Run) -> list[Finding]:
             Finding(name, severity, tuple(names), what, remedy)
             for (name, severity, what, remedy), names in hosts.items()
         ]
-    return errors_first(findings)
-
-
-def errors_first(findings: Sequence[Finding]) -> list[Finding]:
-    """The findings in the order in which people read them."""
+    if figures is not None:
+        findings += _check_network(figures, views)
     return sorted(findings, key=lambda finding: finding.severity != "error")
 
 
@@ -304,7 +296,7 @@ def _adapters(view: View) -> Iterator[Fault]:
 # ---- the network -----------------------------------------------------------------------------------------------------
 
 
-def check_network(figures: Figures, views: Sequence[View]) -> Iterator[Finding]:
+def _check_network(figures: Figures, views: Sequence[View]) -> Iterator[Finding]:
     """Findings in what the ranks measured: no meeting, slow pairs, less than the adapters should give."""
     if figures.problem:
         remedy = "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME in .deepspeed_env; a firewall between the hosts"

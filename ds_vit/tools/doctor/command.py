@@ -24,18 +24,7 @@ from ds_vit.fault_tolerance import exit_codes
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.hosts import TIMED_OUT, Ended, Host, collected, on_hosts, read_hosts
 from ds_vit.launching.process import Process, discover, rendezvous
-from ds_vit.tools.doctor.checks import (
-    Figures,
-    Finding,
-    HostAnswer,
-    Run,
-    check_network,
-    errors_first,
-    examine,
-    gbits,
-    slowest,
-    views_of,
-)
+from ds_vit.tools.doctor.checks import Figures, Finding, HostAnswer, Run, examine, gbits, slowest
 from ds_vit.tools.doctor.facts import DRIVER, WORD, Facts, gather
 from ds_vit.tools.doctor.network import measure
 
@@ -122,13 +111,6 @@ def doctor(arguments: Namespace, environ: Mapping[str, str]) -> int:
     return diagnosis.exit_code
 
 
-def _diagnose(answers: Sequence[HostAnswer], figures: Figures | None, run: Run) -> Diagnosis:
-    findings = examine(answers, run)
-    if figures is not None:
-        findings = errors_first([*findings, *check_network(figures, views_of(answers, run))])
-    return Diagnosis(answers, figures, findings)
-
-
 def _ask_hosts(arguments: Namespace, run: Run, way: Way) -> Diagnosis:
     """Ask the hosts of the hostfile, or this machine, and time messages between those that answer."""
     hosts = (Host(socket.gethostname(), 1),) if way.local else read_hosts(arguments.hostfile, way.environ)
@@ -143,7 +125,7 @@ def _ask_hosts(arguments: Namespace, run: Run, way: Way) -> Diagnosis:
         address = arguments.master_addr or ("127.0.0.1" if way.local else reachable[0].host.name.split("@")[-1])
         port = arguments.master_port + (1 if "port" in found and arguments.master_port < 65535 else 0)
         figures = start_ranks(reachable, way, address, port)
-    return _diagnose(answers, figures, run)
+    return Diagnosis(answers, figures, examine(answers, run, figures))
 
 
 def _ask_ranks(arguments: Namespace, run: Run, process: Process) -> Diagnosis:
@@ -184,7 +166,7 @@ def _ask_ranks(arguments: Namespace, run: Run, process: Process) -> Diagnosis:
     dist.barrier()
     if made:
         dist.destroy_process_group()
-    return _diagnose(answers, figures, run)
+    return Diagnosis(answers, figures, examine(answers, run, figures))
 
 
 # ---- programs on the hosts -------------------------------------------------------------------------------------------
