@@ -96,11 +96,11 @@ def check_pipeline(data: Mapping[str, Any], path: str, pp: int) -> None:
 
 def check_grad_norm(data: Mapping[str, Any], path: str, *, clip: float) -> None:
     """Reject `compute_grad_norm` false where clipping needs the norm."""
-    if value_of(data, "zero_optimization.compute_grad_norm") is not False:
-        return
-    key = f'{path}: "zero_optimization.compute_grad_norm": false'
-    if clip > 0:
-        raise UserError(f"{key} leaves no norm for gradient_clipping {clip:g}; delete one of them, or set it to 0")
+    if clip > 0 and value_of(data, "zero_optimization.compute_grad_norm") is False:
+        raise UserError(
+            f'{path}: "zero_optimization.compute_grad_norm": false leaves no norm for gradient_clipping {clip:g}; '
+            "delete one of them, or set it to 0"
+        )
 
 
 def precision(data: Mapping[str, Any], path: str, *, on_cpu: bool) -> Precision:

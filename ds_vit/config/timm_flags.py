@@ -339,16 +339,15 @@ _HINTS: Mapping[str, Entry] = {
 }
 
 
-def _match(table: Mapping[str, Entry], name: str) -> tuple[str, Entry] | None:
-    """The first pattern of a table that matches the recipe name of a flag, and its entry."""
+def _match(table: Mapping[str, Entry], name: str) -> tuple[str, Entry | None]:
+    """The first pattern of a table that matches the recipe name of a flag, and its entry; "+" and None without one."""
     pairs = ((pattern, entry) for patterns, entry in table.items() for pattern in patterns.split())
-    return next((pair for pair in pairs if fnmatchcase(name, pair[0].rstrip("!+"))), None)
+    return next((pair for pair in pairs if fnmatchcase(name, pair[0].rstrip("!+"))), ("+", None))
 
 
 def entry_in(table: Mapping[str, Entry], name: str) -> Entry | None:
     """The entry of a flag in a table, by its recipe name."""
-    found = _match(table, name)
-    return found and found[1]
+    return _match(table, name)[1]
 
 
 def words_of(name: str) -> int | None:
@@ -357,7 +356,7 @@ def words_of(name: str) -> int | None:
     Args:
         name: by its recipe name.
     """
-    pattern, _ = _match(_HINTS, name) or ("+", "")
+    pattern, _ = _match(_HINTS, name)
     return {"!": 0, "+": None}.get(pattern[-1], 1)
 
 

@@ -84,8 +84,8 @@ class Interval:
 
     def __str__(self) -> str:
         if self.epochs:
-            return "epoch"
-        return f"{self.steps} steps" if self.steps else f"{self.seconds:g} s"
+            return "at each epoch's end"
+        return f"every {self.steps} steps" if self.steps else f"every {self.seconds:g} s"
 
 
 def parse_bytes(text: str, flag: str) -> int:

@@ -193,11 +193,7 @@ def _checkpoints(resolved: Resolved) -> str:
         return "none but of the step that the run is interrupted at: what kills it costs all steps, and no best is kept"
     best = " and the best" if resolved.has_best else ""
     kept = f"the newest {config.keep_checkpoints}{best} stay" if config.keep_checkpoints else "all stay"
-    return f"{_how_often(interval)}; {kept}"
-
-
-def _how_often(interval: Interval) -> str:
-    return "at each epoch's end" if interval.epochs else f"every {interval}"
+    return f"{interval}; {kept}"
 
 
 def _precision(resolved: Resolved, device: torch.device) -> str:

@@ -78,8 +78,7 @@ def obstacles(model: TimmViT, pool: str, rules: Sequence[Rule], optional: Sequen
     known = {name for rule in rules for name in rule.ours} - {*optional}
 
     def parts(of: set[str]) -> list[str]:  # one name for all tensors of a layer outside the blocks
-        layers = (re.match(r"(text\.)?[^.]+", name) for name in of)
-        return sorted({name if "blocks" in name else layer[0] for name, layer in zip(of, layers, strict=True) if layer})
+        return sorted({name if "blocks" in name else re.sub(r"((text\.)?[^.]+).*", r"\1", name) for name in of})
 
     yield from parts(names - known)
     for part in parts(known - names):
@@ -167,18 +166,11 @@ def write_tokenizer(name: str, settings: TextSettings, folder: Path) -> str:
     Returns:
         Why there is no tokenizer in the folder, a line for people; "" if there is one.
     """
-    reason = _write_files(build_tokenizer(name, settings.context_length), name, settings, folder)
-    if reason:
-        for file in _TOKENIZER_FILES:
-            (folder / file).unlink(missing_ok=True)
-        return f"the folder has no tokenizer: {reason}"
-    return ""
-
-
-def _write_files(tokenizer: Tokenizer, name: str, settings: TextSettings, folder: Path) -> str:
-    if isinstance(tokenizer, ClipTokenizer):
-        if not _ignores_padding(settings):
-            return "this text tower sees the padding of --tokenizer clip, id 0, which transformers reads as '!'"
+    tokenizer = build_tokenizer(name, settings.context_length)
+    reason = ""
+    if isinstance(tokenizer, ClipTokenizer) and not _ignores_padding(settings):
+        reason = "this text tower sees the padding of --tokenizer clip, id 0, which transformers reads as '!'"
+    elif isinstance(tokenizer, ClipTokenizer):
         from transformers import CLIPTokenizer
 
         own = CLIPTokenizer(*tokenizer.vocabulary(), model_max_length=settings.context_length)
@@ -193,8 +185,12 @@ def _write_files(tokenizer: Tokenizer, name: str, settings: TextSettings, folder
         }
         (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
     else:
-        return f"transformers has no counterpart of --tokenizer {name}, whose ids this text tower takes"
-    return _difference(tokenizer, settings, folder)
+        reason = f"transformers has no counterpart of --tokenizer {name}, whose ids this text tower takes"
+    if reason := reason or _difference(tokenizer, settings, folder):
+        for file in _TOKENIZER_FILES:
+            (folder / file).unlink(missing_ok=True)
+        return f"the folder has no tokenizer: {reason}"
+    return ""
 
 
 def _ignores_padding(settings: TextSettings) -> bool:
