@@ -102,19 +102,3 @@ def finish_targets(
     if mix is None or batch.mix is None:
         return targets[: batch.num_rows]
     return mix_targets(targets, batch.num_rows, batch.mix, num_classes, mix.smoothing)
-
-
-def finish_texts(batch: MicroBatch, *, device: torch.device | str) -> torch.Tensor:
-    """The token ids of a micro-batch's own rows, int64 [B, L]."""
-    assert batch.texts is not None, "the micro-batch was loaded without texts"
-    return batch.texts[: batch.num_rows].to(device, non_blocking=True)
-
-
-def finish_keys(batch: MicroBatch, *, device: torch.device | str) -> torch.Tensor:
-    """The sample keys of a micro-batch's own rows, int64 [B]."""
-    return batch.keys[: batch.num_rows].to(device, non_blocking=True)
-
-
-def finish_valid(batch: MicroBatch, *, device: torch.device | str) -> torch.Tensor:
-    """Which of a micro-batch's own rows count, bool [B]."""
-    return batch.valid[: batch.num_rows].to(device, non_blocking=True)

@@ -26,7 +26,7 @@ from torch import nn
 from ds_vit.config import RunConfig
 from ds_vit.config.schema import HELD
 from ds_vit.data.batches import MicroBatch
-from ds_vit.data.device import finish_images, finish_local_images, finish_targets, finish_texts
+from ds_vit.data.device import finish_images, finish_local_images, finish_targets
 from ds_vit.data.settings import CropConfig, ImageConfig
 from ds_vit.data.sources.source import Source
 from ds_vit.data.text import Tokenizer
@@ -369,7 +369,8 @@ class Task(ABC):
             mix = self.mix if training else None
             made["targets"] = finish_targets(micro_batch, self.num_classes, mix, device=device)
         if "texts" in sources:
-            made["texts"] = finish_texts(micro_batch, device=device)
+            assert micro_batch.texts is not None, "the micro-batch was loaded without texts"
+            made["texts"] = micro_batch.texts[: micro_batch.num_rows].to(device, non_blocking=True)
         return {
             field.name: made[source].to(field.dtype or made[source].dtype)
             for field, source in zip(fields, sources, strict=True)

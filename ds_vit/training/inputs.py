@@ -29,7 +29,6 @@ from ds_vit.config.augmentation import ImageSizes
 from ds_vit.config.run_folder import LineLog
 from ds_vit.data.augment.on_device import Crops
 from ds_vit.data.batches import MicroBatch
-from ds_vit.data.device import finish_keys, finish_valid
 from ds_vit.data.loader import Loader, eval_loader, train_loader
 from ds_vit.data.sampler import SampleOrder, Share, evaluation_keys, evaluation_rows, num_evaluation_batches
 from ds_vit.data.sources.source import Source
@@ -263,7 +262,7 @@ class InputPipeline:
                 if source is not None and "last" in self.config.stages:  # once a row: where it is counted
                     inputs.num_skipped += batch.num_skipped
                     self.skipped.add(source, batch.skipped, split)
-                valid = finish_valid(batch, device=self.engine.device)
+                valid = batch.valid[: batch.num_rows].to(self.engine.device, non_blocking=True)
                 shared = self._share({**self._finish(fields, batch, training=False), "valid": valid})
                 yield self._with_blanks(shared)
 
@@ -327,7 +326,7 @@ class InputPipeline:
         device = self.engine.device
         with self._stream or contextlib.nullcontext():
             tensors = self.config.task.tensors(fields, batch, training=training, device=device)
-            tensors["keys"] = finish_keys(batch, device=device)
+            tensors["keys"] = batch.keys[: batch.num_rows].to(device, non_blocking=True)
         if self._stream is not None:
             current = torch.accelerator.current_stream(device)
             current.wait_stream(self._stream)

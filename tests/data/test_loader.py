@@ -27,7 +27,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from ds_vit.config.augmentation import AugmentConfig, MixConfig
 from ds_vit.data.batches import MicroBatch, Slots
 from ds_vit.data.decode import ImageDecodeError
-from ds_vit.data.device import finish_images, finish_keys, finish_targets, finish_valid
+from ds_vit.data.device import finish_images, finish_targets
 from ds_vit.data.loader import Loader, eval_loader, train_loader
 from ds_vit.data.sampler import SampleOrder, Share
 from ds_vit.data.settings import ImageConfig
@@ -73,7 +73,7 @@ def _loader(source: Source, stop_step: int, **options) -> Loader:
 PARTS: dict[str, Callable[[MicroBatch], torch.Tensor]] = {
     "images": lambda batch: finish_images(batch, IMAGE, EVERYTHING, device="cpu"),
     "targets": lambda batch: finish_targets(batch, 3, MIX, device="cpu"),
-    "keys": lambda batch: finish_keys(batch, device="cpu"),
+    "keys": lambda batch: batch.keys[: batch.num_rows],
     "indices": lambda batch: batch.indices[: batch.num_rows],
 }
 
@@ -319,7 +319,7 @@ def test_evaluation_sees_every_image_once_with_its_target(source, dp_size, batch
         for part in loader:
             images, targets = finish_images(part, IMAGE, device="cpu"), finish_targets(part, 3, device="cpu")
             assert len(images) == len(targets) == batch
-            for row in torch.nonzero(finish_valid(part, device="cpu")).flatten().tolist():
+            for row in torch.nonzero(part.valid[: part.num_rows]).flatten().tolist():
                 assert part.indices[row].item() not in seen
                 seen[part.indices[row].item()] = (images[row].numpy().tobytes(), targets[row].item())
     assert sorted(seen) == list(range(NUM_IMAGES))

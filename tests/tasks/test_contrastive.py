@@ -206,7 +206,7 @@ def layers_above(name):
 
 def train_plainly(argv, *, lr, clip, bound):
     """Losses and norms of torch's AdamW, open_clip's loss and the towers, without DeepSpeed."""
-    from ds_vit.data.device import finish_images, finish_texts
+    from ds_vit.data.device import finish_images
     from ds_vit.data.loader import train_loader
     from ds_vit.models.keyed_init import initialise
     from ds_vit.models.layers import tower_of
@@ -239,7 +239,7 @@ def train_plainly(argv, *, lr, clip, bound):
     rows = []
     for step, batch in enumerate(loader, start=1):
         images = towers["image"](finish_images(batch, task.image, task.augment, device="cpu"), batch.keys)
-        texts = towers["text"](finish_texts(batch, device="cpu"), batch.keys)[:, : images.shape[1]]
+        texts = towers["text"](batch.texts[: batch.num_rows], batch.keys)[:, : images.shape[1]]
         logits = [parameters[name][0] for name in ("text.logit_scale", "text.logit_bias") if name in parameters]
         features = (F.normalize(images), F.normalize(texts))
         loss = theirs("clip" if len(logits) == 1 else "siglip", features, logits)
