@@ -306,7 +306,8 @@ def _hosts(arguments: argparse.Namespace) -> int:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    from ds_vit.monitoring.report import read_records, write_report
+    from ds_vit.monitoring.report.page import write_report
+    from ds_vit.monitoring.report.record import read_records
 
     records = read_records(arguments.runs)
     default = RunFolder(arguments.runs[0]).report if len(records) == 1 else Path("comparison.html")
@@ -324,8 +325,8 @@ def _compare(arguments: argparse.Namespace) -> int:
     if len(arguments.runs) < 2:
         raise UserError("ds-vit compare takes two runs or more; for one: ds-vit report RUN")
     from ds_vit.monitoring.metrics import make_console, print_columns, say
-    from ds_vit.monitoring.report import read_records, write_report
-    from ds_vit.monitoring.report.page import differences, outcomes
+    from ds_vit.monitoring.report.page import differences, outcomes, write_report
+    from ds_vit.monitoring.report.record import read_records
 
     records = read_records(arguments.runs)
     console, names = make_console(), [record.name for record in records]

@@ -29,8 +29,8 @@ from ds_vit.launching.process import Process, launch_words
 from ds_vit.models.param_groups import no_weight_decay_names
 from ds_vit.models.zoo import num_parameters
 from ds_vit.monitoring.metrics import Reporter, Throughput, make_console, print_columns, print_table, say
-from ds_vit.monitoring.report import read_records, write_report
-from ds_vit.monitoring.report.record import num_starts
+from ds_vit.monitoring.report.page import write_report
+from ds_vit.monitoring.report.record import num_starts, read_records
 from ds_vit.optim.build import rules_of, states_per_element
 from ds_vit.optim.rate_factors import layer_scales
 from ds_vit.parallel.groups import gather_objects

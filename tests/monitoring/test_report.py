@@ -25,10 +25,10 @@ from runs import DIGITS, ONE_BLOCK, run_quietly
 from ds_vit import cli
 from ds_vit.config.run_folder import RunFolder
 from ds_vit.data.settings import ImageConfig
-from ds_vit.monitoring import report
 from ds_vit.monitoring.gradient_health import HIGHEST, LOWEST
+from ds_vit.monitoring.report import page
 from ds_vit.monitoring.report.charts import MAX_POINTS, Series, heat_map, line_chart, log_ticks, number, thin_out, ticks
-from ds_vit.monitoring.report.page import differences, outcomes
+from ds_vit.monitoring.report.page import differences, outcomes, write_report
 from ds_vit.monitoring.report.panels import PERCENT, class_panels, curves, gradients, table
 from ds_vit.monitoring.report.record import Record
 from ds_vit.monitoring.sheets import write_predictions
@@ -164,7 +164,7 @@ def test_a_name_that_is_not_utf8(evil, tmp_path):
     assert [row["image"] for row in csv.DictReader(folder.predictions.open(errors="surrogateescape"))] == names
     shutil.copytree(evil, tmp_path / "run")
     shutil.copy(folder.predictions, tmp_path / "run")
-    report.write_report([Record.read(tmp_path / "run")], tmp_path / "page.html")
+    write_report([Record.read(tmp_path / "run")], tmp_path / "page.html")
     assert "caf?.jpg" in (tmp_path / "page.html").read_text()
 
 
@@ -256,7 +256,7 @@ def test_every_layout_writes_the_same_predictions(ranks, tmp_path):
 
 def break_the_report():
     """On a rank: a page that cannot be made."""
-    return mock.patch.object(report.page, "curves", side_effect=KeyError("oh"))
+    return mock.patch.object(page, "curves", side_effect=KeyError("oh"))
 
 
 def test_a_report_that_fails_is_a_warning(ranks, tmp_path):

@@ -14,7 +14,9 @@ from jinja2 import Environment, FileSystemLoader
 from PIL import Image
 
 from ds_vit.config.deepspeed_json import leaves
+from ds_vit.config.run_folder import written_whole
 from ds_vit.config.schema import KEY_OF_FLAG
+from ds_vit.fault_tolerance.errors import written
 from ds_vit.monitoring.progress import format_seconds
 from ds_vit.monitoring.report.charts import (
     BOTTOM,
@@ -68,6 +70,18 @@ _UNITS = {
     "flag workers": "per rank",
 }
 _MIN_DEVIATION = 1e-9  # 0 has no place on a logarithmic axis
+
+
+def write_report(records: Sequence[Record], path: Path) -> None:
+    """Write the page of one run, or of several side by side, atomically.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    with written(f"{path} could not be written"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with written_whole(path) as partial:
+            partial.write_text(render(records), encoding="utf-8", errors="replace")
 
 
 def render(records: Sequence[Record]) -> str:
