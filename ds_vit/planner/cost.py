@@ -119,8 +119,7 @@ def step_time(
         one = works[min(1, len(works) - 1)].given * batch.micro_batch / link.reached + link.latency_seconds
         sending = (2 if p == 2 else 4) * m * one
     of_rank = max(sum(work.parameters for work in part) for part in parts)
-    of_gradient = rules.sent_as
-    data, overlapped = _traffic(of_rank, len(works), rules, m, machine.ring(rules.layout), of_gradient)
+    data, overlapped = _traffic(of_rank, len(works), rules, m, machine.ring(rules.layout))
     copied_per_second = machine.accelerator.copied_per_second
     behind = machine.accelerator.hidden_share * (slowest.once * 2 / 3) * m if _overlaps(rules) else 0.0
     return StepTime(
@@ -131,7 +130,7 @@ def step_time(
         sending=sending,
         data=data + max(0.0, overlapped - behind),
         hidden=min(overlapped, behind),
-        copying=_copied(rules, m, of_gradient, of_rank) * of_rank / copied_per_second,
+        copying=_copied(rules, m) * of_rank / copied_per_second,
         update=_UPDATE_BYTES * of_rank / (rules.layout.dp if stage else 1) / copied_per_second,
     )
 
@@ -198,7 +197,7 @@ def _overlaps(rules: MemoryRules) -> bool:
     return rules.stage >= 2 and bool(rules.stage == 3 if overlap is None else overlap)
 
 
-def _copied(rules: MemoryRules, m: int, of_gradient: int, parameters: int) -> float:
+def _copied(rules: MemoryRules, m: int) -> float:
     """Bytes of a parameter that copies read and write in a step of m micro-batches.
 
     Summing up reads two gradients and writes one. DeepSpeed's ZeRO copies a gradient five times on its way to its
@@ -206,18 +205,16 @@ def _copied(rules: MemoryRules, m: int, of_gradient: int, parameters: int) -> fl
     0.19.8; the last two on the owner only); flat gradients are copied once. ZeRO-3 copies into a buffer, and the
     owner's share out of it; it gathers each weight for both passes (`engine/zero3.py`).
     """
-    summed = 0 if m == 1 else 3 * of_gradient * m
+    summed = 0 if m == 1 else 3 * rules.sent_as * m
     of_zero = 3 + 2 / rules.layout.dp
     brought = 1.0 if rules.flat else of_zero * (m if rules.stage > 1 else 1)
     if rules.stage == 3:
         brought = (1 + 1 / rules.layout.dp) * m
     gathered = 2 * rules.of_type * m * 2 if rules.stage == 3 else 0
-    return summed + brought * 2 * of_gradient + gathered
+    return summed + brought * 2 * rules.sent_as + gathered
 
 
-def _traffic(
-    parameters: int, layers: int, rules: MemoryRules, m: int, ring: Link, of_gradient: int
-) -> tuple[float, float]:
+def _traffic(parameters: int, layers: int, rules: MemoryRules, m: int, ring: Link) -> tuple[float, float]:
     """Seconds of traffic between the replicas in a step: (exposed, overlappable)."""
     n, zero = rules.layout.dp, rules.zero
     if n == 1:
@@ -228,8 +225,8 @@ def _traffic(
         elements_of_bucket(rules.json, parameters) if rules.flat else zero.get("reduce_bucket_size", DEFAULT_BUCKET)
     )
     pieces = math.ceil(parameters / bucket) if rules.stage < 3 and bucket != "auto" else 1
-    summed = 2 * (around * of_gradient + (n - 1) * ring.latency_seconds * pieces)
-    scattered = around * of_gradient / ring.scatter_share + (n - 1) * ring.scatter_latency_seconds * pieces
+    summed = 2 * (around * rules.sent_as + (n - 1) * ring.latency_seconds * pieces)
+    scattered = around * rules.sent_as / ring.scatter_share + (n - 1) * ring.scatter_latency_seconds * pieces
     wait = (n - 1) * ring.gather_latency_seconds
     if rules.stage == 0:
         return 0.0, summed
