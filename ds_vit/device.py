@@ -56,11 +56,6 @@ def free_bytes(device: torch.device) -> int:
     return torch.accelerator.get_memory_info(device)[0]
 
 
-def total_bytes(device: torch.device) -> int:
-    """Memory of an accelerator."""
-    return torch.accelerator.get_memory_info(device)[1]
-
-
 def allocated_bytes(device: torch.device) -> int:
     """Bytes that tensors of this process hold on an accelerator; 0 for a CPU."""
     return torch.accelerator.memory_allocated(device) if is_accelerator(device) else 0

@@ -31,7 +31,7 @@ from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from ds_vit.device import hardware_name, is_accelerator, total_bytes
+from ds_vit.device import hardware_name, is_accelerator
 from ds_vit.launching.process import Process, discover
 from ds_vit.models.layers import take_apart
 from ds_vit.models.zoo import ModelSpec, create_model
@@ -157,7 +157,8 @@ class Calibration:
         # The other type is taken to reach the same shares of its peak.
         peaks = {sizes.own: peak, self._other: reached["other"] / (rates.get(sizes.other, peak) / peak)}
         if is_accelerator(self.device):
-            memory, per_node = total_bytes(self.device), torch.accelerator.device_count()
+            memory = torch.accelerator.get_memory_info(self.device)[1]
+            per_node = torch.accelerator.device_count()
         else:
             memory, per_node = psutil.virtual_memory().total // self.ranks, self.ranks
         copy = 2 * sizes.copied / seconds["copy"]

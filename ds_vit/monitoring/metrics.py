@@ -401,8 +401,7 @@ class Throughput:
     Read it when the device is synchronised; exclude evaluation with `pause` and `resume`.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self.total_images = 0
         self.total_seconds = 0.0
         self._paused = 0.0
@@ -410,7 +409,7 @@ class Throughput:
 
     def restart(self) -> None:
         """Start a new window and discard the old one."""
-        self._start = self._clock()
+        self._start = time.perf_counter()
         self._waited = 0.0
         self._images = 0
 
@@ -424,11 +423,11 @@ class Throughput:
 
     def pause(self) -> None:
         """Time from here to `resume` is not training."""
-        self._paused = self._clock()
+        self._paused = time.perf_counter()
 
     def resume(self) -> None:
         """Resume the window."""
-        self._start += self._clock() - self._paused
+        self._start += time.perf_counter() - self._paused
 
     def window(self, *, count: bool = True) -> tuple[float, float]:
         """(images per second, share of time waiting for data) since the last call; starts a new window.
@@ -436,7 +435,7 @@ class Throughput:
         Args:
             count: add the window to the run's totals (not done for the first step, which warms up).
         """
-        seconds = max(self._clock() - self._start, 1e-9)
+        seconds = max(time.perf_counter() - self._start, 1e-9)
         rate, waiting = self._images / seconds, min(1.0, self._waited / seconds)
         if count:
             self.total_images += self._images

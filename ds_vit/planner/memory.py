@@ -323,24 +323,14 @@ class StageMemory:
             self.layers, lambda layer: recomputing.interval > 0 and layer.is_block
         ):
             together = list(found)
-            if not are_recomputed:
-                runs += [
-                    _Run(
-                        of_saved * one.kept.bytes,
-                        0.0,
-                        (one.back,),
-                        one.trained,
-                        (one.parameters,),
-                        one.runs_forward_only,
-                    )
-                    for one in together
-                ]
-                continue
-            for start in range(0, len(together), recomputing.interval):
-                group = together[start : start + recomputing.interval]
-                first, again = group[0].kept, of_saved * sum(layer.kept.bytes for layer in group)
-                waiting = 0.0
+            number = recomputing.interval if are_recomputed else 1
+            for start in range(0, len(together), number):
+                group = together[start : start + number]
+                waiting, again = of_saved * sum(layer.kept.bytes for layer in group), 0.0
+                if are_recomputed:
+                    waiting, again = 0.0, waiting
                 if again:  # else frozen, and nothing before is trained: torch keeps nothing
+                    first = group[0].kept
                     if not recomputing.cpu:
                         waiting += first.given
                         again -= first.given_saved
