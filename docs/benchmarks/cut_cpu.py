@@ -51,11 +51,12 @@ def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     from ranks import RankPool
 
+    from ds_vit.models.layers import take_apart
     from ds_vit.models.zoo import ModelSpec, create_model
-    from ds_vit.planner.counting import layer_costs
+    from ds_vit.planner.counting import layer_flops
 
     model = create_model(ModelSpec("vit_tiny_patch16_224", num_classes=10, img_size=96, model_kwargs=KWARGS))
-    flops = [cost.flops for cost in layer_costs(model)]
+    flops = layer_flops(model, take_apart(model))
     total, blocks = sum(flops), sum(flops[1:-1])
     half = len(flops) // 2
     predicted = {

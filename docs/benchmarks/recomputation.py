@@ -29,7 +29,7 @@ from ds_vit.models.conversions import cast_block_buffers, norms_in_fp32
 from ds_vit.models.layers import BlockLayer, take_apart
 from ds_vit.models.sequential import run_layers
 from ds_vit.models.zoo import ModelSpec, create_model, image_size
-from ds_vit.planner.counting import kept_by_layers, saved_bytes
+from ds_vit.planner.counting import kept_by_layers, saved_storages
 
 
 def keeping(choose: Callable[[], Callable[[Any], bool]]) -> Callable:
@@ -104,7 +104,8 @@ def main() -> None:
         def forward(interval: int = interval, function: Any = function) -> torch.Tensor:
             return run_layers(layers, (images, keys), interval, function)
 
-        waits, _ = saved_bytes(forward, weights)
+        saved, _ = saved_storages(forward, weights)
+        waits = sum(storage.nbytes() for storage in saved.values())
         with FlopCounterMode(display=False) as counter:
             forward().sum().backward()
         flops = counter.get_total_flops()

@@ -229,7 +229,7 @@ def create_autoencoder(
 ) -> MaskedAutoencoder:
     """The description of a masked autoencoder, on the meta device its structure, names and shapes without memory.
 
-    `take_apart`, `initialise`, `layer_costs`, `check_degree` and `shard_layer` accept it and its layers like timm's.
+    `take_apart`, `initialise`, `layer_flops`, `check_degree` and `shard_layer` accept it and its layers like timm's.
 
     Args:
         spec: the encoder. Its number of classes is ignored: there is no classifier.

@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from ds_vit.models.bridge_tower import BridgeTowerLayer
 from ds_vit.models.checkpointing import ExpensiveOutputs, Storages, storages_of
 from ds_vit.models.keyed_drop import KeyedDrop, sample_keys
-from ds_vit.models.layers import BlockLayer, EmbedLayer, Layer, take_apart, take_apart_towers, tower_of
+from ds_vit.models.layers import BlockLayer, EmbedLayer, Layer, take_apart_towers, tower_of
 from ds_vit.models.self_distillation import ProjectionHeadLayer
 from ds_vit.models.text_tower import TextEmbed
 from ds_vit.models.zoo import TimmViT, image_size
@@ -153,7 +153,7 @@ def count_flops(model: TimmViT, frozen: frozenset[str] = frozenset()) -> Flops:
     forward, training = 0, 0.0
     for tower, layers in take_apart_towers(model).items():
         has_gradient = False
-        for layer, flops in zip(layers, _layer_flops(tower_of(model, tower), layers), strict=True):
+        for layer, flops in zip(layers, layer_flops(tower_of(model, tower), layers), strict=True):
             names = {name: layer.prefix + name for name, _ in layer.named_parameters()}
             sizes = {names[name]: p.numel() for name, p in layer.named_parameters() if p.ndim > 1}
             trained = sum(size for name, size in sizes.items() if name not in frozen)
@@ -164,26 +164,13 @@ def count_flops(model: TimmViT, frozen: frozenset[str] = frozenset()) -> Flops:
     return Flops(forward, round(training))
 
 
-class LayerCost(NamedTuple):
-    """What one layer costs for one image: forward FLOPs, and fp32 bytes of what its backward pass keeps."""
-
-    flops: int
-    activation_bytes: int
-
-
-def layer_costs(model: TimmViT, layers: Sequence[Layer] | None = None) -> list[LayerCost]:
-    """The cost of each layer of a whole model.
+def layer_flops(model: TimmViT, layers: Sequence[Layer]) -> list[int]:
+    """Forward FLOPs of each layer for one image.
 
     Args:
         model: from `create_model`, on the meta device.
-        layers: those of `take_apart(model)`, where the caller has them; they are put into evaluation mode.
+        layers: all of it, which are put into evaluation mode.
     """
-    layers = layers or take_apart(model)
-    kept = [kept.bytes for kept in kept_by_layers(model, layers)]
-    return [LayerCost(*cost) for cost in zip(_layer_flops(model, layers), kept, strict=True)]
-
-
-def _layer_flops(model: TimmViT, layers: Sequence[Layer]) -> list[int]:
     return [flops for flops, _ in count_each(model, layers, _count_forward, images=1, training=False)]
 
 
@@ -384,7 +371,7 @@ def kept_by_layers(model: TimmViT, layers: Sequence[Layer], dtype: torch.dtype =
 
     def count(layer: Layer, inputs: Any) -> tuple[tuple[int, ...], Any]:
         with FusedAttention(), ExpensiveOutputs() as dear:
-            saved, out = _saved(lambda: layer(inputs), (*layer.parameters(), *layer.buffers()))
+            saved, out = saved_storages(lambda: layer(inputs), (*layer.parameters(), *layer.buffers()))
         given = storages_of([inputs[0]])
         sizes = (saved, given, given.keys() & saved, dear.storages, dear.storages.keys() & saved)
         return tuple(sum({**saved, **given, **dear.storages}[key].nbytes() for key in keys) for keys in sizes), out
@@ -398,18 +385,13 @@ def kept_by_layers(model: TimmViT, layers: Sequence[Layer], dtype: torch.dtype =
     return kept
 
 
-def saved_bytes(function: Callable[[], Any], held_anyway: Iterable[torch.Tensor] = ()) -> tuple[int, Any]:
-    """The bytes that autograd saves while `function` runs, and what it returns.
+def saved_storages(function: Callable[[], Any], held_anyway: Iterable[torch.Tensor]) -> tuple[Storages, Any]:
+    """The storages that autograd saves while `function` runs, and what it returns.
 
     Args:
         function: a forward pass.
         held_anyway: tensors that are not counted: the weights.
     """
-    saved, out = _saved(function, held_anyway)
-    return sum(storage.nbytes() for storage in saved.values()), out
-
-
-def _saved(function: Callable[[], Any], held_anyway: Iterable[torch.Tensor]) -> tuple[Storages, Any]:
     not_counted = storages_of(held_anyway)
     kept: Storages = {}
 

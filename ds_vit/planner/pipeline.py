@@ -18,7 +18,7 @@ from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.conversions import compute_class_token
 from ds_vit.models.layers import MAIN_TOWER, BlockLayer, Layer, take_apart_towers, tower_of
 from ds_vit.models.zoo import TimmViT
-from ds_vit.planner.counting import kept_by_layers, layer_costs, work_of_layers
+from ds_vit.planner.counting import kept_by_layers, layer_flops, work_of_layers
 
 StageCost = tuple[float, float]
 """The cost of one micro-batch in a layer or a stage: (forward pass, backward pass), in seconds or in FLOPs."""
@@ -48,8 +48,9 @@ def stage_bounds(partition: str, pp: int, model: torch.nn.Module, frozen: frozen
     elif pp == 1:
         bounds = [0, len(layers)]
     else:
-        costs = [cost for name, tower in towers.items() for cost in layer_costs(tower_of(model, name), tower)]
-        bounds = balance([c.flops for c in costs], [c.activation_bytes for c in costs], pp)
+        whole = [(tower_of(model, name), tower) for name, tower in towers.items()]
+        kept = [layer.bytes for tower in whole for layer in kept_by_layers(*tower)]
+        bounds = balance([flops for tower in whole for flops in layer_flops(*tower)], kept, pp)
     if partition != "auto" and pp > 1:
         check_trained(bounds, are_trained(layers, frozen))
     return tuple(bounds)

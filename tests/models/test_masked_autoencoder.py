@@ -31,7 +31,7 @@ from ds_vit.models.param_groups import frozen_names, no_weight_decay_names
 from ds_vit.models.sequential import SequentialViT, timm_names
 from ds_vit.models.zoo import ModelSpec, create_model
 from ds_vit.optim.rate_factors import layer_scales
-from ds_vit.planner.counting import count_flops, layer_costs
+from ds_vit.planner.counting import count_flops, kept_by_layers, layer_flops
 from ds_vit.planner.pipeline import balance
 
 # What to replace in the name of one of our parameters for transformers'.
@@ -259,11 +259,12 @@ def test_costs_of_a_short_encoder_and_a_full_decoder():
         *[block(1 + 196, 64)] * 4,
         2 * 196 * 64 * 768,
     ]
-    costs = layer_costs(model)
-    assert [cost.flops for cost in costs] == expected
+    layers = take_apart(model)
+    flops, kept = layer_flops(model, layers), [layer.bytes for layer in kept_by_layers(model, layers)]
+    assert flops == expected
     assert count_flops(model).forward == sum(expected)
-    assert costs[6].activation_bytes > 2 * costs[1].activation_bytes
-    bounds = balance([c.flops for c in costs], [c.activation_bytes for c in costs], 2)
+    assert kept[6] > 2 * kept[1]
+    bounds = balance(flops, kept, 2)
     assert bounds[1] > 6, "the first half of the layers does a quarter of the work"
 
 

@@ -16,7 +16,7 @@ from runs import DIGITS, refusal, resolved, run_quietly
 from ds_vit.config.units import parse_bytes
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import Process
-from ds_vit.planner.counting import saved_bytes
+from ds_vit.planner.counting import saved_storages
 from ds_vit.training.auto_batch import Memory, TrialStep, by_trying, choose_batch, legal
 from ds_vit.training.build import engine_config
 from ds_vit.training.cost import Cost
@@ -191,7 +191,8 @@ def test_a_trial_keeps_what_the_estimate_says(monkeypatch, world, rank, words):
     config = engine_of(world, "--auto-batch", *words, rank=rank)
     with TrialStep(config, torch.device("cpu")) as trial:
         weights = [tensor for layer in trial.layers for tensor in (*layer.parameters(), *layer.buffers())]
-        kept, _ = saved_bytes(lambda: trial._forward(6), weights)
+        saved, _ = saved_storages(lambda: trial._forward(6), weights)
+        kept = sum(storage.nbytes() for storage in saved.values())
         assert len({id(layer) for layer in trial.layers}) < len(trial.layers) or world == 2, "a block each"
         assert kept == pytest.approx(6 * trial.stage.waiting, rel=0.1)
         for batch in legal(config)[:3]:
