@@ -178,7 +178,8 @@ class Reader:
         image: how images are prepared; `img_size`, the (height, width) that `transform` gives, and `transform` change
             with --train-img-sizes.
         load_images, load_targets: what is read.
-        on_bad_image: "error", or "skip" for a keyed replacement.
+        on_bad_image: "error", or for a keyed replacement "replace" or "skip". Under "skip" the targets of ranks that
+            load no images follow the replacement too, and files that a device decodes are checked first.
         decoder: one of `decode.DECODERS`.
         tokenizer: of the captions; None for a task without text.
         load_texts: whether they are read.
@@ -306,7 +307,7 @@ class Reader:
             try:
                 return self._pixels(candidate, key), candidate, reason
             except ImageDecodeError as error:
-                if not self.skips:
+                if self.on_bad_image == "error":
                     raise
                 reason = reason or error.reason
                 if not replace:

@@ -231,7 +231,7 @@ def train_loader(
             without text.
         load_texts: whether this rank needs them. Without them a sample whose captions are damaged is skipped all the
             same.
-        on_bad_image: "error", or "skip" for a keyed replacement.
+        on_bad_image: as for `Reader`.
         num_workers: processes that read; 0 reads in this one.
         pin_memory: page-locked memory for fast copies to a GPU.
 

@@ -57,7 +57,7 @@ class InputConfig:
         sizes: which size of images each step trains on; None where all have the model's.
         total_steps: optimizer steps of the run; 0 in evaluation only.
         eval_rows: rows of an evaluation batch.
-        on_bad_image: of an evaluation, "error" or "skip"; training always skips, and "error" then allows none.
+        on_bad_image: "error" or "skip"; training replaces an image in both cases, and "error" then ends the run.
         max_bad_images: the share of an epoch's images that may be skipped.
         workers: loader processes of this rank.
         layout: degrees of parallelism.
@@ -178,7 +178,7 @@ class InputPipeline:
                 stop_step=max(first_step, config.total_steps) + skipped_batches,
                 sizes=config.sizes and config.sizes.later(skipped_batches),
                 crops=task.crops,
-                **{**self._loading(fields), "on_bad_image": "skip"},
+                **{**self._loading(fields), "on_bad_image": "skip" if config.on_bad_image == "skip" else "replace"},
             )
             read = iter(loader)
         return self._training(fields, first_step, skipped_batches, read)

@@ -111,12 +111,8 @@ def test_a_damaged_file_ends_the_run_by_its_name(damaged):
     """Would catch a decoder's own error, which names no file, and one bad file that spoils its whole batch."""
     with pytest.raises(ImageDecodeError, match=r"^\S+/1\.jpg: the image cannot be decoded \(\d+ bytes; .*[Tt]runcated"):
         _batches(damaged)
-    (damaged / "train" / "b" / "1.jpg").rename(damaged / "1.jpg")
-    try:
-        with pytest.raises(ImageDecodeError, match=r"^\S+/0\.jpg: the image cannot be decoded \(\d+ bytes; "):
-            _images(_batches(damaged))
-    finally:
-        (damaged / "1.jpg").rename(damaged / "train" / "b" / "1.jpg")
+    with pytest.raises(ImageDecodeError, match=r"^\S+/0\.jpg: the image cannot be decoded \(\d+ bytes; "):
+        _images(_batches(damaged, on_bad_image="replace"))  # nothing is decoded ahead of the device
 
 
 def test_odd_files_in_one_batch_end_as_on_the_cpu(tmp_path):
