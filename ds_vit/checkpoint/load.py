@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -12,7 +14,41 @@ from ds_vit.checkpoint.folder import Checkpoint, Damaged
 from ds_vit.checkpoint.tensors import TensorFiles
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.parallel.groups import gather_objects
+from ds_vit.parallel.tensor.slices import TensorSlice
 from ds_vit.parallel.zero_map import Shard, ZeroMap
+
+_CHUNK = 2**24  # elements that are copied at a time
+
+
+def read_range(full: np.ndarray, tp_slice: TensorSlice, start: int, length: int) -> np.ndarray:
+    """`length` elements from `start` of the flattened tensor slice, out of the (memory-mapped) whole tensor.
+
+    Only the rows that hold them are read. A slice that extends past the end of the whole is padded with zeros.
+
+    Raises:
+        UserError: the whole has another shape.
+    """
+    if full.shape != tp_slice.full_shape:
+        raise UserError(f"a tensor of shape {full.shape} is not a whole of shape {tp_slice.full_shape}")
+    dim = tp_slice.dim
+    if dim is None:
+        return full.reshape(-1)[start : start + length]
+    behind = math.prod(full.shape[dim + 1 :])
+    whole = full.reshape(-1, full.shape[dim], behind)
+    # Which row of the whole each row of the slice is, counted from 1; 0 is padding.
+    along = TensorSlice((full.shape[dim],), 0, tp_slice.sections, tp_slice.rank, tp_slice.size)
+    rows = along.take(torch.arange(1, full.shape[dim] + 1)).numpy()
+    block = len(rows) * behind
+    first, last = start // block, -(-(start + length) // block)
+    if last - first == 1:  # within one block: only its rows
+        low, high = (start - first * block) // behind, -(-(start + length - first * block) // behind)
+        rows = rows[low:high]
+        skipped = first * block + low * behind
+    else:
+        skipped = first * block
+    part = np.take(whole[first:last], np.maximum(rows, 1) - 1, axis=1)
+    part[:, rows == 0] = 0
+    return part.reshape(-1)[start - skipped : start - skipped + length]
 
 
 def load_tensors(
@@ -52,16 +88,15 @@ def load_tensors(
 def _fill(shard: Shard, flat: torch.Tensor, files: TensorFiles) -> None:
     for segment, target in zip(shard.segments, shard.views(flat), strict=True):
         try:
-            full = files[segment.name]
+            full = files[segment.name].numpy()
+            for offset in range(0, segment.length, _CHUNK):
+                size = min(_CHUNK, segment.length - offset)
+                values = read_range(full, segment.tp_slice, segment.start + offset, size)
+                target.narrow(0, offset, size).copy_(torch.from_numpy(values))
         except KeyError:
             raise UserError(f"the checkpoint has no {segment.name}, which this model has") from None
-        tp_slice = segment.tp_slice
-        if tuple(full.shape) != tp_slice.full_shape:
-            shapes = f"{segment.name} has shape {tuple(full.shape)} there and {tp_slice.full_shape} here"
-            raise UserError(f"the checkpoint does not fit this model: {shapes}")
-        # Of a tensor that every rank holds whole, only the segment is read from the file.
-        own = full if tp_slice.dim is None else tp_slice.take(full)
-        target.copy_(own.flatten()[segment.start : segment.start + segment.length])
+        except UserError as error:
+            raise UserError(f"the checkpoint does not fit this model: {segment.name}: {error}") from None
 
 
 def _state(zero_map: ZeroMap, shard: Shard, key: str) -> torch.Tensor:
@@ -106,7 +141,7 @@ def _set_scalars(zero_map: ZeroMap, scalars: Mapping[str, Any]) -> None:
                 state[key] = torch.tensor(value, dtype=torch.float32, device=device)
 
 
-def verify_together(checkpoint: Checkpoint) -> str:
+def verify_together(checkpoint: Checkpoint, group: dist.ProcessGroup | None = None) -> str:
     """Compare all files with the manifest, each by one rank (a collective).
 
     Returns:
@@ -117,7 +152,7 @@ def verify_together(checkpoint: Checkpoint) -> str:
         checkpoint.verify(sorted(checkpoint.files)[dist.get_rank() :: dist.get_world_size()])
     except Damaged as problem:
         error = str(problem)
-    return "; ".join(filter(None, gather_objects(error)))
+    return "; ".join(filter(None, gather_objects(error, group)))
 
 
 def from_first_rank(function: Callable[[], Any], group: dist.ProcessGroup | None = None) -> Any:

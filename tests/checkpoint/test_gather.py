@@ -8,11 +8,13 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from ds_vit.checkpoint.gather import Gather
+from ds_vit.checkpoint.load import read_range
 from ds_vit.checkpoint.tensors import TensorSpec
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.parallel.tensor.slices import Segment, TensorSlice
@@ -123,3 +125,19 @@ def test_files_do_not_depend_on_the_layout(ranks, tmp_path):
     assert contents[0] == contents[1]
     header = json.loads(contents[0]["model-00001-of-00003.safetensors"][8:].split(b"}}")[0] + b"}}")
     assert list(header)[1] == "a"
+
+
+@pytest.mark.parametrize("dim", [None, 0, 1, 2])
+def test_any_range_of_any_slice_is_read(dim):
+    # Catches: a wrong element at the edge of a range, a section or the padding.
+    shape = (6, 7, 5)
+    full = torch.arange(1.0, 1 + math.prod(shape)).reshape(shape)
+    generator = np.random.default_rng(0)
+    sections = () if dim is None else ((3, 3) if dim == 0 else (shape[dim],))
+    for size, rank in ((1, 0), (2, 0), (2, 1), (3, 0), (3, 1), (3, 2)):
+        tp_slice = TensorSlice(shape, dim, sections, rank, size)
+        flat = tp_slice.take(full).flatten().numpy()
+        for _ in range(60):
+            start = int(generator.integers(len(flat)))
+            length = int(generator.integers(1, len(flat) - start + 1))
+            assert np.array_equal(read_range(full.numpy(), tp_slice, start, length), flat[start : start + length])
