@@ -436,7 +436,6 @@ class SkippedImages:
         # Of this rank since the last exchange: file, reason, split, epoch.
         self._new: list[tuple[str, str, str, int | None]] = []
         self._number = 0
-        # Since the start or the resume: damaged files may have been repaired in between.
         self._by_epoch: Counter[int] = Counter()
         self._first = ""  # file and reason
         self._logged: set[str] = set()
@@ -481,6 +480,7 @@ class SkippedImages:
         epoch, number = max(self._by_epoch.items(), key=itemgetter(1), default=(0, 0))
         if number <= max(self.most * self.epoch_images, self.most > 0):  # one of a few images is a large share
             return ""
+        self._by_epoch.clear()  # the run ends, and counts anew when it resumes: the files may have been repaired
         allowed = f"--max-bad-images allows {self.most:g}" if self.most else "none is allowed"
         return (
             f"{number:,} of the {self.epoch_images:,} images of epoch {epoch} ({number / self.epoch_images:.2g}) "
@@ -491,8 +491,12 @@ class SkippedImages:
 
     def state_dict(self) -> dict[str, Any]:
         """Of training, as plain data (a collective)."""
-        return {"skipped_images": self.gather()}
+        state: dict[str, Any] = {"skipped_images": self.gather()}
+        if self._by_epoch:
+            state["skipped_towards_limit"] = {str(epoch): number for epoch, number in self._by_epoch.items()}
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
         self._number = state.get("skipped_images", 0)
+        self._by_epoch = Counter({int(epoch): n for epoch, n in state.get("skipped_towards_limit", {}).items()})

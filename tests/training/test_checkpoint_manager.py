@@ -234,9 +234,16 @@ def one_rank(monkeypatch):
     ("images", "most", "allowed"), [(6, 0.01, 1), (60, 0.01, 1), (300, 0.01, 3), (6, 0.0, 0), (6, 1.0, 6)]
 )
 def test_one_damaged_image_is_a_share_of_nothing(one_rank, images, most, allowed):
-    # Catches: a run of few images that one missing caption ends by the default limit; a limit of 0 that allows one.
+    # Catches: a run of few images that one missing caption ends by the default limit; a limit of 0 that allows one; a
+    # count that begins again when a job is preempted, or does not after the limit ended the run.
     for number, ends in ((allowed, False), (allowed + 1, True)):
         skipped = SkippedImages(None, epoch_images=images, most=most)
-        skipped.add(one_rank, [(3, "broken")] * number, "training", epoch=0)
+        skipped.add(one_rank, [(3, "broken")] * (number - 1), "training", epoch=0)
+        preempted = skipped.state_dict()
+        skipped = SkippedImages(None, epoch_images=images, most=most)
+        skipped.load_state_dict(preempted)
+        skipped.add(one_rank, [(3, "broken")] * min(number, 1), "training", epoch=0)
         skipped.gather()
         assert ("(3.jpg: broken)" in skipped.too_many()) == ends
+    skipped.load_state_dict(skipped.state_dict())  # the files may have been repaired
+    assert not skipped.too_many()
