@@ -6,6 +6,8 @@ its name when all splits are packed.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import io
 import itertools
 import json
@@ -29,7 +31,7 @@ from ds_vit.data.sources.captions import CaptionKeys
 from ds_vit.data.sources.datasets import open_source
 from ds_vit.data.sources.folders import FolderSource
 from ds_vit.data.sources.pairs import TextFileSource
-from ds_vit.data.sources.shards import CLASSES_FILE, DOT, DOT_OF_SUFFIX, make_index
+from ds_vit.data.sources.shards import CLASSES_FILE, DOT, DOT_OF_SUFFIX, PLAN_FILE, make_index, shard_name
 from ds_vit.data.sources.source import TRAIN_NAMES, VAL_NAMES
 from ds_vit.data.sources.tars import TarSource
 from ds_vit.fault_tolerance.errors import UserError
@@ -38,6 +40,7 @@ from ds_vit.monitoring.progress import Line
 
 _QUALITY = 90  # of what is resized
 _KEYS = CaptionKeys()
+_LOCK = ".lock"  # in the hidden folder
 _Packable = FolderSource | TarSource | TextFileSource
 _SPLITS = (*TRAIN_NAMES, *VAL_NAMES, "test")
 
@@ -82,7 +85,7 @@ def make_shards(
     line: Line,
     allow_empty: bool,
     captions: bool,
-) -> Iterator[tuple[str, Packed]]:
+) -> list[tuple[str, Packed]]:
     """Pack each split of a folder, or the folder itself where it has none.
 
     Args:
@@ -93,18 +96,18 @@ def make_shards(
         allow_empty: whether a class folder without images is a class.
         captions: pack a text file with each image, in place of its class.
 
-    Yields:
-        Each split's name, and its size. `out` exists after the last one.
+    Returns:
+        Each split's name, and its size.
 
     Raises:
         UserError: an invalid quality, no such folder, classes that differ between splits, no text files, or an `out`
-            that is not empty.
+            that is not empty or that another process packs into.
     """
     if packing.quality is not None and not 1 <= packing.quality <= 100:
         raise UserError(f"--quality lies between 1 and 100, not {packing.quality}")
     if not os.path.isdir(folder):
         raise UserError(f"{folder} is no folder; give one with train/ and val/ in it, or with class folders")
-    target = Path(out).absolute()
+    target = Path(out).resolve()
     if target.is_mount() or (target.exists() and not (target.is_dir() and not any(target.iterdir()))):
         raise UserError(f"{out} exists and is not an empty folder; give another one, or remove it")
     parent, inside = folder, set(os.listdir(folder))
@@ -113,32 +116,58 @@ def make_shards(
         parent, name = os.path.split(os.path.abspath(folder))
         splits = [name]
     classes = None
-    partial = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
+    sources: dict[str, _Packable] = {}
+    for split in splits:  # all of them before the first is packed
+        keys = _KEYS if captions else None
+        source = open_source("", parent, split, classes=classes, allow_empty=allow_empty, captions=keys)
+        if not isinstance(source, _Packable):
+            raise UserError(
+                f"{os.path.join(parent, split)} is no folder or tar of class folders; nothing else is packed"
+            )
+        if not captions and classes is None:
+            classes = source.class_names
+        sources[split] = source
+    made = []
     try:
-        partial.mkdir(parents=True)
-        for split in splits:
-            keys = _KEYS if captions else None
-            source = open_source("", parent, split, classes=classes, allow_empty=allow_empty, captions=keys)
-            if not isinstance(source, _Packable):
-                raise UserError(
-                    f"{os.path.join(parent, split)} is no folder or tar of class folders; nothing else is packed"
-                )
-            if not captions and classes is None:
-                classes = source.class_names
+        with _made_whole(target) as partial:
+            if classes is not None:
                 # A class folder's name need not be UTF-8: as in `os.fsdecode`, and JSON escapes it.
                 text = json.dumps(list(classes), indent=2, ensure_ascii=False) + "\n"
                 (partial / CLASSES_FILE).write_bytes(text.encode(errors="backslashreplace"))
-            yield split, _pack(_Work(source, split, partial, packing, _clashing(source)), workers, line)
-        partial.rename(target)
+            for split, source in sources.items():
+                packed = _pack(_Work(source, split, partial, packing, _clashing(source)), workers, line)
+                (partial / PLAN_FILE.format(split)).write_text(json.dumps({"shards": packed.shards}) + "\n")
+                made.append((split, packed))
     except BrokenProcessPool:
         raise UserError(
             "a process that made shards was killed; had the machine no memory left? Start again with fewer --workers"
         ) from None
     except OSError as error:
         raise UserError(f"{error.filename or out}: {error.strerror}; nothing was written") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    return made
+
+
+@contextlib.contextmanager
+def _made_whole(target: Path) -> Iterator[Path]:
+    """A hidden folder next to a target, of this process alone; it gets the target's name at the end, or is removed."""
+    partial = target.with_name(f".{target.name}.partial")
+    partial.mkdir(parents=True, exist_ok=True)
+    with (partial / _LOCK).open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"another process packs into {target}; wait for it, or give another folder") from None
+        except OSError:
+            pass  # a file system without locks
+        try:
+            for left in partial.iterdir():  # of a run that was killed
+                if left.name != _LOCK:
+                    left.unlink()
+            yield partial
+            partial.rename(target)
+            (target / _LOCK).unlink()  # afterwards: until then another process may find the folder
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
 
 
 class _Work(NamedTuple):
@@ -158,6 +187,7 @@ def _start(work: _Work, parent: int) -> None:
     global _work
     _work = work
     begin_child(parent, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this one
 
 
 def _pack(work: _Work, workers: int, line: Line) -> Packed:
@@ -184,7 +214,7 @@ def _make(first: int) -> Packed:
     """Write the shard that begins with an image: images with labels or captions, and the index of it."""
     source, split, folder, packing, clashing = _work
     numbers = range(first, min(first + packing.per_shard, len(source)))
-    shard = folder / f"{split}-{first // packing.per_shard:06}.tar"
+    shard = folder / shard_name(split, first // packing.per_shard)
     file_bytes, undecodable = 0, []
     with tarfile.open(shard, "w") as tar:
         for number in numbers:

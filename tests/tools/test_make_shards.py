@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +21,8 @@ from PIL import Image
 from ds_vit import cli
 from ds_vit.data.sources.captions import CaptionKeys
 from ds_vit.data.sources.datasets import open_source
+from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.tools import shards
 
 
 @pytest.fixture
@@ -56,6 +59,9 @@ def test_what_is_packed_is_what_was_there(folder, tmp_path, capsys):
         assert packed.class_names == plain.class_names
         assert [packed.encoded(n) for n in range(len(packed))] == [plain.encoded(n) for n in range(len(plain))]
     train = [open_source("wds/", str(out), "train").describe(n).partition(".tar:")[2] for n in range(12)]
+    (out / "train-000002.tar").unlink()
+    with pytest.raises(UserError, match=r"train.shards.json: 1 of 3 shards are missing, .* \S+/train-000002\.tar"):
+        open_source("wds/", str(out), "train")
     assert train[:4] == ["class9/i.3.png", "class9/i.6.png", "class9/i.9.jpg", "class9/i.9.png"]
     assert not killed.parent.exists(), "a killed run's shards are gone"
 
@@ -91,23 +97,39 @@ def test_captions_are_packed_with_their_images(folder, tmp_path, capsys):
 
 
 def test_class_folders_alone(folder, tmp_path, capsys):
-    """Would catch class folders taken for splits."""
+    """Would catch class folders taken for splits, and shards next to a link in place of where it leads."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "disk")
     _told(capsys, folder / "val", tmp_path / "out")
     assert [path.name for path in (tmp_path / "out").glob("*.tar")] == ["val-000000.tar"]
+    assert (tmp_path / "out").is_symlink()
 
 
-def test_a_killed_run_leaves_no_shards_and_no_processes(folder, tmp_path):
-    """Would catch half a data set under its name, and workers that outlive the command."""
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130)])
+def test_a_run_that_is_ended_leaves_no_shards_and_no_processes(folder, tmp_path, capsys, number, code):
+    """Would catch half a data set under its name, workers that outlive the command or that Ctrl-C ends before it, and
+    a second command that removes the first one's shards."""
     for path in sorted((folder / "train").rglob("*.png")):
         for copy in range(40):
             path.with_stem(f"{path.stem}-{copy}").write_bytes(path.read_bytes())
     command = [sys.executable, "-m", "ds_vit.cli", "shards", str(folder), str(tmp_path / "out"), "--per-shard", "20"]
-    with subprocess.Popen([*command, "--quality", "95", "--workers", "2"], start_new_session=True) as process:
+    with subprocess.Popen(
+        [*command, "--quality", "95", "--workers", "2"], start_new_session=True, stderr=-1
+    ) as process:
         deadline = time.monotonic() + 120
         while not list(tmp_path.glob(".out.partial/*.tar")) and time.monotonic() < deadline:
             time.sleep(0.001)
-        process.send_signal(signal.SIGKILL)
-    assert list(tmp_path.glob(".out.partial/*.tar"))
+        process.send_signal(signal.SIGSTOP)
+        assert cli.main(["shards", str(folder), str(tmp_path / "out")]) == 2
+        assert "another process packs into" in capsys.readouterr().err
+        assert list(tmp_path.glob(".out.partial/*.tar"))
+        process.send_signal(signal.SIGCONT)
+        os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
+        said = process.stderr.read()
+    assert process.returncode == code, said
+    assert b"Broken" not in said
+    assert b"killed" not in said
+    assert bool(list(tmp_path.glob(".out.partial"))) == (number == signal.SIGKILL)
     assert not (tmp_path / "out").exists()
     deadline = time.monotonic() + 10
     with contextlib.suppress(ProcessLookupError):  # until nobody of its session is left
@@ -153,6 +175,7 @@ REFUSED = {
     "quality": (["photos", "out", "--quality", "101"], "--quality lies between 1 and 100, not 101"),
     "size": (["photos", "out", "--resize", "0"], "--resize: must be at least 1, not 0"),
     "workers": (["photos", "out", "--workers", "0"], "--workers: must be at least 1, not 0"),
+    "split without classes": (["photos", "out"], "photos/val holds 1 images but no class folders"),
     "not empty": (["photos", "photos/val"], "photos/val exists and is not an empty folder; give another one"),
 }
 
@@ -162,6 +185,10 @@ def test_bad_input_is_rejected(folder, tmp_path, capsys, monkeypatch, what):
     """Would catch shards of two kinds in one folder, or a traceback."""
     monkeypatch.chdir(tmp_path)
     words, message = REFUSED[what]
+    if what == "split without classes":
+        shutil.rmtree(folder / "val")
+        made(folder / "val" / "0.png").write_bytes(next((folder / "train").rglob("*.png")).read_bytes())
+    monkeypatch.setattr(shards, "_pack", lambda *_: pytest.fail("a split is packed first"))
     assert cli.main(["shards", *words]) == 2
     error = capsys.readouterr().err
     assert len(error.splitlines()) == 1

@@ -40,6 +40,8 @@ from ds_vit.fault_tolerance.errors import UserError, read_text
 
 CLASSES_FILE = "classes.json"
 """The names of the classes in the order of their numbers, next to the shards."""
+PLAN_FILE = "{}.shards.json"
+"""How many shards a split has that `ds-vit shards` packed, next to them."""
 
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
@@ -86,14 +88,22 @@ def expand_braces(pattern: str) -> list[str]:
     return ["".join(chosen) for chosen in itertools.product(*pieces)]
 
 
+def shard_name(split: str, number: int) -> str:
+    """The name that `ds-vit shards` gives a shard."""
+    return f"{split}-{number:06}.tar"
+
+
 def _expanded(pattern: str) -> list[str]:
     """The shards of a pattern, all of which must be there."""
-    shards = expand_braces(pattern)
+    return _require_all(expand_braces(pattern), pattern, "correct the range, or bring the shards")
+
+
+def _require_all(shards: list[str], named_by: str, way_out: str) -> list[str]:
     missing = [path for path in shards if not os.path.isfile(path)]
     if missing or not shards:
         first = f", the first is {missing[0]}" if missing else ""
         counted = f"{len(missing)} of {len(shards)} shards are missing{first}"
-        raise UserError(f"{pattern}: {counted}; correct the range, or bring the shards")
+        raise UserError(f"{named_by}: {counted}; {way_out}")
     return shards
 
 
@@ -104,6 +114,9 @@ def _of_split(folder: str, split: str) -> list[str]:
     for name, form in itertools.product(synonyms_of(split), ("{}-*.tar", "{}/*.tar", "{}.tar")):
         if shards := in_natural_order(glob.glob(os.path.join(glob.escape(folder), form.format(name)))):
             _check_no_gap(shards)
+            if os.path.isfile(plan := os.path.join(folder, PLAN_FILE.format(name))) and "-" in form:
+                planned = json.loads(read_text(plan, ""))["shards"]
+                _require_all([os.path.join(folder, shard_name(name, n)) for n in range(planned)], plan, "bring them")
             return shards
     raise no_such_split(folder, split, f"shards {split}-*.tar", _pattern_hint(folder))
 
