@@ -5,11 +5,13 @@ from __future__ import annotations
 import pickle
 import sys
 from pathlib import Path
+from unittest import mock
 
 import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from datasets.io.parquet import ParquetDatasetReader
 from picture_folders import encoded, write_images
 from tables import write_tables
 
@@ -65,8 +67,9 @@ def test_what_datasets_writes(folder, plain, tmp_path, way):
         assert source.image(3).tobytes() == plain.image(3).tobytes()
 
 
-def test_bare_arrow_files(plain, tmp_path):
-    """Would catch a need for metadata of `datasets`, other integers, and a mapped file that is pickled."""
+def test_bare_arrow_files(plain, tmp_path, monkeypatch):
+    """Would catch a need for metadata of `datasets`, other integers, a mapped file that is pickled, and one that is
+    read whole for a fingerprint."""
     table = pa.table(
         {
             "image": [plain.encoded(n) for n in range(10)],
@@ -76,13 +79,16 @@ def test_bare_arrow_files(plain, tmp_path):
     for name, writer in (("train", pa.ipc.new_stream), ("val", pa.ipc.new_file)):
         with pa.OSFile(str(tmp_path / f"{name}.arrow"), "wb") as sink, writer(sink, table.schema) as file:
             file.write_table(table, max_chunksize=4)
+        if name == "val":  # datasets maps the other form itself
+            monkeypatch.setattr(datasets.arrow_dataset, "generate_fingerprint", lambda _: pytest.fail("reads the file"))
         source = pickle.loads(pickle.dumps(open_source("hfds/", str(tmp_path), name, classes=plain.class_names)))
         assert _same(source, plain)
         assert source.describe(7) == str(tmp_path / f"{name}.arrow[7]")
 
 
-def test_a_parquet_file_is_converted_once_and_again_when_it_changes(plain, tmp_path):
-    """Would catch gigabytes that are written at each start, or rows of a file that is no longer there."""
+def test_a_parquet_file_is_converted_once_and_again_when_it_changes(plain, tmp_path, monkeypatch, capfd):
+    """Would catch gigabytes that are written at each start, rows of a file that is not there, a converted file that
+    nobody else can open, and bars of progress."""
     write_tables(tmp_path / "train", plain, "parquet")
     made = []
     for _ in range(2):
@@ -93,6 +99,14 @@ def test_a_parquet_file_is_converted_once_and_again_when_it_changes(plain, tmp_p
         made.append({path: path.stat().st_mtime_ns for path in (tmp_path / "train").rglob("*.arrow")})
     assert len(made[0]) == 2
     assert made[0] == made[1]
+    with monkeypatch.context() as patch:  # another user's
+        refuse = mock.Mock(side_effect=PermissionError(13, "Permission denied"))
+        patch.setattr(ParquetDatasetReader, "read", refuse)
+        assert _same(open_source("hfds/", str(tmp_path), "train"), plain)
+        (tmp_path / "train" / "data-00001-of-00002.parquet").touch()
+        with pytest.raises(UserError, match=r"00001-of-00002\.parquet cannot be read \(.*Permission denied"):
+            open_source("hfds/", str(tmp_path), "train")
+    assert not capfd.readouterr().err
     write_tables(tmp_path / "train", plain, "parquet", labels=[1] * 10)
     assert open_source("hfds/", str(tmp_path), "train").target(0) == 1
 

@@ -7,9 +7,11 @@ cannot be: it is converted to an Arrow file in a cache next to it, once. Nothing
 from __future__ import annotations
 
 import glob
+import hashlib
 import itertools
 import os
 import re
+import tempfile
 from collections.abc import Sequence
 from typing import Any
 
@@ -153,17 +155,42 @@ class HuggingFaceSource(ArraySource):
 def _load(path: str) -> Any:
     """The table of a file, mapped into memory; parquet is converted once, by the first process that opens it."""
     import pyarrow as pa
-    from datasets import Dataset
+    from datasets import Dataset, disable_progress_bars
+    from datasets.io.parquet import ParquetDatasetReader
 
+    disable_progress_bars()
     try:
         if path.endswith(".parquet"):
             cache = os.path.join(os.path.dirname(path), _CACHE)
-            return Dataset.from_parquet(glob.escape(path), cache_dir=cache)
+            try:
+                return ParquetDatasetReader(glob.escape(path), cache_dir=cache).read()
+            except OSError:  # it takes locks in the cache, which may be another user's
+                if (converted := _converted(path, cache)) is None:
+                    raise
+                return converted
         with open(path, "rb") as file:
             is_stream = file.read(6) != b"ARROW1"
-        return Dataset.from_file(path) if is_stream else Dataset(pa.ipc.open_file(pa.memory_map(path)).read_all())
+            state = os.fstat(file.fileno())
+        if is_stream:
+            return Dataset.from_file(path)
+        # The fingerprint that datasets makes itself is of the content, read into memory.
+        name = f"{os.path.abspath(path)} {state.st_size} {state.st_mtime_ns}"
+        fingerprint = hashlib.blake2b(os.fsencode(name), digest_size=8).hexdigest()
+        return Dataset(pa.ipc.open_file(pa.memory_map(path)).read_all(), fingerprint=fingerprint)
     except Exception as error:  # the library's, pyarrow's and the system's
         raise UserError(f"{path} cannot be read ({first_line(error.__cause__ or error)})") from None
+
+
+def _converted(path: str, cache: str) -> Any:
+    """The rows of a parquet file that are in a cache already, found without a lock; None if they are not."""
+    from datasets import Dataset, concatenate_datasets
+    from datasets.io.parquet import ParquetDatasetReader
+
+    with tempfile.TemporaryDirectory() as other:
+        folder = ParquetDatasetReader(glob.escape(path), cache_dir=other).builder.cache_dir
+        # Named by a hash of the file's path and time of change.
+        found = glob.glob(os.path.join(glob.escape(cache), os.path.relpath(folder, other), "*.arrow"))
+    return concatenate_datasets([*map(Dataset.from_file, sorted(found))]) if found else None
 
 
 def _numbers(column: Any, name: str, where: str) -> np.ndarray:
