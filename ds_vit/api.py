@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from ds_vit import config as flags
 from ds_vit.config.run_folder import RunFolder, weights_in
-from ds_vit.config.schema import OF_THE_PROGRAM
+from ds_vit.config.schema import PROGRAM_DATASET
 from ds_vit.launching.process import discover
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def _sources(train_data: Any, val_data: Any, settings: dict[str, Any]) -> tuple[
         raise UserError(
             f"val_data has {val.num_classes} classes and train_data {source.num_classes}, or others in another order"
         )
-    settings["dataset"] = OF_THE_PROGRAM
+    settings["dataset"] = PROGRAM_DATASET
     if val is None:
         settings["val_split"] = ""
     return source, val
@@ -172,7 +172,7 @@ def evaluate(source: str | Path, data: Any = None, **settings: Any) -> Evaluatio
         from ds_vit.data.sources.datasets import as_source
 
         given = as_source(data)
-        settings |= {"dataset": OF_THE_PROGRAM, "sources": (given, given)}
+        settings |= {"dataset": PROGRAM_DATASET, "sources": (given, given)}
     which = {name: settings[name] for name in ("weights", "checkpoint") if name in settings}
     output = tool.file_of(tool.find_weights(source, **which), settings.get("output"))
     return EvaluationResult(tool.evaluate_weights(source, again=True, **settings), output)

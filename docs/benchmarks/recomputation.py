@@ -48,7 +48,7 @@ def is_attention(operation: Any) -> bool:
 
 
 def every_second() -> Callable[[Any], bool]:
-    """Attention, and of the other dear operations the first, the third and so on."""
+    """Attention, and of the other expensive operations the first, the third and so on."""
     numbers = itertools.count()
     return lambda operation: is_attention(operation) or (is_expensive(operation) and next(numbers) % 2 == 0)
 
@@ -75,8 +75,8 @@ def live_bytes(kept: list, interval: int, function: Callable | None) -> int | No
         return 0
     if function not in (recompute_all, recompute_selectively):
         return None
-    dear = kept[0].dear_saved if function is recompute_selectively else 0
-    return interval * kept[-1].bytes - kept[0].given_saved - dear
+    expensive = kept[0].expensive_saved if function is recompute_selectively else 0
+    return interval * kept[-1].bytes - kept[0].given_saved - expensive
 
 
 def main() -> None:

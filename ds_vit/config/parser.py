@@ -23,15 +23,15 @@ from ds_vit.config.rules import REPLACES, find_problems, idle_flags
 from ds_vit.config.schema import (
     FIELDS,
     KEY_OF_FLAG,
+    MULTI_VALUED,
     SECTION_OF,
     SECTIONS,
-    SEVERAL,
-    SINGLE,
+    SINGLE_VALUED,
     TYPES,
     RunConfig,
     default_of,
+    describe_values,
     spelling,
-    what_it_takes,
 )
 from ds_vit.config.timm_flags import Given, split_words, timm_answer
 from ds_vit.config.units import parse_literal, parse_set
@@ -295,7 +295,7 @@ def _typed(name: str, value: Any) -> Any:
     if isinstance(value, bool) and "on" in (meta["choices"] or ()):
         return "on" if value else "off"  # what YAML makes of them without quotes
     kind = TYPES[name]
-    is_list = isinstance(value, (list, tuple)) and name in SEVERAL
+    is_list = isinstance(value, (list, tuple)) and name in MULTI_VALUED
     items = list(value) if is_list else [value]
     try:
         if any(isinstance(item, bool) != (kind is bool) or isinstance(item, (list, tuple, Mapping)) for item in items):
@@ -307,8 +307,8 @@ def _typed(name: str, value: Any) -> Any:
             raise ValueError
     except (TypeError, ValueError, OverflowError):
         shown = " ".join(map(str, items)) if is_list else repr(value)
-        raise UserError(f"{spelling(name)} takes {what_it_takes(name)}, not {shown}") from None
-    if name in SINGLE and len(out) < 2:
+        raise UserError(f"{spelling(name)} takes {describe_values(name)}, not {shown}") from None
+    if name in SINGLE_VALUED and len(out) < 2:
         return out[0] if out else default
     return out
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ds_vit.config.augmentation import AugmentConfig, all_sizes
 from ds_vit.config.flag import Scope
-from ds_vit.config.schema import FIELDS, KEY_OF_FLAG, RunConfig, default_of, is_asked_for, names_with, spelling
+from ds_vit.config.schema import FIELDS, KEY_OF_FLAG, RunConfig, default_of, is_requested, names_with, spelling
 from ds_vit.config.units import Interval, parse_set
 
 EXCLUSIVE = (
@@ -39,7 +39,7 @@ def find_problems(config: RunConfig, explicit: frozenset[str], idle: Mapping[str
         yield "no data: give --data-dir DIR with train/ and val/ in it, or --dataset digits"
     yield from _contradictions(config)
     for name, reason in idle.items():
-        if is_asked_for(name, config, explicit):
+        if is_requested(name, config, explicit):
             yield f"{spelling(name)} has no effect {reason}; drop it"
 
 

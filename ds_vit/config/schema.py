@@ -1,7 +1,7 @@
-"""The schema of settings: `RunConfig` has one typed, frozen field a flag, with metadata (`flag.py`).
+"""The schema of settings: `RunConfig` has one typed field per flag, with the flag's metadata (`flag.py`).
 
 Flags that timm has keep timm's spelling, meaning and default. The command line, recipes and every list of flag names
-are generated from it.
+are generated from these fields.
 """
 
 from __future__ import annotations
@@ -44,17 +44,26 @@ from ds_vit.config.flag import (
 from ds_vit.config.units import Interval, parse_bytes, parse_seconds, parse_set, parse_steps
 
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-"""torch.compile's."""
+"""Modes of torch.compile."""
 CUDA_GRAPH = ("auto", "on", "off")
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
-_of_mae, _of_pairs = partial(flag_of, "mae"), partial(flag_of, "clip siglip")
-_of_texts, _of_classifiers = partial(flag_of, "clip siglip bridgetower"), partial(flag, task="classification")
+PROGRAM_DATASET = "python"
+"""The value of `dataset` in a run whose images a Python program passes (`ds_vit.api.train`)."""
+
+# Flags that only some tasks have.
+_of_mae = partial(flag_of, "mae")
+_of_pairs = partial(flag_of, "clip siglip")
+_of_texts = partial(flag_of, "clip siglip bridgetower")
 _of_tables = partial(flag, scope=FREE | RECORDED, task="clip siglip bridgetower")
+_of_classifiers = partial(flag, task="classification")
+_of_dino = partial(flag_of, "dino")
+_of_crops = partial(_of_dino, section="augmentation")
+_of_optimizer = partial(_of_dino, section="optimizer")
+_of_head = partial(_of_dino, section="model")
+
+# Ranges and rules that several flags share, or that are too long for one line.
 _LOSS_WEIGHT = Range(0, 10**6)
 _TEMPERATURE = Range(0, 100, above=True)
-_of_dino = partial(flag_of, "dino")
-_of_crops, _of_optimizer = partial(_of_dino, section="augmentation"), partial(_of_dino, section="optimizer")
-_of_head = partial(_of_dino, section="model")
 _DEGREE = Range(1, 4096)
 _WIDTH = Range(1, 2**16)
 _BLOCKS = Range(1, 1000)
@@ -69,18 +78,14 @@ _SEPARATOR = Rule("must be one character", lambda text: len(text.replace("\\t", 
 _CHANNELS = Rule("must be one number or three", lambda x: len(x) in (1, 3))
 
 
-OF_THE_PROGRAM = "python"
-"""The `dataset` of a run whose images come from a program (`ds_vit.api.train`)."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """The layout, the output and the course of a run."""
+    """The layout, the output folder, checkpoints, logs and evaluation of a run."""
 
     deepspeed_config: str = flag("", "DeepSpeed JSON file", FREE | RECORDED, metavar="FILE")
     set: Sequence[str] = flag(
         (),
-        "values of the DeepSpeed JSON: zero_optimization.stage=2",
+        "override values of the DeepSpeed JSON: zero_optimization.stage=2",
         FREE | EVALUATION,
         read=parse_set,
         nargs="+",
@@ -101,7 +106,7 @@ class RunSettings:
     output: str = flag(
         "", "folder of the run (default: runs/<time>-<model>)", FREE | EVALUATION, rule=_NAME, metavar="DIR"
     )
-    seed: int = flag(42, "seed of everything random", EVALUATION, span=Range(-(2**63), 2**63 - 1))
+    seed: int = flag(42, "random seed", EVALUATION, span=Range(-(2**63), 2**63 - 1))
     resume: str = flag("none", "checkpoint to resume from: none, auto or a path", START)
     allow_batch_change: bool = flag(False, "resume with another global batch", START)
     allow_schedule_change: bool = flag(False, "resume with another schedule, augmentation, loss or optimizer", START)
@@ -135,7 +140,12 @@ class RunSettings:
     )
     eval_only: bool = flag(False, "evaluate the initial weights and stop", EVALUATION)
     eval_knn: int = flag(
-        0, "rate features by N nearest neighbours", NOTED | EVALUATION, short=("--knn",), span=Range(0, 10**6), const=20
+        0,
+        "evaluate the features by N nearest neighbours",
+        NOTED | EVALUATION,
+        short=("--knn",),
+        span=Range(0, 10**6),
+        const=20,
     )
     eval_linear_probe: bool = flag(False, "also evaluate the features by a linear classifier", NOTED | EVALUATION)
     zeroshot: str = _of_pairs(
@@ -152,7 +162,7 @@ class RunSettings:
         metavar="none|simple|openai|FILE",
     )
     stall_seconds: float | None = flag(
-        None, "end a run without progress for so long (several ranks: 300; 0: never)", FREE | EVALUATION, span=SECONDS
+        None, "end a run after so long without progress (several ranks: 300; 0: never)", FREE | EVALUATION, span=SECONDS
     )
     dry_run: bool = flag(False, "show the run, its memory and its files without starting it", START | EVALUATION)
     verbose: bool = flag(False, "show all of DeepSpeed's log", FREE | EVALUATION)
@@ -217,9 +227,12 @@ class ModelSettings:
     compile: bool = flag(False, "run the blocks through torch.compile", FREE | EVALUATION)
     compile_mode: str = flag("default", "mode of torch.compile", FREE | EVALUATION, choices=COMPILE_MODES)
     cuda_graph: str = flag(
-        "auto", "replay a micro-batch's passes as CUDA graphs; auto: where a GPU has shown it", FREE, choices=CUDA_GRAPH
+        "auto",
+        "replay a micro-batch's passes as CUDA graphs; auto: in layouts verified on a GPU",
+        FREE,
+        choices=CUDA_GRAPH,
     )
-    freeze: Sequence[str] = flag((), "timm parameter names (patterns) that are not trained", NOTED, nargs="+")
+    freeze: Sequence[str] = flag((), "patterns of timm parameter names to freeze", NOTED, nargs="+")
     linear_probe: bool = flag(False, "train only the classifier head", NOTED)
 
 
@@ -272,10 +285,14 @@ class ImageSettings:
     """The input of the model and of evaluation."""
 
     mean: Sequence[float] | None = flag(None, "pixel mean", WEIGHTS, nargs="+", span=Range(0, 1), rule=_CHANNELS)
-    std: Sequence[float] | None = flag(None, "pixel deviation", WEIGHTS, nargs="+", span=ABOVE_0_TO_1, rule=_CHANNELS)
+    std: Sequence[float] | None = flag(
+        None, "pixel standard deviation", WEIGHTS, nargs="+", span=ABOVE_0_TO_1, rule=_CHANNELS
+    )
     interpolation: str = flag("", "resize filter of evaluation (default: the model's)", NOTED | WEIGHTS)
-    crop_pct: float | None = flag(None, "evaluation crop (default: the model's)", NOTED | WEIGHTS, span=ABOVE_0_TO_1)
-    crop_mode: str = flag("", "evaluation crop", NOTED | WEIGHTS, choices=("center", "squash", "border"))
+    crop_pct: float | None = flag(
+        None, "evaluation crop: share of a side (default: the model's)", NOTED | WEIGHTS, span=ABOVE_0_TO_1
+    )
+    crop_mode: str = flag("", "mode of the evaluation crop", NOTED | WEIGHTS, choices=("center", "squash", "border"))
     aug_repeats: int = flag(0, "repeated augmentation: copies of a sample", neutral=(1,), span=Range(0, 1000))
 
 
@@ -296,7 +313,7 @@ class DistillationSettings:
         "", "teacher to distil from: timm name, hf-hub:ORG/NAME or local-dir:FOLDER", NOTED
     )
     kd_checkpoint: str = _of_classifiers(
-        "", "its weights: a run, or a file for --kd-model-name", NOTED, metavar="RUN|FILE"
+        "", "weights of the teacher: a run, or a file for --kd-model-name", NOTED, metavar="RUN|FILE"
     )
     kd_distill_type: str = _of_classifiers(
         "logit",
@@ -328,20 +345,25 @@ class OptimizerSettings:
 
     lr: float | None = flag(None, "base learning rate (default: the JSON's)", span=RATE, key="optimizer.params.lr")
     weight_decay: float | None = flag(None, "weight decay", span=RATE, key="optimizer.params.weight_decay")
-    clip_grad: float | None = flag(None, "largest norm of the gradient", span=Range(0, 10**9), key="gradient_clipping")
+    clip_grad: float | None = flag(None, "largest norm after clipping", span=Range(0, 10**9), key="gradient_clipping")
     layer_decay: float | None = flag(None, "layer-wise learning-rate decay", neutral=(1.0,), span=ABOVE_0_TO_1)
     lr_scale_by_batch: str = flag("none", "scale --lr with the global batch", NOTED, choices=("none", "linear", "sqrt"))
     lr_base_size: int = flag(256, "global batch of the unscaled learning rate", NOTED, span=IMAGES)
     model_ema: bool = flag(False, "keep an exponential moving average of the weights, and evaluate it too", NOTED)
     model_ema_decay: float = flag(0.9998, "decay of the average", NOTED, span=FROM_0_BELOW_1)
     model_ema_warmup: bool = flag(False, "let the decay of the average grow from 0", NOTED)
-    norm_dtype: str = flag("float32", "norms in a 16-bit model", NOTED | EVALUATION, choices=("float32", "model"))
-    tf32: bool = flag(False, "let fp32 matrix products use a GPU's TF32 cores", NOTED | EVALUATION)
-    on_nonfinite: str = flag("stop", "a step whose gradient is not finite", NOTED, choices=("stop", "skip"))
-    spike_factor: float | None = flag(
-        None, "largest loss or gradient norm in multiples of its recent mean", NOTED, span=Range(1, 10**9, above=True)
+    norm_dtype: str = flag(
+        "float32", "precision of the norm layers in a 16-bit model", NOTED | EVALUATION, choices=("float32", "model")
     )
-    rollback: int = flag(0, "times to return to the last checkpoint at a bad step, skipping it", NOTED, span=STEPS)
+    tf32: bool = flag(False, "let fp32 matrix products use a GPU's TF32 cores", NOTED | EVALUATION)
+    on_nonfinite: str = flag("stop", "at a step whose gradient is not finite", NOTED, choices=("stop", "skip"))
+    spike_factor: float | None = flag(
+        None,
+        "reject a step whose loss or gradient norm exceeds this multiple of its recent mean",
+        NOTED,
+        span=Range(1, 10**9, above=True),
+    )
+    rollback: int = flag(0, "times to return to the last checkpoint at a rejected step", NOTED, span=STEPS)
     grad_stats_interval: int = flag(0, "steps between gradient statistics by layer (0: none)", FREE, span=STEPS)
     batch_size: int | None = flag(
         None,
@@ -352,7 +374,7 @@ class OptimizerSettings:
         key="train_micro_batch_size_per_gpu",
     )
     grad_accum_steps: int | None = flag(
-        None, 'accumulation where the JSON says "auto"', span=IMAGES, key="gradient_accumulation_steps"
+        None, 'micro-batches per step where the JSON says "auto"', span=IMAGES, key="gradient_accumulation_steps"
     )
     auto_batch: bool = flag(
         False, "use the largest micro-batch that fits, and keep the global batch by accumulation", FREE
@@ -380,9 +402,9 @@ class ScheduleSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class SelfDistillationSettings:
-    """The heads, the crops, the teacher and the losses of DINO and iBOT, with DINOv2's defaults.
+    """The heads, crops, teacher and losses of DINO and iBOT.
 
-    These are those of facebookresearch/dinov2, dinov2/configs.
+    Defaults follow DINOv2 (facebookresearch/dinov2, dinov2/configs).
     """
 
     prototypes: int = _of_head(65536, "prototypes of a head", WEIGHTS, span=Range(2, 2**24))
@@ -404,19 +426,19 @@ class SelfDistillationSettings:
         "ema", "keep assignments balanced by a running mean or by Sinkhorn-Knopp", choices=("ema", "sinkhorn")
     )
     ibot_weight: float = _of_dino(1.0, "weight of the loss over masked patches (0: no masks)", span=_LOSS_WEIGHT)
-    koleo_weight: float = _of_dino(0.1, "weight of KoLeo", span=_LOSS_WEIGHT)
+    koleo_weight: float = _of_dino(0.1, "weight of the KoLeo loss", span=_LOSS_WEIGHT)
     student_temp: float = _of_dino(0.1, "temperature of the student", span=_TEMPERATURE)
     teacher_temp: float = _of_dino(0.07, "temperature of the teacher", span=_TEMPERATURE)
     warmup_teacher_temp: float = _of_dino(0.04, "temperature of the teacher at the start", span=_TEMPERATURE)
-    warmup_teacher_temp_epochs: int = _of_dino(30, "epochs until the teacher has its temperature", span=EPOCHS)
-    teacher_momentum: float = _of_dino(0.992, "share of its weights that the teacher keeps", span=PROBABILITY)
-    teacher_momentum_end: float = _of_dino(1.0, "the same at the end of the run", span=PROBABILITY)
+    warmup_teacher_temp_epochs: int = _of_dino(30, "epochs until the teacher reaches --teacher-temp", span=EPOCHS)
+    teacher_momentum: float = _of_dino(0.992, "share of its weights that the teacher keeps at a step", span=PROBABILITY)
+    teacher_momentum_end: float = _of_dino(1.0, "--teacher-momentum at the end of the run", span=PROBABILITY)
     freeze_last_layer_epochs: int = _of_optimizer(
         1, "epochs in which the prototypes have a learning rate of 0", span=EPOCHS
     )
     patch_embed_lr_mult: float = _of_optimizer(0.2, "factor on the learning rate of the patch embedding", span=RATE)
     weight_decay_end: float | None = _of_optimizer(
-        None, "weight decay at the end of the run, which a cosine leads to", span=RATE
+        None, "weight decay at the end of the run, reached along a cosine", span=RATE
     )
 
 
@@ -451,12 +473,12 @@ class RunConfig(
 
     @property
     def augment(self) -> AugmentConfig:
-        """The settings of augmentation."""
+        """The augmentation settings."""
         return AugmentConfig(**{f.name: getattr(self, f.name) for f in dataclasses.fields(AugmentConfig)})
 
     @property
     def mix(self) -> MixConfig:
-        """The settings of mixing."""
+        """The mixup and cutmix settings."""
         return MixConfig(**{f.name: getattr(self, f.name) for f in dataclasses.fields(MixConfig)})
 
 
@@ -471,20 +493,20 @@ FIELDS: dict[str, dataclasses.Field] = {
 }
 """The flags by their names in a recipe, in the order of --help."""
 KEY_OF_FLAG: Mapping[str, str] = {name: f.metadata["key"] for name, f in FIELDS.items() if f.metadata["key"]}
-"""The flags that have their own key in the DeepSpeed JSON."""
+"""Flag → its key in the DeepSpeed JSON, for the flags that set one."""
 
 
 def names_with(scope: Scope) -> tuple[str, ...]:
-    """The flags of a scope."""
+    """The recipe names of the flags that have this scope."""
     return tuple(name for name, f in FIELDS.items() if scope in f.metadata["scope"])
 
 
-HELD = frozenset(FIELDS) - KEY_OF_FLAG.keys() - {*names_with(Scope.FREE), *names_with(Scope.NOTED)}
-"""The flags that a resumed run must have as before; the JSON's numbers are compared as they are resolved."""
+FIXED_ON_RESUME = frozenset(FIELDS) - KEY_OF_FLAG.keys() - {*names_with(Scope.FREE), *names_with(Scope.NOTED)}
+"""The flags that a resumed run must not change. Those in `KEY_OF_FLAG` are compared as resolved with the JSON."""
 
 
 def names_of_task(task: str) -> frozenset[str]:
-    """The flags that belong to this task, but not to all."""
+    """The flags of this task that not all tasks have."""
     return frozenset(name for name, f in FIELDS.items() if task in f.metadata["task"].split())
 
 
@@ -499,26 +521,26 @@ def _kinds_of(hint: Any) -> tuple[Any, ...]:
 
 
 _KINDS = {name: _kinds_of(hint) for name, hint in get_type_hints(RunConfig).items()}
-SEVERAL = frozenset(name for name, kinds in _KINDS.items() if any(get_origin(kind) is Sequence for kind in kinds))
+MULTI_VALUED = frozenset(name for name, kinds in _KINDS.items() if any(get_origin(kind) is Sequence for kind in kinds))
 """The flags that take several values."""
-SINGLE = frozenset(name for name, kinds in _KINDS.items() if any(get_origin(kind) is None for kind in kinds[:1]))
-"""The flags whose single value is that value, not a sequence of one."""
+SINGLE_VALUED = frozenset(name for name, kinds in _KINDS.items() if any(get_origin(kind) is None for kind in kinds[:1]))
+"""The flags whose only value is stored as it is, not as a sequence of one."""
 TYPES: dict[str, Callable[[Any], Any]] = {
     **{name: (get_args(kinds[0]) or kinds)[0] for name, kinds in _KINDS.items()},
     "workers": number_or_auto,
 }
-"""The type of each word of a flag, from the annotation of its field."""
+"""Flag → the function that converts one of its words, from the annotation of the field."""
 
 
-def what_it_takes(name: str) -> str:
-    """What a flag takes, for people."""
+def describe_values(name: str) -> str:
+    """The values that a flag takes, for messages: "a whole number", "2 numbers"."""
     if TYPES[name] is bool:
         return "true or false"
     if TYPES[name] is number_or_auto:
         return "auto or a whole number"
     kind = "whole number" if TYPES[name] is int else "number" if TYPES[name] is float else "word"
     count = FIELDS[name].metadata["nargs"]
-    if name in SINGLE:
+    if name in SINGLE_VALUED:
         return f"a {kind}"
     return f"{count} {kind}s" if isinstance(count, int) else f"{kind}s"
 
@@ -534,7 +556,7 @@ def spelling(name: str) -> str:
     return spelling_of(FIELDS[name])
 
 
-def is_asked_for(name: str, config: RunConfig, explicit: Collection[str]) -> bool:
+def is_requested(name: str, config: RunConfig, explicit: Collection[str]) -> bool:
     """Whether a flag was given (`explicit`) with a value that is neither its default nor neutral."""
     value = getattr(config, name)
     return name in explicit and value != default_of(name) and value not in FIELDS[name].metadata["neutral"]

@@ -1,12 +1,12 @@
-"""Conversions of a filled layer, in place: types, the last block, idle members.
+"""In-place conversions of a layer that has its weights: types, a class-token-only last block, no-op members.
 
 DeepSpeed's 16-bit modes cast parameters only. Mixed-precision training keeps norms in fp32 (Apex's O2; see
 docs/numerics.md): input, weight and bias are cast up, and the result is cast back to the input's type. Buffers get the
 type of the weights.
 
-After the attention of a ViT's last block no token depends on another one. Tokens that the head does not read have no
-part in the loss and no gradient. So in training the last attention computes the class token only, and projection, MLP
-and final norm run on one token of an image instead of all. In evaluation every token is computed: pictures show them.
+After the attention of a ViT's last block no token depends on another one. Tokens that the head does not read do not
+change the loss and have no gradient. So in training the last attention computes the class token only, and projection,
+MLP and final norm run on one token of an image instead of all. Evaluation computes every token, for visualisation.
 
 Shapes: B samples, S tokens, D width, H heads, K head width.
 """
@@ -28,11 +28,11 @@ def norms_in_fp32(module: nn.Module) -> int:
     """Make every layer norm, RMS norm and group norm in `module` compute in fp32, in place; names do not change.
 
     Returns:
-        How many there were.
+        The number of norms.
     """
-    norms = [m for m in module.modules() if isinstance(m, (*_LAYER_NORMS, *_RMS_NORMS, nn.GroupNorm))]
+    norms = [m for m in module.modules() if isinstance(m, (nn.LayerNorm, *_RMS_NORMS, nn.GroupNorm))]
     for norm in norms:
-        # On the instance: tensor parallelism and timm recognise a norm by its class, which must not change.
+        # Set on the instance, because tensor parallelism and timm recognise a norm by its class.
         norm.forward = _forward_of(norm)
     return len(norms)
 
@@ -44,7 +44,7 @@ def cast_block_buffers(layer: nn.Module, dtype: torch.dtype) -> None:
     are outside the block and stay exact.
 
     Args:
-        layer: any; one without `block` is not changed.
+        layer: any layer; one without a `block` is not changed.
         dtype: the model's compute type.
     """
     if not hasattr(layer, "block"):
@@ -55,7 +55,6 @@ def cast_block_buffers(layer: nn.Module, dtype: torch.dtype) -> None:
                 setattr(module, name, buffer.to(dtype))
 
 
-_LAYER_NORMS = (nn.LayerNorm,)
 _CHANNELS_FIRST = (
     timm.layers.LayerNorm2d,
     timm.layers.LayerNorm2dFp32,
@@ -65,13 +64,13 @@ _CHANNELS_FIRST = (
 _RMS_NORMS = (nn.RMSNorm, timm.layers.RmsNorm)
 
 
-def _up(tensor: torch.Tensor | None) -> torch.Tensor | None:
+def _to_fp32(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return None if tensor is None else tensor.float()
 
 
 def _forward_of(norm: nn.Module):  # noqa: ANN202
     def layer_norm(x: torch.Tensor) -> torch.Tensor:
-        # Of all norms the most frequent one: `norm.weight` and `F.layer_norm` would cost the host six more calls.
+        # The most frequent norm: `norm.weight` and `F.layer_norm` would cost six more Python calls.
         weight, bias = norm._parameters["weight"], norm._parameters["bias"]
         weight, bias = weight if weight is None else weight.float(), bias if bias is None else bias.float()
         return torch.layer_norm(x, norm.normalized_shape, weight, bias, norm.eps)
@@ -80,13 +79,13 @@ def _forward_of(norm: nn.Module):  # noqa: ANN202
         return layer_norm(x.movedim(1, -1)).movedim(-1, 1)
 
     def rms_norm(x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, norm.normalized_shape, _up(norm.weight), norm.eps)
+        return F.rms_norm(x, norm.normalized_shape, _to_fp32(norm.weight), norm.eps)
 
     def group_norm(x: torch.Tensor) -> torch.Tensor:
-        return F.group_norm(x, norm.num_groups, _up(norm.weight), _up(norm.bias), norm.eps)
+        return F.group_norm(x, norm.num_groups, _to_fp32(norm.weight), _to_fp32(norm.bias), norm.eps)
 
-    # In this order: the norms of feature maps are layer norms.
-    kinds = {_CHANNELS_FIRST: layer_norm_2d, _LAYER_NORMS: layer_norm, _RMS_NORMS: rms_norm, nn.GroupNorm: group_norm}
+    # The channels-first classes come first, because they inherit from nn.LayerNorm.
+    kinds = {_CHANNELS_FIRST: layer_norm_2d, nn.LayerNorm: layer_norm, _RMS_NORMS: rms_norm, nn.GroupNorm: group_norm}
     normalize = next(function for kind, function in kinds.items() if isinstance(norm, kind))
 
     def forward(x: torch.Tensor) -> torch.Tensor:
@@ -98,7 +97,7 @@ def _forward_of(norm: nn.Module):  # noqa: ANN202
 
 
 class ClassTokenAttention(Attention):
-    """timm's `Attention` whose only query is the class token, in training."""
+    """timm's `Attention`; in training its only query is the class token."""
 
     def forward(self, x: torch.Tensor, attn_mask: torch.Tensor | None = None, is_causal: bool = False) -> torch.Tensor:
         """x [B, S, D] -> [B, 1, D], or [B, S, D] in evaluation; as timm's."""
@@ -117,7 +116,7 @@ class ClassTokenAttention(Attention):
 
 
 class ClassTokenBlock(Block):
-    """timm's `Block` that returns only the class token, in training."""
+    """timm's `Block`; in training it returns only the class token."""
 
     def forward(self, x: torch.Tensor, attn_mask: torch.Tensor | None = None, is_causal: bool = False) -> torch.Tensor:
         """x [B, S, D] -> [B, 1, D], or [B, S, D] in evaluation; as timm's."""
@@ -128,14 +127,14 @@ class ClassTokenBlock(Block):
 
 
 def compute_class_token(layer: Layer) -> None:
-    """Restrict the last block to what the head reads, in training, in place; parameters and their names stay.
+    """Make the last block compute only the class token in training, in place; parameters keep their names.
 
     Args:
-        layer: filled, and sharded already under tensor parallelism. Nothing changes where the head reads all tokens,
-            for a block or attention other than timm's plain ones, and with dropout, whose masks are drawn for all
-            elements.
+        layer: a layer that has its weights and, under tensor parallelism, is sharded. It is not changed if the head
+            reads other tokens too, if its block or attention is not timm's plain one, or if it has dropout, whose masks
+            are drawn for all elements.
     """
-    if not isinstance(layer, BlockLayer) or not layer.class_token_is_read_alone:
+    if not isinstance(layer, BlockLayer) or not layer.head_reads_only_class_token:
         return
     block = layer.block
     if type(block) is not Block or type(block.attn) is not Attention or block.attn.gate is not None:
@@ -151,7 +150,7 @@ def _unchanged(x: torch.Tensor) -> torch.Tensor:
 
 
 def skip_idle_modules(layer: Layer) -> None:
-    """Have a block call a function in place of its members that do nothing, which stay members under their names.
+    """Replace the calls of a block's no-op members by calls of a function; they stay submodules with their names.
 
     A module costs the host four Python calls, and timm's block has up to nine that return what they receive.
     """

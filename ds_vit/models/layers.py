@@ -196,14 +196,14 @@ class BlockLayer(Layer):
     Attributes:
         stack: the model's member that holds the blocks; one of `BLOCK_STACKS`.
         block: timm's block.
-        class_token_is_read_alone: whether the next layer is a head that reads no other token (`compute_class_token`).
+        head_reads_only_class_token: whether the next layer is a head that reads no other token (`compute_class_token`).
         reads_frequencies: whether rotary frequencies are passed with the tokens.
     """
 
     stack = "blocks"
     block: nn.Module
     reads_frequencies: bool = False
-    class_token_is_read_alone: bool = False
+    head_reads_only_class_token: bool = False
 
     def __init__(
         self, index: int, block: nn.Module, rope: nn.Module | None = None, patch_drop: nn.Module | None = None
@@ -473,5 +473,5 @@ def take_apart(model: TimmViT) -> list[Layer]:
     head = head_layer(own)
     head.num_tokens = layers[-1].num_tokens
     reads_one = own.global_pool == "token" and own.attn_pool is None
-    layers[-1].class_token_is_read_alone = reads_one and not isinstance(own, VisionTransformerDistilled)
+    layers[-1].head_reads_only_class_token = reads_one and not isinstance(own, VisionTransformerDistilled)
     return check_complete([*layers, head], model)

@@ -299,7 +299,7 @@ class BridgeLayer(Layer):
         return self.fill_in(self.decoder_embed(tokens)), keys
 
 
-class PaintLayer(Layer):
+class PixelHeadLayer(Layer):
     """The end of the decoder: tokens to the pixels of each patch."""
 
     def __init__(self, model: MaskedAutoencoder) -> None:
@@ -319,13 +319,16 @@ class PaintLayer(Layer):
 @take_apart.register
 def _(model: MaskedAutoencoder) -> list[Layer]:
     """An `EmbedLayer` that masks, a `BlockLayer` for each block, a `BridgeLayer`, a `DecoderBlockLayer` for each of the
-    decoder's, a `PaintLayer`; depth + decoder depth + 3 layers."""
+    decoder's, a `PixelHeadLayer`; depth + decoder depth + 3 layers."""
     own = copy_to_take_apart(model)
     masking = _masking(model.settings.mask_ratio, model.num_prefix_tokens, with_indices=isinstance(model, Eva))
     own.patch_drop = masking
     encoder, bridge = encoder_layers(own), BridgeLayer(own, masking)
     bridge.num_tokens = encoder[-1].num_tokens
-    decoder = [*(DecoderBlockLayer(index, block) for index, block in enumerate(own.decoder_blocks)), PaintLayer(own)]
+    decoder = [
+        *(DecoderBlockLayer(index, block) for index, block in enumerate(own.decoder_blocks)),
+        PixelHeadLayer(own),
+    ]
     for layer in decoder:
         layer.num_tokens = TokenCount(model.num_prefix_tokens, model.patch_embed.num_patches)
     return check_complete([*encoder, bridge, *decoder], model)

@@ -302,7 +302,7 @@ def _(model: TokenViT) -> list[Layer]:
     layers = encoder_layers(own)
     embed, head = layers[0], head_layer(own)
     head.num_tokens = embed.num_tokens
-    layers[-1].class_token_is_read_alone = not model.reads_patches
+    layers[-1].head_reads_only_class_token = not model.reads_patches
     mix_in(embed, MaskedEmbed)
     mix_in(head, TokensHead)
     if isinstance(model, SelfDistillationViT):

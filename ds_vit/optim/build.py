@@ -1,8 +1,8 @@
-"""The optimizer that the JSON names, without a JIT build, and which parameters it decays.
+"""Build the optimizer that the DeepSpeed JSON names, and its parameter groups, without JIT-compiled kernels.
 
-ZeRO passes an optimizer one flat tensor per group. Elementwise optimizers are not affected and are torch's, except
-Adagrad, whose constructor is (see there). LAMB, LARS and Muon are this package's and receive the map of parameters by
-`attach`. The others are rejected by name.
+ZeRO passes an optimizer one flat tensor per group. Elementwise optimizers give the same result on it; they are torch's
+or timm's, except Adagrad, whose constructor in torch depends on the shapes of the parameters (adagrad.py). LAMB, LARS
+and Muon are this package's and receive the map of parameters by `attach`. The others are rejected by name.
 """
 
 from __future__ import annotations
@@ -26,31 +26,32 @@ from ds_vit.optim.rate_factors import RateFactors, ScaledSteps
 from ds_vit.parallel.zero_map import ZeroMap
 
 _TORCH = ("AdamW", "Adam", "SGD", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop")
-# Lion is timm's: torch has none.
-_OURS: dict[str, type[torch.optim.Optimizer]] = {
+# Not torch's: Lion is timm's, the others are this package's.
+_OTHERS: dict[str, type[torch.optim.Optimizer]] = {
     "Lion": Lion,
     "Adagrad": Adagrad,
     "Lamb": Lamb,
     "Lars": Lars,
     "Muon": Muon,
 }
-OFFERED = (*_TORCH, *_OURS)
-"""Every name that an `optimizer` block may have, in any case."""
-# DeepSpeed's arguments that only choose an implementation; ours is torch's fused or foreach one.
-_IMPLEMENTATION = ("torch_adam", "adam_w_mode", "fp32_optimizer_states", "fused", "foreach")
-# Arguments whose purpose is unsupported: under ZeRO, or in some layout.
-_REFUSED_ARGUMENTS = {
-    "capturable": "it is for CUDA graphs of a whole step, which are not made here",
-    "differentiable": "it is for gradients through an optimizer step, which are not taken here",
+OPTIMIZERS = (*_TORCH, *_OTHERS)
+"""The names that an `optimizer` block may have, in upper or lower case."""
+# DeepSpeed's arguments that only choose an implementation; `build_optimizer` takes torch's fused or foreach one.
+_IMPLEMENTATION_ARGUMENTS = ("torch_adam", "adam_w_mode", "fp32_optimizer_states", "fused", "foreach")
+# Argument → why it is unsupported.
+_UNSUPPORTED_ARGUMENTS = {
+    "capturable": "CUDA graphs of a whole step are unsupported",
+    "differentiable": "gradients through an optimizer step are unsupported",
     "caution": "it divides by the mean of a mask over a whole parameter, and under ZeRO an optimizer sees one flat "
-    "tensor, so it would be something else in every layout",
+    "tensor, so the result would depend on the layout",
 }
 _ELEMENTWISE = OptimizerRules()
-# Of those that take no step before they are attached to a map; Muon's fallback is AdamW.
+# Optimizers that cannot step before `attach` → states per element. Muon's fallback is AdamW, which has more.
 _NUM_STATES: dict[type, int] = {Lamb: 2, Lars: 1, Muon: 1}
 STATES_OF_FALLBACK = 2
-_NOT_ELEMENTWISE = {
-    "adafactor": "Adafactor factors matrices, and under ZeRO an optimizer sees one flat tensor",
+_UNSUPPORTED = {
+    "adafactor": "Adafactor factors matrices, and under ZeRO an optimizer sees one flat tensor, so the result would "
+    "depend on the layout",
     "lbfgs": "L-BFGS needs a closure over the whole batch, which DeepSpeed does not give",
     "sparseadam": "SparseAdam needs sparse gradients, which a ViT does not have",
 }
@@ -60,7 +61,7 @@ _REMOVED = ("asgd", "rprop")
 def optimizer_class(block: Mapping[str, Any], path: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     """The class and arguments of the JSON's `optimizer` block.
 
-    DeepSpeed's own reading is kept: names are taken in any case, and "Adam" is AdamW unless `adam_w_mode` is false.
+    Names are read as DeepSpeed reads them: in upper or lower case, and "Adam" is AdamW unless `adam_w_mode` is false.
 
     Args:
         block: `{"type": …, "params": {…}}`.
@@ -70,7 +71,7 @@ def optimizer_class(block: Mapping[str, Any], path: str) -> tuple[type[torch.opt
         The class and its keyword arguments (without lr where the block has none).
 
     Raises:
-        UserError: an unknown optimizer (the nearest is named), one that ZeRO would change, or an unknown argument.
+        UserError: an unknown or unsupported optimizer, or an argument that it does not take.
     """
     name = block.get("type")
     if not isinstance(name, str):
@@ -79,29 +80,26 @@ def optimizer_class(block: Mapping[str, Any], path: str) -> tuple[type[torch.opt
     if "max_grad_norm" in params:
         raise UserError(f'{path}: optimizer.params.max_grad_norm: write "gradient_clipping" at the top level instead')
     cls = _class_named(name, adam_w=params.get("adam_w_mode", True), path=path)
-    for key in _IMPLEMENTATION:
+    for key in _IMPLEMENTATION_ARGUMENTS:
         params.pop(key, None)
     _check_arguments(cls, params, path)
-    _try(cls, params, path)
+    _check_values(cls, params, path)
     return cls, params
 
 
 def _class_named(name: str, *, adam_w: bool, path: str) -> type[torch.optim.Optimizer]:
     lowered = name.lower()
-    if lowered in _NOT_ELEMENTWISE:
-        raise UserError(
-            f"{path}: optimizer {name}: {_NOT_ELEMENTWISE[lowered]}, so it would be something else in every layout; "
-            "not in this release; AdamW is the nearest that works"
-        )
+    if lowered in _UNSUPPORTED:
+        raise UserError(f"{path}: optimizer {name} is unsupported: {_UNSUPPORTED[lowered]}; the nearest is AdamW")
     if lowered in _REMOVED:
         raise UserError(f"{path}: optimizer {name} was removed; use AdamW (its runs still predict and export)")
-    known = {n.lower(): n for n in (*_TORCH, *_OURS)}
+    known = {n.lower(): n for n in OPTIMIZERS}
     if lowered not in known:
         close = difflib.get_close_matches(lowered, known, n=1, cutoff=0.3)
         nearest = known[close[0]] if close else "AdamW"
         raise UserError(f"{path}: there is no optimizer {name!r} here; the nearest is {nearest}")
-    if known[lowered] in _OURS:
-        return _OURS[known[lowered]]
+    if known[lowered] in _OTHERS:
+        return _OTHERS[known[lowered]]
     return getattr(torch.optim, known["adamw" if lowered == "adam" and adam_w else lowered])
 
 
@@ -112,8 +110,9 @@ def _check_arguments(cls: type[torch.optim.Optimizer], params: dict[str, Any], p
     if "bias_correction" in params and "bias_correction" not in accepted and params.pop("bias_correction") is not True:
         raise UserError(f"{path}: optimizer.params.bias_correction: {cls.__name__} always corrects; delete it")
     for key in params:
-        if key in _REFUSED_ARGUMENTS and key in accepted and params[key]:
-            raise UserError(f"{path}: optimizer.params.{key} of {cls.__name__}: {_REFUSED_ARGUMENTS[key]}; delete it")
+        if key in _UNSUPPORTED_ARGUMENTS and key in accepted and params[key]:
+            reason = _UNSUPPORTED_ARGUMENTS[key]
+            raise UserError(f"{path}: optimizer.params.{key} of {cls.__name__}: {reason}; delete it")
         if key in rules.spelled_otherwise:
             raise UserError(f"{path}: optimizer.params.{key}: {rules.spelled_otherwise[key]}")
         if key not in accepted:
@@ -128,11 +127,11 @@ def _check_arguments(cls: type[torch.optim.Optimizer], params: dict[str, Any], p
 
 
 def states_per_element(cls: type[torch.optim.Optimizer], arguments: Mapping[str, Any]) -> int:
-    """How many fp32 numbers the optimizer remembers of each element of a parameter.
+    """The number of fp32 states that the optimizer keeps for each element of a parameter.
 
     Args:
         cls: from `optimizer_class`.
-        arguments: of the class, the rate among them.
+        arguments: keyword arguments of the class; those that are "auto" do not matter here.
     """
     if cls in _NUM_STATES:
         return _NUM_STATES[cls]
@@ -145,12 +144,15 @@ def states_per_element(cls: type[torch.optim.Optimizer], arguments: Mapping[str,
 
 
 def rules_of(cls: type[torch.optim.Optimizer]) -> OptimizerRules:
-    """The rules of a class of `optimizer_class`."""
+    """The rules of an optimizer class: its own, or those of elementwise optimizers."""
     return getattr(cls, "rules", _ELEMENTWISE)
 
 
-def _try(cls: type[torch.optim.Optimizer], params: Mapping[str, Any], path: str) -> None:
-    """Have the optimizer check its arguments before a process group exists; rate and decay are checked elsewhere."""
+def _check_values(cls: type[torch.optim.Optimizer], params: Mapping[str, Any], path: str) -> None:
+    """Check the arguments by constructing the optimizer, before a process group exists.
+
+    The learning rate and the weight decay are checked with their flags.
+    """
     others = {"lr", "weight_decay", *rules_of(cls).own_arguments}
     arguments = {key: value for key, value in params.items() if key not in others}
     try:
@@ -165,29 +167,33 @@ def parameter_groups(
     undecayed: frozenset[str],
     fallback: frozenset[str] | None = None,
 ) -> list[dict[str, Any]]:
-    """At most two groups: decayed, and not decayed; each in two again where some get another update. Frozen parameters
-    are in none.
+    """Split the trained parameters into decayed and undecayed groups, and these by `fallback` where it is given.
 
     Args:
-        parameters: (timm name, parameter), in the model's order.
-        weight_decay: of the first group.
+        parameters: (timm name, parameter), in the model's order; frozen ones are in no group.
+        weight_decay: of the decayed groups.
         undecayed: timm names that are not decayed.
-        fallback: timm names whose groups get `use_fallback`; None for an optimizer that makes no difference.
+        fallback: timm names whose groups get `use_fallback`; None for an optimizer with one update rule.
+
+    Returns:
+        At most two groups, or four with `fallback`; decayed ones first.
     """
-    trained = [(name, p) for name, p in parameters if p.requires_grad]
     groups: dict[tuple[bool, bool], dict[str, Any]] = {}
-    for name, parameter in trained:
-        plain, chosen = name in undecayed, fallback is not None and name in fallback
-        settings = {"params": [], "weight_decay": 0.0 if plain else weight_decay}
-        settings |= {} if fallback is None else {"use_fallback": chosen}
-        groups.setdefault((plain, chosen), settings)["params"].append(parameter)
+    for name, parameter in parameters:
+        if not parameter.requires_grad:
+            continue
+        is_undecayed, use_fallback = name in undecayed, fallback is not None and name in fallback
+        settings: dict[str, Any] = {"params": [], "weight_decay": 0.0 if is_undecayed else weight_decay}
+        if fallback is not None:
+            settings["use_fallback"] = use_fallback
+        groups.setdefault((is_undecayed, use_fallback), settings)["params"].append(parameter)
     return [groups[key] for key in sorted(groups)]
 
 
 def build_optimizer(
     cls: type[torch.optim.Optimizer], groups: list[dict[str, Any]], arguments: Mapping[str, Any], device: torch.device
 ) -> torch.optim.Optimizer:
-    """Make the optimizer with torch's fused implementation where the class has one for this device, else foreach."""
+    """Construct the optimizer, with the fused implementation if the class has one for this device, else foreach."""
     others = {"weight_decay", *rules_of(cls).own_arguments}
     arguments = {key: value for key, value in arguments.items() if key not in others}
     accepted = inspect.signature(cls.__init__).parameters
@@ -198,31 +204,34 @@ def build_optimizer(
     return cls(groups, **arguments)
 
 
-def check_rate_factors(cls: type[torch.optim.Optimizer], arguments: Mapping[str, Any], what: str) -> None:
-    """Reject learning rates by parameter where the update is not proportional to the learning rate.
+def check_rate_factors(cls: type[torch.optim.Optimizer], arguments: Mapping[str, Any], asked_by: str) -> None:
+    """Reject per-parameter learning rates where the update is not proportional to the learning rate.
 
     Args:
         cls: the optimizer.
         arguments: of the JSON.
-        what: asks for them, for the message: "--layer-decay".
+        asked_by: what asks for them, for the message: "--layer-decay".
 
     Raises:
         UserError: names the argument.
     """
     if arguments.get("corrected_weight_decay"):
         raise UserError(
-            f"{what} does not work with corrected_weight_decay of {cls.__name__}, which decays by the square of "
+            f"{asked_by} does not work with corrected_weight_decay of {cls.__name__}, which decays by the square of "
             "the learning rate; delete it from optimizer.params"
         )
 
 
-def check_weight_decay(cls: type[torch.optim.Optimizer], weight_decay: float | None, path: str) -> list[str]:
-    """A line where the JSON and the flags leave out the weight decay, and the class by itself would decay.
+def describe_default_decay(cls: type[torch.optim.Optimizer], weight_decay: float | None, path: str) -> list[str]:
+    """A line for people if the weight decay is 0 only because it was left out, and the class has another default.
 
     Args:
         cls: the optimizer.
-        weight_decay: None where neither the JSON nor a flag speaks of it; then it is 0, as in DeepSpeed's optimizers.
+        weight_decay: None if neither the JSON nor a flag sets it; it is then 0, as in DeepSpeed's optimizers.
         path: the JSON, named in the line.
+
+    Returns:
+        No line, or one.
     """
     own = inspect.signature(cls.__init__).parameters["weight_decay"].default
     if weight_decay is not None or not own:
@@ -234,15 +243,15 @@ def check_weight_decay(cls: type[torch.optim.Optimizer], weight_decay: float | N
 
 
 def attach(optimizer: torch.optim.Optimizer, zero_map: ZeroMap, factors: Mapping[str, float]) -> RateFactors:
-    """Give an optimizer whose parameters ZeRO has replaced the map of its flat tensors and the rates by parameter.
+    """Attach the map of ZeRO's flat tensors and the per-parameter learning rates to an optimizer.
 
     Args:
         optimizer: from `build_optimizer`, after `deepspeed.initialize`.
         zero_map: the map of this rank.
-        factors: on the learning rate, from `rate_factors`.
+        factors: timm name → factor on the learning rate, from `rate_factors`.
 
     Returns:
-        The rates, by which parameters can be held.
+        The rates in use, through which a caller can hold parameters at 0.
     """
     rates = RateFactors(factors)
     if isinstance(optimizer, PerParameterOptimizer):

@@ -1,4 +1,4 @@
-"""LARS on ZeRO's flat tensors: the trust ratio is a parameter's own, in every layout.
+"""LARS on ZeRO's flat tensors, with one trust ratio per parameter in every layout.
 
 Large Batch Training of Convolutional Networks (You et al., arXiv:1708.03888), with the options and the arithmetic of
 timm's `Lars`.
@@ -21,13 +21,13 @@ class Lars(PerParameterOptimizer):
     Args:
         params: parameters or groups.
         lr: learning rate.
-        momentum: of the scaled gradient.
-        dampening: of what enters the momentum.
-        weight_decay: times the weight, added to the gradient.
+        momentum: decay of the running sum of scaled gradients.
+        dampening: a gradient enters the momentum times 1 - dampening, except the first one.
+        weight_decay: the weight times this is added to the gradient.
         nesterov: look ahead along the momentum.
-        trust_coeff: c above.
+        trust_coeff: c.
         eps: added to the denominator.
-        trust_clip: ratio over learning rate is at most 1 (LARC).
+        trust_clip: use min(ratio / lr, 1) as the ratio (LARC).
         always_adapt: adapt groups without weight decay too, which by default get plain SGD.
 
     Raises:
@@ -82,14 +82,14 @@ class Lars(PerParameterOptimizer):
                 torch._foreach_add_(grads, flats, alpha=decay)
             tensors.mul_(grads, ratios)
         if momentum:
-            new = [p for p in parameters if "momentum_buffer" not in self.state[p]]
-            for p in new:
-                self.state[p]["momentum_buffer"] = p.grad.clone()
-            old = [p for p in parameters if not any(p is other for other in new)]
-            buffers = [self.state[p]["momentum_buffer"].view(-1) for p in old]
+            started = [p for p in parameters if "momentum_buffer" in self.state[p]]
+            for p in parameters:
+                if "momentum_buffer" not in self.state[p]:
+                    self.state[p]["momentum_buffer"] = p.grad.clone()
+            buffers = [self.state[p]["momentum_buffer"].view(-1) for p in started]
             if buffers:
                 torch._foreach_mul_(buffers, momentum)
-                torch._foreach_add_(buffers, [p.grad.view(-1) for p in old], alpha=1.0 - group["dampening"])
+                torch._foreach_add_(buffers, [p.grad.view(-1) for p in started], alpha=1.0 - group["dampening"])
             buffers = [self.state[p]["momentum_buffer"].view(-1) for p in parameters]
             if group["nesterov"]:
                 torch._foreach_add_(grads, buffers, alpha=momentum)

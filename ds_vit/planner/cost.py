@@ -19,7 +19,7 @@ from ds_vit.parallel.layout import Layout
 from ds_vit.planner.counting import LayerWork, Pass
 from ds_vit.planner.hardware import Accelerator, Link
 from ds_vit.planner.memory import DEFAULT_BUCKET, MemoryRules
-from ds_vit.planner.pipeline import seconds_of_step
+from ds_vit.planner.pipeline import pipeline_time
 
 _UPDATE_BYTES = 42
 """A parameter: gradient read for its norm, read and written to clip it; gradient, master, two moments read, all but the
@@ -111,7 +111,7 @@ def step_time(
     parts = [works[start:stop] for start, stop in itertools.pairwise(bounds)]
     stages = [_PassTime.of_stage([times[id(work)] for work in part]) for part in parts]
     slowest = max(stages, key=lambda one: one.whole)
-    bubble = seconds_of_step([(one.ahead, one.whole - one.ahead) for one in stages], m) - m * slowest.whole
+    bubble = pipeline_time([(one.ahead, one.whole - one.ahead) for one in stages], m) - m * slowest.whole
     sending = 0.0
     if p > 1:
         link = machine.between_stages(rules.layout)

@@ -348,16 +348,16 @@ class Kept(NamedTuple):
         inputs: of the layer.
         given: bytes of the tokens among the inputs.
         given_saved: of those, what is among `bytes`.
-        dear: bytes of the outputs of its products of matrices and attention (models/checkpointing.py).
-        dear_saved: of those, what is among `bytes`.
+        expensive: bytes of the outputs of its matrix products and attention (models/checkpointing.py).
+        expensive_saved: of those, what is among `bytes`.
     """
 
     bytes: int
     inputs: Any
     given: int
     given_saved: int
-    dear: int
-    dear_saved: int
+    expensive: int
+    expensive_saved: int
 
 
 def kept_by_layers(model: TimmViT, layers: Sequence[Layer], dtype: torch.dtype = torch.float32) -> list[Kept]:
@@ -370,11 +370,11 @@ def kept_by_layers(model: TimmViT, layers: Sequence[Layer], dtype: torch.dtype =
     """
 
     def count(layer: Layer, inputs: Any) -> tuple[tuple[int, ...], Any]:
-        with FusedAttention(), ExpensiveOutputs() as dear:
+        with FusedAttention(), ExpensiveOutputs() as expensive:
             saved, out = saved_storages(lambda: layer(inputs), (*layer.parameters(), *layer.buffers()))
         given = storages_of([inputs[0]])
-        sizes = (saved, given, given.keys() & saved, dear.storages, dear.storages.keys() & saved)
-        return tuple(sum({**saved, **given, **dear.storages}[key].nbytes() for key in keys) for keys in sizes), out
+        sizes = (saved, given, given.keys() & saved, expensive.storages, expensive.storages.keys() & saved)
+        return tuple(sum({**saved, **given, **expensive.storages}[key].nbytes() for key in keys) for keys in sizes), out
 
     images = 2  # of a single one some copies are views
     found = count_each(model, layers, count, images=images, dtype=dtype)

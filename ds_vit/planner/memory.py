@@ -318,7 +318,7 @@ class StageMemory:
     def _runs(self) -> list[_Run]:
         """The layers by what is freed together: single ones, or the groups that are recomputed."""
         recomputing, runs = self.rules.checkpointing, []
-        of_saved, of_dear = (_AUTOCAST_OF_FP32, 0.5) if self.rules.autocast else (1.0, 1.0)
+        of_saved, of_expensive = (_AUTOCAST_OF_FP32, 0.5) if self.rules.autocast else (1.0, 1.0)
         for are_recomputed, found in itertools.groupby(
             self.layers, lambda layer: recomputing.interval > 0 and layer.is_block
         ):
@@ -335,8 +335,8 @@ class StageMemory:
                         waiting += first.given
                         again -= first.given_saved
                     if recomputing.selective:
-                        waiting += of_dear * first.dear
-                        again -= of_dear * first.dear_saved
+                        waiting += of_expensive * first.expensive
+                        again -= of_expensive * first.expensive_saved
                 backs = list(dict.fromkeys(layer.back for layer in group))
                 forward_only = all(layer.runs_forward_only for layer in group)
                 trained, sizes = sum(layer.trained for layer in group), tuple(layer.parameters for layer in group)

@@ -1,8 +1,8 @@
-"""How a list of layers is split into pipeline stages, and how long a training step of those stages takes.
+"""Splits a list of layers into pipeline stages, and estimates the time of a training step.
 
 Without a flag the stages are balanced by FLOPs and memory (`balance`), `--pp-partition 0,7,14` gives them, and
-`--pp-partition auto` looks for those with the fastest step on DeepSpeed's 1F1B schedule (`fastest_bounds`). All are
-pure functions of the model and the flags, so that every rank finds the same bounds, whatever its accelerator is.
+`--pp-partition auto` searches those with the fastest step on DeepSpeed's 1F1B schedule (`fastest_bounds`). All are
+pure functions of the model and the flags, so that every rank finds the same bounds on any accelerator.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ StageCost = tuple[float, float]
 
 
 def stage_bounds(partition: str, pp: int, model: torch.nn.Module, frozen: frozenset[str]) -> tuple[int, ...]:
-    """The bounds of the stages: those given, or balanced ones ("auto" starts from these too).
+    """The bounds of the stages: those of the flag, or balanced ones ("auto" starts from these too).
+
+    Without a pipeline they are those of the main tower, and every other tower runs separately.
 
     Args:
         partition: --pp-partition.
         pp: number of stages.
-        model: the whole one, on the meta device.
+        model: the unsharded model, on the meta device.
         frozen: timm names of the parameters that are not trained.
 
     Raises:
@@ -57,7 +59,7 @@ def stage_bounds(partition: str, pp: int, model: torch.nn.Module, frozen: frozen
 
 
 def check_bounds(bounds: Sequence[int], num_layers: int, num_stages: int) -> list[int]:
-    """Explicit bounds of `--pp-partition`, checked.
+    """Check the explicit bounds of `--pp-partition`, and return them.
 
     Raises:
         UserError: not p + 1 rising numbers from 0 to the number of layers.
@@ -77,7 +79,7 @@ def are_trained(layers: Sequence[Layer], frozen: frozenset[str]) -> list[bool]:
     return [any(layer.prefix + name not in frozen for name, _ in layer.named_parameters()) for layer in layers]
 
 
-def untrained(bounds: Sequence[int], trained: Sequence[bool]) -> list[int]:
+def untrained_stages(bounds: Sequence[int], trained: Sequence[bool]) -> list[int]:
     """The stages in which no layer is trained."""
     return [stage for stage, (start, stop) in enumerate(itertools.pairwise(bounds)) if not any(trained[start:stop])]
 
@@ -86,9 +88,10 @@ def check_trained(bounds: Sequence[int], trained: Sequence[bool]) -> None:
     """Reject a stage whose parameters are all frozen.
 
     Raises:
-        UserError: there is one.
+        UserError: a stage has nothing to train; names the first.
     """
-    for stage in untrained(bounds, trained):
+    if stages := untrained_stages(bounds, trained):
+        stage = stages[0]
         start, stop = bounds[stage : stage + 2]
         raise UserError(
             f"pipeline stage {stage} (layers {start} to {stop - 1}) has nothing to train, which DeepSpeed's "
@@ -97,18 +100,18 @@ def check_trained(bounds: Sequence[int], trained: Sequence[bool]) -> None:
 
 
 def balance(flops: Sequence[float], activation_bytes: Sequence[float], num_stages: int) -> list[int]:
-    """Bounds of contiguous stages with the least work in the busiest one.
+    """Bounds of contiguous stages that minimise the work of the busiest stage.
 
-    Under 1F1B the stage i of p keeps the activations of up to p - i micro-batches; among equally fast bounds those
-    with the smallest such peak are taken.
+    Under 1F1B stage i of p keeps the activations of up to p - i micro-batches. Of equally fast bounds those with the
+    smallest peak are taken.
 
     Args:
         flops: of each layer.
-        activation_bytes: that each layer keeps for its backward pass, of one micro-batch.
+        activation_bytes: of one micro-batch, kept by each layer for its backward pass.
         num_stages: p.
 
     Returns:
-        p + 1 numbers: stage i has the layers from the i-th up to, and without, the next.
+        p + 1 numbers: stage i has the layers bounds[i] to bounds[i + 1] - 1.
 
     Raises:
         UserError: fewer layers than stages.
@@ -118,7 +121,7 @@ def balance(flops: Sequence[float], activation_bytes: Sequence[float], num_stage
         raise UserError(
             f"{layers} layers cannot be split into --pp {num_stages} stages; --pp may be 1 to {layers} for this model"
         )
-    work, memory = ([0.0, *itertools.accumulate(of_layers)] for of_layers in (flops, activation_bytes))
+    work, memory = ([0.0, *itertools.accumulate(values)] for values in (flops, activation_bytes))
 
     @cache
     def best(stage: int, start: int) -> tuple[float, float, tuple[int, ...]]:
@@ -135,61 +138,60 @@ def balance(flops: Sequence[float], activation_bytes: Sequence[float], num_stage
     return [0, *best(0, 0)[2]]
 
 
-def seconds_of_step(stages: Sequence[StageCost], micro_batches: int) -> float:
-    """The time of a step on DeepSpeed's training schedule (1F1B), without the time of transfers.
+def pipeline_time(stages: Sequence[StageCost], micro_batches: int) -> float:
+    """The time of a step on DeepSpeed's training schedule (1F1B) without transfers, in the unit of the costs.
 
     Stage s runs micro-batch i forward at tick 2i + s and backward at tick 2i + 2p - 1 - s. Equal stages take m + p - 1
     times the time of one micro-batch, of which (p - 1) / (m + p - 1) is bubble (Narayanan et al. 2021, section 2.2.1).
 
     Args:
-        stages: p, the cost of a micro-batch in each.
-        micro_batches: m.
+        stages: the cost of a micro-batch in each of the p stages.
+        micro_batches: m, of a step.
     """
     p = len(stages)
     m = min(micro_batches, 2 * p)  # after its start a step runs at the pace of the slowest stage
     clock = [0.0] * p
     ends: dict[tuple[int, int, int], float] = {}  # of each pass: (0 forward or 1 backward, stage, micro-batch)
     for tick, s in itertools.product(range(2 * (m + p - 1)), range(p)):
-        going_back = (tick + s) % 2
-        i = (tick + s + 1) // 2 - p if going_back else (tick - s) // 2
+        is_backward = (tick + s) % 2
+        i = (tick + s + 1) // 2 - p if is_backward else (tick - s) // 2
         if 0 <= i < m:
-            before = ends.get(
-                (going_back, s + 1 if going_back else s - 1, i), 0.0
-            )  # the ends of the pipeline have none
-            clock[s] = ends[going_back, s, i] = max(clock[s], before) + stages[s][going_back]
+            # The first stage waits for no forward pass, and the last one for no backward pass of another stage.
+            received = ends.get((is_backward, s + 1 if is_backward else s - 1, i), 0.0)
+            clock[s] = ends[is_backward, s, i] = max(clock[s], received) + stages[s][is_backward]
     return max(clock) + (micro_batches - m) * max(map(sum, stages))
 
 
 def stage_costs(layers: Sequence[StageCost], bounds: Sequence[int]) -> list[StageCost]:
-    """The cost of each stage: the sum of its layers."""
+    """The cost of each stage: the sum of the costs of its layers."""
     parts = [layers[start:stop] for start, stop in itertools.pairwise(bounds)]
     return [(sum(ahead for ahead, _ in part), sum(back for _, back in part)) for part in parts]
 
 
-_EXHAUSTIVE = 1000  # bounds up to which all are tried: 12 blocks in up to 4 stages
+_MAX_EXHAUSTIVE = 1000  # partitions that are all tried: 12 blocks in up to 4 stages have fewer
 
 
 def fastest_bounds(
     layers: Sequence[StageCost],
-    kept: Sequence[float],
+    activation_bytes: Sequence[float],
     stages: int,
     micro_batches: int,
-    is_legal: Callable[[Sequence[int]], bool] = lambda bounds: True,
+    is_allowed: Callable[[Sequence[int]], bool] = lambda bounds: True,
 ) -> list[int]:
-    """The bounds with the fastest step; of equally fast ones those whose fullest stage keeps the least activations.
+    """The bounds with the fastest step; of equally fast ones those with the smallest peak of activations.
 
-    Few bounds are all tried. Of many, the balanced ones move by a layer, one bound or two neighbours at a time, for as
-    long as that helps.
+    If there are at most 1,000 partitions, all are tried. Else the search starts from the balanced bounds and moves one
+    bound, or two neighbouring ones, by one layer for as long as the step gets faster.
 
     Args:
-        layers: the cost of each.
-        kept: bytes that each keeps of a micro-batch for its backward pass.
+        layers: the cost of each layer.
+        activation_bytes: of one micro-batch, kept by each layer for its backward pass.
         stages: p.
-        micro_batches: m.
-        is_legal: whether bounds may be taken.
+        micro_batches: m, of a step.
+        is_allowed: whether bounds may be chosen.
 
     Returns:
-        p + 1 numbers, as `balance` gives them.
+        p + 1 numbers, as those of `balance`.
 
     Raises:
         UserError: fewer layers than stages.
@@ -197,14 +199,14 @@ def fastest_bounds(
 
     @cache
     def score(bounds: tuple[int, ...]) -> tuple[float, float]:
-        if not is_legal(bounds):
+        if not is_allowed(bounds):
             return math.inf, math.inf
-        sizes = (sum(kept[start:stop]) for start, stop in itertools.pairwise(bounds))
+        sizes = (sum(activation_bytes[start:stop]) for start, stop in itertools.pairwise(bounds))
         peak = max(min(stages - stage, micro_batches) * size for stage, size in enumerate(sizes))
-        return seconds_of_step(stage_costs(layers, bounds), micro_batches), peak
+        return pipeline_time(stage_costs(layers, bounds), micro_batches), peak
 
-    best = tuple(balance([ahead + back for ahead, back in layers], kept, stages))
-    if math.comb(len(layers) - 1, stages - 1) <= _EXHAUSTIVE:
+    best = tuple(balance([ahead + back for ahead, back in layers], activation_bytes, stages))
+    if math.comb(len(layers) - 1, stages - 1) <= _MAX_EXHAUSTIVE:
         inner = itertools.combinations(range(1, len(layers)), stages - 1)
         best = min(((0, *bounds, len(layers)) for bounds in inner), key=score)
         return list(best)
@@ -214,7 +216,7 @@ def fastest_bounds(
 
 
 def _neighbours(bounds: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Bounds of which one, or two neighbours, are a layer further on or back."""
+    """Valid bounds in which one bound, or two neighbouring ones, moved by one layer."""
     inner = range(1, len(bounds) - 1)
     moves = [{place: step} for place in inner for step in (-1, 1)]
     pairs = itertools.product(itertools.pairwise(inner), itertools.product((-1, 1), repeat=2))
@@ -238,13 +240,13 @@ def fastest_stages(
     """`--pp-partition auto`: the bounds with the fastest step by FLOPs, and a line that says what they gain.
 
     Args:
-        model: the whole one, for its images.
-        layers: from `layers_of_rank`; the last block computes the class token only from here on.
+        model: the unsharded model, for the shape of its images.
+        layers: from `layers_of_rank`; `compute_class_token` changes the last block in place.
         balanced: bounds from `stage_bounds`.
-        micro_batches: m.
+        micro_batches: m, of a step.
         frozen: timm names of the parameters that are not trained.
         dtype: of the images.
-        recomputed: whether blocks repeat their products of matrices in the backward pass.
+        recomputed: whether blocks repeat their matrix products in the backward pass.
 
     Raises:
         UserError: more stages than layers, or a stage with nothing to train whatever the bounds.
@@ -253,14 +255,19 @@ def fastest_stages(
         compute_class_token(layer)
     costs = []
     for layer, work in zip(layers, work_of_layers(model, layers, dtype), strict=True):
-        again = work.forward.flops if recomputed and isinstance(layer, BlockLayer) else 0.0
-        costs.append((work.forward.flops, work.backward.flops + again))
-    kept, trained = [one.bytes for one in kept_by_layers(model, layers, dtype)], are_trained(layers, frozen)
+        repeated = work.forward.flops if recomputed and isinstance(layer, BlockLayer) else 0.0
+        costs.append((work.forward.flops, work.backward.flops + repeated))
+    activation_bytes = [kept.bytes for kept in kept_by_layers(model, layers, dtype)]
+    trained = are_trained(layers, frozen)
     bounds = fastest_bounds(
-        costs, kept, len(balanced) - 1, micro_batches, is_legal=lambda bounds: not untrained(bounds, trained)
+        costs,
+        activation_bytes,
+        len(balanced) - 1,
+        micro_batches,
+        is_allowed=lambda bounds: not untrained_stages(bounds, trained),
     )
     check_trained(bounds, trained)
-    slow, fast = (seconds_of_step(stage_costs(costs, of), micro_batches) for of in (balanced, bounds))
+    slow, fast = (pipeline_time(stage_costs(costs, choice), micro_batches) for choice in (balanced, bounds))
     note = f"--pp-partition auto: {','.join(map(str, bounds))}"
     gain = f", a step {slow / fast - 1:.1%} faster than with the balanced {','.join(map(str, balanced))}"
     return tuple(bounds), note + (gain if slow / fast - 1 > 5e-4 else ", as fast as balanced")

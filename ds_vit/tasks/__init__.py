@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ds_vit.config import RunConfig, default_of, spelling
-from ds_vit.config.schema import FIELDS, is_asked_for
+from ds_vit.config.schema import FIELDS, is_requested
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.tasks.bridge_tower import BridgeTowerTask
 from ds_vit.tasks.classification import Classification
@@ -62,6 +62,6 @@ def find_task(config: RunConfig, explicit: frozenset[str]) -> type[Task]:
     if task is Classification and (config.kd_model_name or config.kd_checkpoint):
         task = Distillation
     for flag, reason in idle_flags(task).items():
-        if is_asked_for(flag, config, explicit):
+        if is_requested(flag, config, explicit):
             raise UserError(f"{spelling(flag)} has no effect with --task {task.name}{reason}")
     return task

@@ -48,7 +48,7 @@ class BridgeTowerTask(Contrastive):
         **dict.fromkeys(("drop", "model_kwargs"), _OF_FOLDER),
         **dict.fromkeys(("eval_knn", "eval_linear_probe"), _NO_FEATURES),
     }
-    compared = ("images", "texts", "both")
+    feature_names = ("images", "texts", "both")
     logit_names = ("logit_scale",)
     shown_parameters: ClassVar = {"logit_scale": Contrastive.shown_parameters["text.logit_scale"]}
     loss = staticmethod(bridge_tower_loss)

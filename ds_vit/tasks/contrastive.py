@@ -1,7 +1,8 @@
 """Contrastive pretraining of images with captions: CLIP (Radford et al. 2021) and SigLIP (Zhai et al. 2023).
 
-Both towers run by the seam of coupled tasks. The loss is that of the global batch in every layout: rows of all ranks
-and micro-batches are compared, gradients flow back through the exchange, and no rank holds the matrix of all pairs.
+Both are coupled tasks (`Task.collect`, `Task.couple`). The loss is that of the global batch in every layout: features
+of all ranks and micro-batches are compared, gradients flow back through the gather, and no rank holds the matrix of all
+pairs.
 
 Shapes: B samples of a micro-batch, L tokens of a caption, E common width of both towers, N samples of a split.
 """
@@ -32,7 +33,7 @@ from ds_vit.tasks.metrics import Batch, Figure, Metrics
 from ds_vit.tasks.retrieval import DIRECTIONS, RANKS, Retrieval
 from ds_vit.tasks.task import Coupled, Field, StepContext, Task
 
-_NO_CLASSES = "its loss is over pairs of an image and a caption, and its model has no classes"
+_NO_CLASSES = "its loss compares images with captions, and its model has no classes"
 _ONE_CAPTION = "a caption describes one image, and there are no labels to mix"
 
 
@@ -67,23 +68,24 @@ class Contrastive(Task):
     initial_logits: ClassVar[tuple[float, ...]]
     """Initial values of the logit scale (its logarithm) and of the logit bias."""
     loss: ClassVar[Callable[..., torch.Tensor]]
-    """As `clip_loss`."""
-    compared: ClassVar[tuple[str, ...]] = ("images", "texts")
-    """The features that the loss takes, in its order."""
+    """A function with the arguments of `clip_loss`."""
+    feature_names: ClassVar[tuple[str, ...]] = ("images", "texts")
+    """The features that the loss takes, in the order of its arguments."""
     logit_names: ClassVar[tuple[str, ...]] = ("text.logit_scale", "text.logit_bias")
-    """Parameters whose values `initial_logits` are."""
+    """The parameters that `initial_logits` initialises."""
 
     model: ContrastiveModel
+    tokenizer: Tokenizer
 
     def __init__(self, config: RunConfig, image: ImageConfig, source: Source, model: nn.Module) -> None:
         super().__init__(config, image, source, model)
-        self.tokenizer = self._tokenizer(config)
+        self.tokenizer = self._build_tokenizer(config)
         self.encoded_dim = self.model.common_dim
 
     @classmethod
-    def _tokenizer(cls, config: RunConfig) -> Tokenizer:
-        of_text_model = text_settings(config.text_model or cls.text_model).context_length
-        default = default_context_length(config.tokenizer, of_text_model)
+    def _build_tokenizer(cls, config: RunConfig) -> Tokenizer:
+        text_model = text_settings(config.text_model or cls.text_model)
+        default = default_context_length(config.tokenizer, text_model.context_length)
         return build_tokenizer(config.tokenizer, config.context_length or default)
 
     # ---- the model -------------------------------------------------------------------------------------------------
@@ -91,7 +93,7 @@ class Contrastive(Task):
     @classmethod
     def create_model(cls, spec: ModelSpec, config: RunConfig, *, for_training: bool) -> ContrastiveModel:
         """As `Task.create_model`."""
-        tokenizer = cls._tokenizer(config)
+        tokenizer = cls._build_tokenizer(config)
         default = text_settings(config.text_model or cls.text_model)
         settings = replace(
             default,
@@ -110,32 +112,31 @@ class Contrastive(Task):
 
     @classmethod
     def locked_names(cls, model: nn.Module, config: RunConfig) -> frozenset[str]:
-        """As `Task.locked_names`: of `--lock-image` and `--lock-text`; the projection of images is always trained.
+        """As `Task.locked_names`, for `--lock-image` and `--lock-text`; the image projection is always trained.
 
         Raises:
             UserError: more unlocked groups than the image tower has.
         """
-        names = [name for name, _ in model.named_parameters()]
         locked: set[str] = set()
         if config.lock_image:
             groups = group_parameters(model, model.group_matcher())
-            kept = [[name for name in groups[at] if not name.startswith(("text.", "head."))] for at in sorted(groups)]
-            kept = [group for group in kept if group]
-            if config.lock_image_unlocked_groups > len(kept):
+            tower = [[name for name in groups[i] if not name.startswith(("text.", "head."))] for i in sorted(groups)]
+            tower = [names for names in tower if names]
+            if config.lock_image_unlocked_groups > len(tower):
                 raise UserError(
                     f"--lock-image-unlocked-groups {config.lock_image_unlocked_groups}: the image tower has "
-                    f"{len(kept)} groups (its stem and {len(model.blocks)} blocks)"
+                    f"{len(tower)} groups (its stem and {len(model.blocks)} blocks)"
                 )
-            locked |= {name for group in kept[: len(kept) - config.lock_image_unlocked_groups] for name in group}
+            locked.update(*tower[: len(tower) - config.lock_image_unlocked_groups])
         if config.lock_text:
-            locked |= {name for name in names if name.startswith("text.") and "text.logit_" not in name}
+            names = [name for name, _ in model.named_parameters() if name.startswith("text.")]
+            locked.update(name for name in names if "text.logit_" not in name)
         return frozenset(locked)
 
     def identity(self) -> dict[str, Any]:
-        """As `Task.identity`, with the sizes of the text tower as they are, given by flags or not."""
-        assert self.tokenizer is not None, "the constructor sets it"
+        """As `Task.identity`, with the resolved sizes of the text tower."""
         values = super().identity() | {"context_length": self.tokenizer.context_length}
-        if "text_model" in values:
+        if "text_model" in values:  # not in subclasses without --text-model
             settings = self.model.text.settings
             of_tower = {f"text_{name}": getattr(settings, name) for name in ("width", "depth", "heads", "pool")}
             values |= of_tower | {"embed_dim": settings.embed_dim}
@@ -147,7 +148,7 @@ class Contrastive(Task):
         return chain_towers(towers.values())
 
     def weight_files(self) -> dict[str, frozenset[str]]:
-        """As `Task.weight_files`: the text tower apart, so that what is left is timm's model."""
+        """As `Task.weight_files`: the text tower has its own file, so that the other is timm's model."""
         names = [name for name, _ in self.model.named_parameters()]
         return {"text": frozenset(name for name in names if name.startswith("text."))}
 
@@ -155,7 +156,6 @@ class Contrastive(Task):
 
     def fields(self, *, training: bool) -> tuple[Field, ...]:
         """As `Task.fields`."""
-        assert self.tokenizer is not None, "the constructor sets it"
         return (
             Field("images", "first", "images", (3, *self.image.img_size)),
             Field("texts", "first", "texts", (self.tokenizer.context_length,), torch.int64),
@@ -170,8 +170,8 @@ class Contrastive(Task):
         return self._normalised((images, texts), logits)
 
     def _normalised(self, features: Sequence[torch.Tensor], logits: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The result of `_features`: those of `compared` in float32 [B, E], and the first row of the logits."""
-        return {**dict(zip(self.compared, map(_unit, features), strict=True)), "logits": logits[0]}
+        """The result of `_features`, from features in the order of `feature_names` and one row of logits per sample."""
+        return {**dict(zip(self.feature_names, map(_unit, features), strict=True)), "logits": logits[0]}
 
     def encode(self, name: str, context: StepContext, batch: Batch) -> torch.Tensor:
         """As `Task.encode`."""
@@ -180,12 +180,12 @@ class Contrastive(Task):
 
     def _loss(self, context: StepContext, features: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """This rank's share: the mean over the data-parallel ranks is the loss of the global batch."""
-        own = [features[name] for name in self.compared]
+        own = [features[name] for name in self.feature_names]
         with torch.autocast(own[0].device.type, enabled=False):
             return type(self).loss(*own, features["logits"], context.gather, context.groups.dp_rank * len(own[0]))
 
     def _logits_in_fp32(self, context: StepContext, logits: torch.Tensor) -> torch.Tensor:
-        """The values that the optimizer has, with the gradient of those that the model computes with."""
+        """The logits with the values of the optimizer's fp32 masters, and the gradient of the model's parameters."""
         if logits.dtype == torch.float32:
             return logits
         return logits.float() + (context.masters(self.logit_names[: len(logits)]) - logits.float()).detach()
@@ -195,8 +195,9 @@ class Contrastive(Task):
         features = self._features(context, batch)
         if piece is None:
             return self._loss(context, features | {"logits": self._logits_in_fp32(context, features["logits"])})
-        of_pairs = sum((features[name] * piece[name]).sum() for name in self.compared)
-        # Each micro-batch of each rank has separate features, and all of them have the same scale and bias.
+        of_pairs = sum((features[name] * piece[name]).sum() for name in self.feature_names)
+        # The engine averages gradients over micro-batches and ranks. A feature is of one of them, so its term is scaled
+        # up; the scale and the bias are shared by all.
         of_logits = (features["logits"].float() * piece["logits"]).sum()
         return context.groups.layout.dp * context.accumulation * of_pairs + of_logits
 
@@ -207,7 +208,7 @@ class Contrastive(Task):
     def couple(self, context: StepContext, collected: Sequence[Mapping[str, torch.Tensor]]) -> Coupled:
         """As `Task.couple`."""
         rows = len(collected[0]["images"])
-        own = {name: torch.cat([features[name] for features in collected]) for name in self.compared}
+        own = {name: torch.cat([features[name] for features in collected]) for name in self.feature_names}
         own["logits"] = self._logits_in_fp32(context, collected[0]["logits"])
         own = {name: tensor.detach().requires_grad_() for name, tensor in own.items()}
         with torch.enable_grad():
@@ -215,7 +216,7 @@ class Contrastive(Task):
             *of_features, of_logits = torch.autograd.grad(loss, [*own.values()])
         dp = context.groups.layout.dp
         pieces = [
-            {**dict(zip(self.compared, of_micro_batch, strict=True)), "logits": of_logits}
+            {**dict(zip(self.feature_names, of_micro_batch, strict=True)), "logits": of_logits}
             for of_micro_batch in zip(*((gradient / dp).split(rows) for gradient in of_features), strict=True)
         ]
         return Coupled(context.gather(loss.detach()[None]).mean(), pieces)
@@ -228,7 +229,7 @@ class Contrastive(Task):
         return torch.cat((features["images"], features["texts"]), dim=1)
 
     def further_texts(self, source: Source) -> list[tuple[int, str]]:
-        """As `Task.further_texts`: the captions after the first one of each image, which are in the batches."""
+        """As `Task.further_texts`: the captions after each image's first one, which is in the batches."""
         return [(sample, text) for sample in range(len(source)) for text in source.captions(sample)[1:]]
 
     def metrics(self, device: torch.device) -> Metrics:
@@ -237,7 +238,7 @@ class Contrastive(Task):
 
 
 def _unit(features: torch.Tensor) -> torch.Tensor:
-    """Rows of length 1 in float32."""
+    """The rows normalised to length 1, in float32."""
     with torch.autocast(features.device.type, enabled=False):
         return F.normalize(features.float(), dim=1)
 
@@ -254,7 +255,7 @@ class Clip(Contrastive):
 
 
 class SigLip(Contrastive):
-    """`--task siglip`: whether a caption belongs to an image, for each pair of the global batch."""
+    """`--task siglip`: for each pair of the global batch a sigmoid loss on whether the caption belongs to the image."""
 
     name = "siglip"
     not_replayed = ""

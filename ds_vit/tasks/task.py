@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from ds_vit.config import RunConfig
-from ds_vit.config.schema import HELD
+from ds_vit.config.schema import FIXED_ON_RESUME
 from ds_vit.data.batches import MicroBatch
 from ds_vit.data.device import finish_images, finish_local_images, finish_targets
 from ds_vit.data.settings import CropConfig, ImageConfig
@@ -316,7 +316,7 @@ class Task(ABC):
 
     def identity(self) -> dict[str, Any]:
         """Values of flags, by their recipe names, that have to be the same in a run that resumes."""
-        values = {name: getattr(self.config, name) for name in sorted(self.flags & HELD)}
+        values = {name: getattr(self.config, name) for name in sorted(self.flags & FIXED_ON_RESUME)}
         values = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}  # as JSON
         return values if self.tokenizer is None else {**values, "tokenizer": self.tokenizer.name}
 

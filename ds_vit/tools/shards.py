@@ -1,7 +1,7 @@
-"""`ds-vit shards FOLDER OUT`: WebDataset shards of class folders or of images with captions.
+"""`ds-vit shards FOLDER OUT`: pack class folders, or images with captions, into WebDataset shards.
 
-A few large files take the place of millions of small ones. They are written to a hidden folder next to OUT, which gets
-its name when all splits are packed.
+A few large files replace millions of small ones. They are written to a hidden folder next to OUT, which is renamed to
+OUT when all splits are packed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.rank import begin_child
 from ds_vit.monitoring.progress import Line
 
-_QUALITY = 90  # of what is resized
+_QUALITY = 90  # JPEG quality of resized images without --quality
 _KEYS = CaptionKeys()
 _LOCK = ".lock"  # in the hidden folder
 _Packable = FolderSource | TarSource | TextFileSource
@@ -50,8 +50,8 @@ class Packing(NamedTuple):
 
     Attributes:
         per_shard: images of a shard.
-        resize: pixels of the shorter side of larger images; None for as they are.
-        quality: of JPEG, which everything is then encoded as; None for the files' own bytes (90 where it is resized).
+        resize: images with a larger shorter side are resized to this one, in pixels; None keeps all sizes.
+        quality: re-encode all images as JPEG of this quality; None keeps the files' bytes (resized images get 90).
     """
 
     per_shard: int
@@ -63,10 +63,11 @@ class Packed(NamedTuple):
     """A packed split, or one shard of it.
 
     Attributes:
-        images, shards: how many there are.
-        file_bytes: of the images' files.
-        shard_bytes: of all shards.
-        undecodable: files that were to be encoded anew and went in as they are.
+        images: number of images.
+        shards: number of shards.
+        file_bytes: size of the images' files.
+        shard_bytes: size of the shards.
+        undecodable: files that cannot be decoded for re-encoding, and were packed as they are.
     """
 
     images: int
@@ -89,15 +90,16 @@ def make_shards(
     """Pack each split of a folder, or the folder itself where it has none.
 
     Args:
-        folder, out: of the images, and of the shards.
+        folder: of the images.
+        out: folder of the shards, absent or empty.
         packing: how images go into shards.
-        workers: processes.
+        workers: number of processes.
         line: shows the progress.
-        allow_empty: whether a class folder without images is a class.
+        allow_empty: allow class folders without images.
         captions: pack a text file with each image, in place of its class.
 
     Returns:
-        Each split's name, and its size.
+        The name and the size of each split.
 
     Raises:
         UserError: an invalid quality, no such folder, classes that differ between splits, no text files, or an `out`
@@ -131,16 +133,16 @@ def make_shards(
     try:
         with _made_whole(target) as partial:
             if classes is not None:
-                # A class folder's name need not be UTF-8: as in `os.fsdecode`, and JSON escapes it.
+                # A folder name that is not UTF-8 has lone surrogates (`os.fsdecode`), which become JSON escapes here.
                 text = json.dumps(list(classes), indent=2, ensure_ascii=False) + "\n"
                 (partial / CLASSES_FILE).write_bytes(text.encode(errors="backslashreplace"))
             for split, source in sources.items():
-                packed = _pack(_Work(source, split, partial, packing, _clashing(source)), workers, line)
+                packed = _pack_split(_SplitJob(source, split, partial, packing, _clashing(source)), workers, line)
                 (partial / PLAN_FILE.format(split)).write_text(json.dumps({"shards": packed.shards}) + "\n")
                 made.append((split, packed))
     except BrokenProcessPool:
         raise UserError(
-            "a process that made shards was killed; had the machine no memory left? Start again with fewer --workers"
+            "a worker process was killed, probably because memory ran out; start again with fewer --workers"
         ) from None
     except OSError as error:
         raise UserError(f"{error.filename or out}: {error.strerror}; nothing was written") from error
@@ -170,8 +172,8 @@ def _made_whole(target: Path) -> Iterator[Path]:
             shutil.rmtree(partial, ignore_errors=True)
 
 
-class _Work(NamedTuple):
-    """A split and how it is packed, for the processes that make its shards."""
+class _SplitJob(NamedTuple):
+    """A split and how it is packed, for the worker processes."""
 
     source: _Packable
     split: str
@@ -180,23 +182,25 @@ class _Work(NamedTuple):
     clashing: frozenset[int]
 
 
-_work: _Work
+_job: _SplitJob  # of this worker process
 
 
-def _start(work: _Work, parent: int) -> None:
-    global _work
-    _work = work
+def _start_worker(job: _SplitJob, parent: int) -> None:
+    global _job
+    _job = job
     begin_child(parent, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this one
 
 
-def _pack(work: _Work, workers: int, line: Line) -> Packed:
-    firsts = range(0, len(work.source), work.packing.per_shard)
+def _pack_split(job: _SplitJob, workers: int, line: Line) -> Packed:
+    firsts = range(0, len(job.source), job.packing.per_shard)
     context = multiprocessing.get_context("fork")
-    pool = ProcessPoolExecutor(min(workers, len(firsts)), context, initializer=_start, initargs=(work, os.getpid()))
-    with line.doing(f"{work.split}: shards", len(firsts)) as counted:
+    pool = ProcessPoolExecutor(
+        min(workers, len(firsts)), context, initializer=_start_worker, initargs=(job, os.getpid())
+    )
+    with line.doing(f"{job.split}: shards", len(firsts)) as counted:
         try:
-            parts = [*counted(pool.map(_make, firsts))]
+            parts = [*counted(pool.map(_write_shard, firsts))]
         finally:
             pool.shutdown(cancel_futures=True)
     *counts, undecodable = zip(*parts, strict=True)
@@ -204,15 +208,15 @@ def _pack(work: _Work, workers: int, line: Line) -> Packed:
 
 
 def _clashing(source: _Packable) -> frozenset[int]:
-    """The images that differ from another one only by their suffix (`1.png`, `1.jpg`), of which a shard makes one."""
+    """The images that differ from another one only by their suffix (`1.png`, `1.jpg`): a shard would join them."""
     stems = np.array([hash(posixpath.splitext(source.path(number))[0]) for number in range(len(source))])
     _, place, counts = np.unique(stems, return_inverse=True, return_counts=True)
     return frozenset(np.flatnonzero(counts[place] > 1).tolist())
 
 
-def _make(first: int) -> Packed:
-    """Write the shard that begins with an image: images with labels or captions, and the index of it."""
-    source, split, folder, packing, clashing = _work
+def _write_shard(first: int) -> Packed:
+    """Write the shard whose first image has this number: images with labels or captions, and its index."""
+    source, split, folder, packing, clashing = _job
     numbers = range(first, min(first + packing.per_shard, len(source)))
     shard = folder / shard_name(split, first // packing.per_shard)
     file_bytes, undecodable = 0, []
@@ -227,17 +231,17 @@ def _make(first: int) -> Packed:
             if number in clashing:
                 key += DOT_OF_SUFFIX + suffix.removeprefix(".")
             try:
-                encoded = _encoded_anew(data, name, packing)
+                encoded = _reencode(data, name, packing)
             except ImageDecodeError:
                 encoded = None
                 undecodable.append(name)
             if encoded is not None:
                 data, suffix = encoded, ".jpg"
             if source.has_captions:
-                member_of_sample = (f"{key}.txt", "".join(f"{text}\n" for text in source.captions(number)).encode())
+                annotation = (f"{key}.txt", "".join(f"{text}\n" for text in source.captions(number)).encode())
             else:
-                member_of_sample = (f"{key}.cls", str(source.target(number)).encode())
-            for member, content in ((key + suffix, data), member_of_sample):
+                annotation = (f"{key}.cls", str(source.target(number)).encode())
+            for member, content in ((key + suffix, data), annotation):
                 info = tarfile.TarInfo(member)
                 info.size = len(content)
                 tar.addfile(info, io.BytesIO(content))
@@ -245,8 +249,8 @@ def _make(first: int) -> Packed:
     return Packed(len(numbers), 1, file_bytes, shard.stat().st_size, tuple(undecodable))
 
 
-def _encoded_anew(data: bytes, name: str, packing: Packing) -> bytes | None:
-    """An image as JPEG, its shorter side `resize` pixels at most; None for one that stays as it is."""
+def _reencode(data: bytes, name: str, packing: Packing) -> bytes | None:
+    """The image as JPEG, resized to `packing.resize` if it is larger; None if its bytes stay as they are."""
     if packing.resize is None and packing.quality is None:
         return None
     image = decode(data, name)

@@ -1,7 +1,7 @@
-"""Everything that a run does around its training steps: bad steps, the average, statistics, checks, profiles, time.
+"""Callbacks around the training steps: bad steps, the EMA, image sizes, gradient statistics, time, profiles, replicas.
 
-`build.py` makes the list of callbacks, `trainer.py` calls it; writing the step down is one too (step_log.py). A new one
-is a class here and a line in `build._callbacks`.
+`build.py` makes the list of callbacks and `trainer.py` calls them. The log of steps is a callback too (step_log.py). To
+add one, write a class here and a line in `build._callbacks`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ds_vit.monitoring.metrics import Reporter, Throughput
 from ds_vit.optim.ema import Ema
 from ds_vit.parallel.groups import Groups, gather_objects
 
-_PROFILED = 30  # operations in a table
+_TABLE_ROWS = 30  # operations in the table of a profile
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class Step:
 
     Attributes:
         number: counted from 1.
-        lr: its base learning rate.
-        loss_scale: it was taken with.
-        result: its loss, norm, and whether it was applied.
+        lr: base learning rate.
+        loss_scale: of this step; 1 without fp16.
+        result: loss, gradient norm, and whether the step was applied.
     """
 
     number: int
@@ -51,30 +51,30 @@ class Step:
 
 
 class RollBack(Exception):
-    """Leaves training at a rejected step, on all ranks together.
+    """A rejected step asks the trainer to return to the last checkpoint; raised on all ranks together.
 
     Attributes:
-        step: that was rejected, counted from 1.
-        rejection: why.
-        diverged: raised where there is no checkpoint to return to.
+        step: the rejected step, counted from 1.
+        skipped: why it was rejected.
+        diverged: the exception to raise if there is no checkpoint to return to.
     """
 
-    def __init__(self, step: int, rejection: SkippedStep, diverged: Diverged) -> None:
-        super().__init__(str(rejection))
+    def __init__(self, step: int, skipped: SkippedStep, diverged: Diverged) -> None:
+        super().__init__(str(skipped))
         self.step = step
-        self.rejection = rejection
+        self.skipped = skipped
         self.diverged = diverged
 
 
 class Callback:
     """Hooks around the steps of a run. Every rank calls them in the same order, so that a hook may be a collective.
 
-    Whether a step was applied may be known only while the next one is under way: then `after_result` is called, at the
-    latest before anything shows or saves the step's effects.
+    Whether a step was applied may become known only while the next step runs. `after_result` is called then, and at the
+    latest before anything logs or saves the effects of the step.
     """
 
     def before_training(self, step: int) -> None:
-        """Steps start after `step`: at the start, after resuming and after a rollback."""
+        """Training starts or continues after `step`: in a new run, after a resume and after a rollback."""
 
     def before_step(self, step: int) -> None:
         """A step is about to be taken."""
@@ -87,7 +87,7 @@ class Callback:
         """A step was taken."""
 
     def after_result(self, step: Step) -> None:
-        """It is known whether a step was applied."""
+        """`step.result.outcome()` is known: whether the step was applied."""
 
     def before_evaluation(self, step: int) -> None:
         """The weights are about to be evaluated."""
@@ -99,34 +99,37 @@ class Callback:
         """The run continues from an earlier checkpoint.
 
         Args:
-            bad: the step that led there.
-            step: optimizer steps that are done now.
-            skipped_batches: global batches that this leaves out.
-            state: of the run at that step, as `state_dict` gave it.
+            bad: names the rejected step.
+            step: number of optimizer steps that the checkpoint has.
+            skipped_batches: number of global batches that this rollback leaves out.
+            state: of the run in the checkpoint, from `state_dict`.
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that a checkpoint keeps as plain data, the same on every rank (a collective)."""
+        """The state for a checkpoint, as plain data that is the same on every rank (a collective)."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state from the whole run's."""
+        """Restore the state from that of all callbacks."""
 
 
-# Steps in a row without an update after which training is pointless; a loss scale of 2^16 is found in fewer.
 MAX_SKIPS = 50
+"""Skipped steps in a row that end the run; fp16 needs fewer to lower its loss scale of 2^16."""
 
 
 @dataclass(eq=False)
 class BadSteps(Callback):
-    """Counts steps that were not applied; too many or too bad ones end the run or return it to a checkpoint.
+    """Counts steps that were not applied, and ends the run or returns to a checkpoint if that is configured.
 
     Attributes:
-        engine: runs the model; its guard rejects steps.
-        reporter: of rank 0.
+        engine: the engine whose guard rejects steps.
+        reporter: on rank 0; None elsewhere.
         stop: a rejected step ends the run (--on-nonfinite stop); else it is skipped.
         max_rollbacks: how often the run may return to a checkpoint.
-        fp16: a step without a reason is an overflow under a loss scale.
+        fp16: the loss is scaled, so that a gradient that is not finite is an overflow.
+        skipped: number of steps that were not applied.
+        rollbacks: number of rollbacks.
+        in_a_row: number of steps that were not applied since the last applied one.
     """
 
     engine: Engine
@@ -139,11 +142,11 @@ class BadSteps(Callback):
     in_a_row: int = 0
 
     def after_result(self, step: Step) -> None:
-        """Count a step that was not applied, report it, and stop where that is wanted.
+        """Count and report a step that was not applied.
 
         Raises:
-            RollBack: the run shall continue from its last checkpoint.
-            Diverged: the run shall end.
+            RollBack: the run has to return to its last checkpoint.
+            Diverged: the run has to end.
         """
         if step.result.outcome().applied:
             self.in_a_row = 0
@@ -151,35 +154,35 @@ class BadSteps(Callback):
         loss = float(self.engine.mean(step.result.loss))
         self.skipped += 1
         self.in_a_row += 1
-        rejection, number = step.result.outcome().skipped, step.number
-        overflow = self.fp16 and (rejection is None or rejection.reason == "nonfinite")
-        reason = "overflow" if overflow or rejection is None else rejection.reason
+        skipped, number = step.result.outcome().skipped, step.number
+        overflow = self.fp16 and (skipped is None or skipped.reason == "nonfinite")
+        reason = "overflow" if overflow or skipped is None else skipped.reason
         if self.reporter:
-            norm, (layer, layer_norm) = (rejection.grad_norm, rejection.layer) if rejection else (None, (None, None))
+            norm, (layer, layer_norm) = (skipped.grad_norm, skipped.layer) if skipped else (None, (None, None))
             row = {"step": number, "reason": reason, "loss": loss, "grad_norm": norm, "layer": layer}
             row |= {"layer_norm": layer_norm, "loss_scale": step.loss_scale, "skipped_steps": self.skipped}
-            self.reporter.skip(row, str(rejection) if rejection and not overflow else None)
-        saved = "what was saved before is intact; lower the learning rate, warm up for longer or clip harder"
+            self.reporter.skip(row, str(skipped) if skipped and not overflow else None)
+        advice = "earlier checkpoints are intact; lower the learning rate, warm up for longer or clip harder"
         if not overflow and self.stop:
             diverged = Diverged(
-                f"step {number}: {rejection}; the update was not applied; {saved}, or continue past such steps "
+                f"step {number}: {skipped}; the update was not applied; {advice}, or continue past such steps "
                 "with --on-nonfinite skip"
             )
         elif self.in_a_row >= MAX_SKIPS:
-            diverged = Diverged(f"step {number}: {self.in_a_row} steps in a row were skipped ({reason}); {saved}")
+            diverged = Diverged(f"step {number}: {self.in_a_row} steps in a row were skipped ({reason}); {advice}")
         else:
             return
-        if rejection is not None and self.rollbacks < self.max_rollbacks:
-            raise RollBack(number, rejection, diverged)
+        if skipped is not None and self.rollbacks < self.max_rollbacks:
+            raise RollBack(number, skipped, diverged)
         raise diverged
 
     def after_rollback(self, bad: RollBack, step: int, skipped_batches: int, state: Mapping[str, Any]) -> None:
-        """Count it; the guard forgets what it measured since the checkpoint."""
+        """Count the rollback, and restore the guard's recent losses and norms from the checkpoint."""
         self.engine.guard.remember(state["spikes"])
         self.rollbacks += 1
         self.in_a_row = 0
         if self.reporter:
-            row = {"step": bad.step, "reason": bad.rejection.reason, "layer": bad.rejection.layer[0]}
+            row = {"step": bad.step, "reason": bad.skipped.reason, "layer": bad.skipped.layer[0]}
             row |= {"to_step": step, "skipped_batches": skipped_batches, "number": self.rollbacks}
             self.reporter.rollback(row)
 
@@ -213,7 +216,7 @@ class AverageWeights(Callback):
 
 @dataclass(eq=False)
 class SetImageSize(Callback):
-    """Sets the size of the images that the model takes: each step's in training, the largest in evaluation."""
+    """Sets the image size of the model: that of the step in training, the largest one in evaluation."""
 
     engine: Engine
     sizes: ImageSizes
@@ -260,30 +263,30 @@ class GradientStatistics(Callback):
             return
         row = self.health.finish()
         if self.reporter and step.result.outcome().applied:
-            further = {"loss_scale": step.loss_scale, "skipped_steps": self.bad_steps.skipped}
-            self.reporter.gradients({"step": step.number, **row, **further})
+            counters = {"loss_scale": step.loss_scale, "skipped_steps": self.bad_steps.skipped}
+            self.reporter.gradients({"step": step.number, **row, **counters})
 
 
 @dataclass(eq=False)
 class Clock(Callback):
-    """Measures the time of all processes that a run has had, and of its training steps.
+    """Measures the wall time of a run over all its processes, and the time of its training steps.
 
     Attributes:
         throughput: counts images and seconds of training.
-        images: of an optimizer step.
+        images: number of images of an optimizer step.
         started: `time.perf_counter()` when this process began.
-        before: seconds of the run up to the checkpoint that it resumed from.
+        previous_seconds: wall time of the run up to the checkpoint that this process resumed from.
     """
 
     throughput: Throughput
     images: int
     started: float
-    before: float = 0.0
+    previous_seconds: float = 0.0
 
     @property
     def wall_seconds(self) -> float:
-        """Of all processes that this run has had, until now."""
-        return self.before + time.perf_counter() - self.started
+        """The wall time of this run until now, over all its processes."""
+        return self.previous_seconds + time.perf_counter() - self.started
 
     def before_training(self, step: int) -> None:
         """As `Callback.before_training`."""
@@ -308,7 +311,7 @@ class Clock(Callback):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """As `Callback.load_state_dict`."""
-        self.before = state["wall_seconds"]
+        self.previous_seconds = state["wall_seconds"]
         self.throughput.total_images = state["trained_images"]
         self.throughput.total_seconds = state["trained_seconds"]
 
@@ -317,17 +320,17 @@ class Clock(Callback):
 class Profile(Callback):
     """Records steps with torch's profiler (`--profile-steps`) as traces and tables of operations.
 
-    One rank of each pipeline stage records, because the others of its stage do the same. Work between two steps, such
-    as an evaluation, is not recorded.
+    One rank of each pipeline stage records, because the other ranks of the stage do the same work. Work between two
+    steps, such as an evaluation, is not recorded.
 
     Attributes:
         steps: to record, counted from 1.
         folder: for the traces and tables.
         groups: of the run.
         device: of this rank.
-        throughput: does not count the time of writing.
-        watchdog: receives that it is written.
-        reporter: of rank 0, says where it is or why it is missing; None elsewhere.
+        throughput: paused while the profile is written.
+        watchdog: notified before the profile is written, which takes long.
+        reporter: on rank 0, names the folder or the error; None elsewhere.
     """
 
     steps: range
@@ -378,25 +381,25 @@ class Profile(Callback):
             own = self._write(self._profile) if self._profile is not None else None
         except Exception as error:  # training continues without it, and the other ranks wait here
             own = f"WARNING: the profile could not be written: {self.folder}: {first_line(error)}"
-        found = sorted(line for line in gather_objects(own) if line)
-        if self.reporter and found:  # none: resumed between these steps
-            self.reporter.say(found[0])
+        lines = sorted(line for line in gather_objects(own) if line)  # warnings first
+        if self.reporter and lines:  # no lines if the run resumed within these steps
+            self.reporter.say(lines[0])
 
     def _write(self, recorded: profile) -> str:
-        self._profile = None
+        self._profile = None  # also if the following fails
         recorded.stop()
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"stage{self.groups.pipeline_stage}-rank{self.groups.rank}.json"
         recorded.export_chrome_trace(str(path))
         longest = "self_device_time_total" if is_accelerator(self.device) else "self_cpu_time_total"
-        table = recorded.key_averages().table(sort_by=longest, row_limit=_PROFILED, max_name_column_width=80)
+        table = recorded.key_averages().table(sort_by=longest, row_limit=_TABLE_ROWS, max_name_column_width=80)
         path.with_suffix(".txt").write_text(table)
         return f"steps {self.steps[0]} to {self.steps[-1]} profiled: {self.folder}"
 
 
-# ---- do the ranks that should hold the same weights hold the same weights? -------------------------------------------
+# ---- replicas --------------------------------------------------------------------------------------------------------
 
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(eq=False)
@@ -417,43 +420,44 @@ class CheckReplicas(Callback):
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """An int64 scalar that depends on every bit of the tensor and on its position (wrapping arithmetic)."""
-    words = tensor.detach().contiguous().view(-1).view(_WORDS[tensor.element_size()]).to(torch.int64)
-    place = torch.arange(1, words.numel() + 1, device=words.device, dtype=torch.int64) * -0x61C8864680B583EB
-    return ((words + 0x1234567) * (place | 1)).sum()
+    """An int64 scalar that depends on every bit of a tensor and on its position (integer overflow wraps)."""
+    words = tensor.detach().contiguous().view(-1).view(_INTEGERS[tensor.element_size()]).to(torch.int64)
+    # Each position has an odd factor, from multiples of 2^64 / golden ratio (Knuth's multiplicative hash).
+    factors = torch.arange(1, words.numel() + 1, device=words.device, dtype=torch.int64) * -0x61C8864680B583EB
+    return ((words + 0x1234567) * (factors | 1)).sum()
 
 
 def check_replicas(engine: Engine, step: int) -> None:
     """Compare the weights that data-parallel ranks share, and those that tensor-parallel ranks share (a collective).
 
-    Under ZeRO-3 every weight exists once; resolve/engine.py rejects the check.
+    Under ZeRO-3 no weight has a replica; resolve/engine.py rejects the check.
 
     Args:
-        engine: the running engine.
-        step: named in the message.
+        engine: of the run.
+        step: the step that was taken, for the message.
 
     Raises:
-        ReplicasDiffer: on every rank; names the first parameters that differ on this rank's groups, or says that
-            another rank found some.
+        ReplicasDiffer: on every rank; names the first parameters that differ in this rank's groups, or says that
+            another rank found a difference.
     """
     names = timm_names(engine.module)
     parameters = list(engine.module.named_parameters())
     sums = torch.stack([checksum(p) for _, p in parameters]).to(engine.device)
     comparisons = [("data", engine.groups.dp, torch.ones(len(sums), dtype=torch.bool))]
     if engine.groups.tp is not None:
-        common = torch.tensor([not getattr(p, "tensor_model_parallel", False) for _, p in parameters])
-        comparisons.append(("tensor", engine.groups.tp, common))
+        replicated = torch.tensor([not getattr(p, "tensor_model_parallel", False) for _, p in parameters])
+        comparisons.append(("tensor", engine.groups.tp, replicated))
     found: list[str] = []
-    for kind, group, counts in comparisons:
+    for kind, group, is_replicated in comparisons:
         low, high = sums.clone(), sums.clone()
         dist.all_reduce(low, op=dist.ReduceOp.MIN, group=group)
         dist.all_reduce(high, op=dist.ReduceOp.MAX, group=group)
-        differs = ((low != high).cpu() & counts).nonzero().flatten().tolist()
+        differs = ((low != high).cpu() & is_replicated).nonzero().flatten().tolist()
         found += [f"{names[parameters[i][0]]} ({kind}-parallel ranks)" for i in differs]
     total = int(engine.sum(torch.tensor(len(found), device=engine.device)))
     if total:
         what = f"{len(found)} parameters differ: {', '.join(found[:5])}" if found else "another rank found a difference"
         raise ReplicasDiffer(
             f"--check-replicas: at step {step} ranks that should hold the same weights do not; {what}; "
-            "the run cannot be trusted from here on: go back to what was saved before"
+            "do not trust the run from this step on, and resume from an earlier checkpoint"
         )

@@ -13,7 +13,7 @@ from ds_vit.config import FIELDS, RunConfig, default_of, spelling
 from ds_vit.config.batch import BatchSizes, nearest_batch, nearest_dp, ways_to_share
 from ds_vit.config.flag import Scope
 from ds_vit.config.run_folder import RunFolder
-from ds_vit.config.schema import HELD, names_with
+from ds_vit.config.schema import FIXED_ON_RESUME, names_with
 from ds_vit.data.sampler import SampleOrder
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.optim.schedules import Schedule
@@ -170,7 +170,7 @@ def check_same_run(resume: Resume, identity: Mapping[str, Any], config: Mapping[
     before = {name: old.get(name, _default_of(name, config.get(name))) for name in {*config, *(FIELDS.keys() & old)}}
     changed = [name for name in sorted(before.keys() - _FREE) if before[name] != config.get(name)]
     # Without augmentation, training resizes by the filter of evaluation.
-    held = (HELD | {"interpolation"} if config.get("no_aug") else HELD) - identity.keys()
+    held = (FIXED_ON_RESUME | {"interpolation"} if config.get("no_aug") else FIXED_ON_RESUME) - identity.keys()
     if (broken := [name for name in changed if name in held or name not in FIELDS]) and not allow:
         names = {name: spelling(name) if name in FIELDS else name for name in broken}
         differences = (f"{names[name]} is {before[name]} there and {config.get(name)} here" for name in broken)

@@ -66,7 +66,7 @@ def test_what_is_computed_twice(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_waits_is_what_was_counted(kind):
-    """An estimate by another policy than the run's; what dear operations give, not kept, or kept twice."""
+    """An estimate by another policy than the run's; what expensive operations give, not kept, or kept twice."""
     spec = small(kind)
     described = create_model(spec)
     layers = take_apart(described)
@@ -76,7 +76,7 @@ def test_what_waits_is_what_was_counted(kind):
     counted = {
         "none": ends + sum(found.bytes for found in blocks),
         "full": ends + sum(found.given for found in blocks) + KEY,
-        "selective": ends + sum(found.given + found.dear for found in blocks) + KEY,
+        "selective": ends + sum(found.given + found.expensive for found in blocks) + KEY,
     }
     measured = {}
     for mode in counted:
@@ -92,7 +92,7 @@ def test_what_waits_is_what_was_counted(kind):
         assert measured[mode] == pytest.approx(BATCH * number, rel=of_a_batch.get(kind, 0)), mode
     for found in blocks:
         assert found.given_saved <= found.given <= found.bytes
-        assert 0 < found.dear_saved <= found.dear
+        assert 0 < found.expensive_saved <= found.expensive
 
 
 def test_the_second_run_may_cast_what_the_first_had_at_hand():

@@ -22,7 +22,7 @@ from ds_vit.models.layers import BlockLayer, DecoderBlockLayer, EmbedLayer, take
 from ds_vit.models.masked_autoencoder import (
     AutoencoderSettings,
     BridgeLayer,
-    PaintLayer,
+    PixelHeadLayer,
     create_autoencoder,
     decoder_names,
     masked_patches,
@@ -288,7 +288,7 @@ def test_what_goes_by_names():
     classifier = layer_scales(create_model(spec_of("vit_tiny_patch16_224"), for_training=False), 0.5)
     assert all(scales[name] == classifier[name] for name in scales if name in classifier)
     kinds = [type(layer) for layer in take_apart(model)[1:]]
-    assert kinds == [BlockLayer, BlockLayer, BridgeLayer, DecoderBlockLayer, DecoderBlockLayer, PaintLayer]
+    assert kinds == [BlockLayer, BlockLayer, BridgeLayer, DecoderBlockLayer, DecoderBlockLayer, PixelHeadLayer]
 
 
 def test_freezing():

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from ds_vit.planner import pipeline
-from ds_vit.planner.pipeline import balance, check_bounds, fastest_bounds, seconds_of_step, stage_costs
+from ds_vit.planner.pipeline import balance, check_bounds, fastest_bounds, pipeline_time, stage_costs
 
 PAIRS = [(1, 1), (2, 2), (2, 8), (3, 4), (4, 4), (4, 16), (6, 5), (8, 32), (3, 1), (5, 40), (4, 9)]
 MEETINGS = {"SendActivation": ("RecvActivation", 1), "SendGrad": ("RecvGrad", -1)}
@@ -53,21 +53,21 @@ def play(stages, m):
 def test_a_step_takes_what_deepspeeds_schedule_takes(p, m):
     # Catches: a tick too early, a stage that waits for the wrong neighbour, activations counted once too often.
     rng = random.Random(p * 100 + m)
-    assert seconds_of_step([(1.0, 2.0)] * p, m) == pytest.approx(3.0 * (m + p - 1))
+    assert pipeline_time([(1.0, 2.0)] * p, m) == pytest.approx(3.0 * (m + p - 1))
     stages = [(rng.uniform(0.5, 2.0), rng.uniform(1.0, 4.0)) for _ in range(p)]
     seconds, most = play(stages, m)
-    assert seconds_of_step(stages, m) == pytest.approx(seconds, rel=1e-9 if m <= 2 * p else 0.01)
+    assert pipeline_time(stages, m) == pytest.approx(seconds, rel=1e-9 if m <= 2 * p else 0.01)
     assert most == [min(p - stage, m) for stage in range(p)]
 
 
 def test_the_slowest_stage_sets_the_pace():
     # Catches: a mean where there is a maximum. m times the slow stage, after the first forward pass (1), before the
     # last backward pass (2); and once it waits (1) for the first gradient, with its two micro-batches under way.
-    assert seconds_of_step([(1.0, 2.0), (2.0, 4.0), (1.0, 2.0)], 8) == pytest.approx(8 * 6.0 + 1.0 + 2.0 + 1.0)
+    assert pipeline_time([(1.0, 2.0), (2.0, 4.0), (1.0, 2.0)], 8) == pytest.approx(8 * 6.0 + 1.0 + 2.0 + 1.0)
 
 
 def seconds_with(layers, bounds, m):
-    return seconds_of_step(stage_costs(layers, bounds), m)
+    return pipeline_time(stage_costs(layers, bounds), m)
 
 
 def cases():
@@ -92,7 +92,7 @@ def test_no_bounds_are_faster_than_those_that_are_taken(monkeypatch):
         balanced = seconds_with(layers, balance([sum(one) for one in layers], kept, p), m)
         faster += balanced > best
         with monkeypatch.context() as context:  # more bounds than are all tried: never slower than balanced
-            context.setattr(pipeline, "_EXHAUSTIVE", 0)
+            context.setattr(pipeline, "_MAX_EXHAUSTIVE", 0)
             climbed = seconds_with(layers, fastest_bounds(layers, kept, p, m), m)
         assert best <= climbed <= balanced
     assert faster > 10
@@ -102,7 +102,7 @@ def test_illegal_bounds_are_not_taken():
     # Catches: a stage with nothing to train.
     layers = [(1.0, 2.0)] * 6
     assert fastest_bounds(layers, [1.0] * 6, 2, 4) == [0, 3, 6]
-    assert fastest_bounds(layers, [1.0] * 6, 2, 4, is_legal=lambda bounds: bounds[1] > 4) == [0, 5, 6]
+    assert fastest_bounds(layers, [1.0] * 6, 2, 4, is_allowed=lambda bounds: bounds[1] > 4) == [0, 5, 6]
 
 
 def test_of_equally_fast_bounds_those_with_less_memory_are_taken():

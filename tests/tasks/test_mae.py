@@ -231,7 +231,7 @@ def test_files(ranks, tmp_path):
     with pytest.raises(UserError, match="has no classifier, and ViTForImageClassification is one; --to timm and"):
         export(tmp_path / "run", "hf")
     whole_file = resolved(command(tmp_path, [*MODEL, *RUN, "--initial-checkpoint", checkpoint, "-b", 8]))
-    assert any(f"has a decoder of {len(decoder)} tensors, which is left out" in note for note in whole_file.notes)
+    assert any(f"has a decoder of {len(decoder)} tensors, which is not loaded" in note for note in whole_file.notes)
 
     start = ["--initial-checkpoint", tmp_path / "alone" / "model.safetensors"]
     fine_tune = command(tmp_path, [*MODEL, *RUN, *start, "-b", 8, "--max-steps", 2])

@@ -151,7 +151,7 @@ def test_the_spread_of_features_does_not_choose_the_best_weights(ranks, tmp_path
     knn = plain_dino.words_of(folder, 1, tmp_path / "knn", *words, "--eval-knn", 5)
     notes = resolved(knn).notes
     assert not any("no weights" in note for note in notes)
-    assert any("of one class, 'all': every answer is right" in note for note in notes)
+    assert any("of one class, 'all': every prediction is correct" in note for note in notes)
 
 
 def test_components_of_training_images_are_drawn_without_a_validation_split(ranks, tmp_path, folder):
@@ -176,7 +176,7 @@ REFUSED = [
         ("--local-crops-size", 6),
         "--local-crops-size: images of 6 pixels are no multiple of the patch size 4 .*; the nearest is 8",
     ),
-    (("--model-ema",), "--model-ema: --task dino keeps an average of the weights, its teacher"),
+    (("--model-ema",), "--model-ema: the teacher of --task dino already is such an average"),
     (("--pp", 2), "--task dino cannot be split into pipeline stages"),
     (("--tp", 2, "--class-parallel", "on"), "--class-parallel has no effect with --task dino"),
     (("--tp", 2, "--prototypes", 49), "--prototypes 49 cannot be split over tp 2"),
@@ -224,7 +224,7 @@ def test_a_tree_of_images_needs_no_flag(tmp_path, tree, task):
     has_classes, evaluates = tree == "classes", TREES[tree][1] is not None
     assert (len(run.data.train_source), run.data.val_source is not None) == (24, evaluates)
     assert bool(run.model.task.evaluators) == has_classes
-    assert any("features are not rated" in note for note in run.notes) == (not has_classes)
+    assert any("features are not evaluated" in note for note in run.notes) == (not has_classes)
     assert any("nothing is evaluated" in note for note in run.notes) == (not evaluates)
     assert run.config.eval_knn == 20 * has_classes
 

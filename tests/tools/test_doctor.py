@@ -20,12 +20,12 @@ from ds_vit import cli
 from ds_vit.launching.hosts import TIMED_OUT, Ended, Host, on_hosts, parse_hostfile, ssh_command, to_hostfile
 from ds_vit.launching.this_host import free_port
 from ds_vit.tools.doctor import command
-from ds_vit.tools.doctor.checks import Figures, HostAnswer, Run, examine, slowest
+from ds_vit.tools.doctor.checks import HostAnswer, NetworkResult, PlannedRun, examine, slowest
 from ds_vit.tools.doctor.command import Way, ask_all, explain
 from ds_vit.tools.doctor.facts import WORD, Facts, Interface, Port, _ports, gather
 from ds_vit.tools.doctor.network import bus_factor, host_pairs
 
-RUN = Run(
+RUN = PlannedRun(
     environ={"NCCL_SOCKET_IFNAME": "ib", "GLOO_SOCKET_IFNAME": "ib0", "NCCL_IB_HCA": "=mlx5_0:1,mlx5_1:1"},
     output="/shared/runs",
     port=29500,
@@ -77,7 +77,7 @@ def test_a_healthy_cluster_has_no_finding():
     assert examine(healthy(1), RUN) == []
     bare = [replace(a, host=Host(a.host.name, 2)) for a in healthy(2)]
     cpu = {"accelerators": (), "torch_accelerators": None, "ports": (), "memlock_bytes": 8 << 20}
-    assert examine([replace(a, facts=replace(a.facts, **cpu)) for a in bare], Run({})) == []
+    assert examine([replace(a, facts=replace(a.facts, **cpu)) for a in bare], PlannedRun({})) == []
 
 
 def second(**changes: object) -> Callable[[list[HostAnswer]], list[HostAnswer]]:
@@ -150,7 +150,7 @@ FAULTS: dict[str, tuple[Callable, str, str, str, tuple[str, ...]]] = {
         "output", "error", "Permission", ("n2",)),
     "interface missing": (
         second(interfaces=interfaces(name="ib1")),
-        "interface", "error", "GLOO_SOCKET_IFNAME=ib0, and there is no", ("n2",)),
+        "interface", "error", "GLOO_SOCKET_IFNAME=ib0, but there is no", ("n2",)),
     "interface down": (second(interfaces=interfaces(up=False)), "interface", "error", "ib0 is down", ("n2",)),
     "adapter missing": (
         second(ports=(Port("mlx5_0", gbits=400),)),
@@ -197,14 +197,14 @@ def test_the_majority_is_the_norm():
 # ---- what was measured -----------------------------------------------------------------------------------------------
 
 
-def figures(**changes: dict) -> Figures:
+def figures(**changes: dict) -> NetworkResult:
     """Four hosts' pairs; `n12={...}` changes the pair of n1 and n2."""
     pairs = []
     for a, b in host_pairs(4):
         pair = {"a": a, "b": b, "latency_seconds": 5e-6, "bytes_per_second": 45e9}
         pairs.append(pair | changes.get(f"n{a + 1}{b + 1}", {}))
     measured = {"pairs": pairs, "all_reduce": {}, "world_size": 32, "backend": "nccl"}
-    return Figures(("n1", "n2", "n3", "n4"), measured)
+    return NetworkResult(("n1", "n2", "n3", "n4"), measured)
 
 
 ALL_SLOW = {f"n{a + 1}{b + 1}": {"bytes_per_second": 2e9} for a, b in host_pairs(4)}
@@ -222,7 +222,11 @@ ALL_SLOW = {f"n{a + 1}{b + 1}": {"bytes_per_second": 2e9} for a, b in host_pairs
         (figures(n34={"latency_seconds": 0.05}), ("latency", "error", ("n3", "n4")), "takes 50.0 ms one way"),
         # NCCL on Ethernet while InfiniBand is there: every pair alike, so no pair stands out.
         (figures(**ALL_SLOW), ("bandwidth", "warning", ("n1", "n2")), "16.00 Gbit/s between them over adapters of 800"),
-        (Figures(("n1", "n2"), problem="timed out", culprits=("n2",)), ("collectives", "error", ("n2",)), "timed out"),
+        (
+            NetworkResult(("n1", "n2"), problem="timed out", culprits=("n2",)),
+            ("collectives", "error", ("n2",)),
+            "timed out",
+        ),
     ],
 )
 def test_the_network(measured, finding, words):
@@ -343,7 +347,7 @@ def test_a_thousand_hosts_are_asked_in_little_memory(monkeypatch):
 
     monkeypatch.setattr(Way, "run", run)
     hosts = parse_hostfile(to_hostfile(tuple(Host(f"n{number}", 8) for number in range(1, 1025))))
-    answers = ask_all(hosts, Run({}, port=29500), way())
+    answers = ask_all(hosts, PlannedRun({}, port=29500), way())
     assert examine(answers, RUN) == []
     assert sum(len(answer.facts.resolves) for answer in answers) == 2 * 1024 - 1
     assert sum(len(answer.facts.pack()) for answer in answers) < 4 * 2**20  # 40 MiB where each has all

@@ -18,7 +18,7 @@ from ds_vit.checkpoint.folder import Checkpoint, newest
 from ds_vit.config import FIELDS, spelling
 from ds_vit.config.batch import BatchSizes
 from ds_vit.config.flag import Scope
-from ds_vit.config.schema import HELD
+from ds_vit.config.schema import FIXED_ON_RESUME
 from ds_vit.config.units import Interval, parse_seconds
 from ds_vit.data.sampler import SampleOrder
 from ds_vit.fault_tolerance.errors import UserError
@@ -210,13 +210,13 @@ MOVE_THE_CURVE = """
 
 def test_what_moves_the_curve_is_held():
     # Catches: augmentation that changes in the middle of a curve; a layout, a folder or workers that must not change.
-    assert set(MOVE_THE_CURVE.split()) <= HELD
+    assert set(MOVE_THE_CURVE.split()) <= FIXED_ON_RESUME
     free = "pp tp tp_across_hosts workers output compile grad_checkpointing stall_seconds log_images max_steps data_dir"
-    assert HELD.isdisjoint(free.split())
+    assert FIXED_ON_RESUME.isdisjoint(free.split())
     for name in FIELDS.keys() - {"task"}:  # the task has other checks
         before, now = resume_of(config={name: "before"}), {"task": "classification", name: "now"}
         before.checkpoint.state["config"]["task"] = "classification"
-        if name in HELD:
+        if name in FIXED_ON_RESUME:
             line = (
                 f"{spelling(name)} is before there and now here; give the same, say --allow-schedule-change to resume"
             )

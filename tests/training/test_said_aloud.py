@@ -78,7 +78,7 @@ def test_counts_beyond_what_is_there(folder, capsys):
     more = ("--max-steps", steps + 1, "--check-replicas", steps + 1, "--mixup-off-epoch", 2, "--num-classes", 5)
     length = f"is not reached: the run has {steps} steps, 2 epochs"
     assert set(resolved([*argv, *more], world=2).notes) - set(run.notes) == {
-        f"--num-classes 5: the data has {classes} classes, and no image is of the other outputs",
+        f"--num-classes 5: the data has {classes} classes, and no image belongs to the other outputs",
         f"--max-steps {steps + 1} {length}",
         f"--check-replicas {steps + 1} {length}",
         f"--mixup-off-epoch 2 {length}",

@@ -113,7 +113,7 @@ def test_a_model_in_a_folder_or_a_repository(ranks, tmp_path, monkeypatch, capsy
     for layout in ("--tp", "--pp"):
         found = train_in(ranks, 2, [*argv, f"local-dir:{folder}", layout, "2"])
         assert_same_curve(named, found, rtol=1e-5)
-    assert "starts from nothing" in notes([*argv, f"local-dir:{folder}", "--no-pretrained"])
+    assert "starts from random" in notes([*argv, f"local-dir:{folder}", "--no-pretrained"])
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     hub_model = f"hf-hub:timm/{TAGGED}"
@@ -134,9 +134,9 @@ def test_names_without_weights(capsys):
 
 def test_a_tag_that_is_not_loaded():
     # Catches: somebody who believes to fine-tune and trains from nothing.
-    said = f"--model {TAGGED} names weights, and training starts from nothing: add --pretrained to use them"
+    said = f"--model {TAGGED} names weights, but training starts from random ones: add --pretrained to use them"
     assert said in notes(words("--model", TAGGED))
-    assert "starts from nothing" not in notes(words("--model", NAME))
+    assert "starts from random" not in notes(words("--model", NAME))
 
 
 def test_two_places_to_start_from(tmp_path, capsys):
@@ -174,7 +174,7 @@ def test_foreign_names_keep_their_patch_size(tmp_path, capsys):
     assert "it is of patches of 16 x 16 pixels" in refusal(capsys, argv)
     said = notes([*argv, "--resample-patch-embed"])
     assert 'names begin with "module." in the file, which is cut off' in said
-    assert "has a text tower of 1 tensors, which is left out" in said
+    assert "has a text tower of 1 tensors, which is not loaded" in said
     assert "blocks.0" not in said.split("ignored: ")[1]
 
 

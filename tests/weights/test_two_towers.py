@@ -444,7 +444,7 @@ def test_a_run_starts_from_both_towers(ranks, tmp_path, capsys, tokenizer):
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     argv = ["--recipe", str(tmp_path / "recipe.yaml"), "--output", str(tmp_path / "next")]
     if tokenizer:
-        assert "was trained with --tokenizer clip, and this run has bytes" in refusal(capsys, argv)
+        assert "was trained with --tokenizer clip, but this run has bytes" in refusal(capsys, argv)
         return
     train_in(ranks, 2, [*argv, "--pp", "2"])
     written = load_file(tmp_path / "next" / "model.safetensors") | load_file(tmp_path / "next" / "text.safetensors")

@@ -1,12 +1,12 @@
 """Megatron's f and g, and their counterparts for sequence parallelism, as autograd functions over a given group.
 
-f and g: Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053, section 3; the ones along the tokens: Korthikanti et al.
-2022, https://arxiv.org/abs/2205.05198, section 4.2. In a *region*, between entering and leaving it, every rank holds
-all tokens and a share of the heads or hidden features. Outside it, a rank holds all features of all tokens,
-or under sequence parallelism of its share of the tokens: ceil(S / t) of them, the last shares padded with zeros.
+f and g: Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053, section 3. Sequence parallelism: Korthikanti et al.
+2022, https://arxiv.org/abs/2205.05198, section 4.2. Inside a *region* every rank holds all tokens and a share of the
+heads or hidden features. Outside, a rank holds all features of all tokens, or with sequence parallelism all features of
+its share of the tokens: ceil(S / t) of them, the last shares padded with zeros.
 
-Nothing here changes its input. Every collective is one of `all_reduce`, `all_gather_into_tensor` and
-`reduce_scatter_tensor` of `torch.distributed`, looked up at the call, so that a test can count what is moved.
+No function changes its input. Every collective is one of `all_reduce`, `all_gather_into_tensor` and
+`reduce_scatter_tensor` of `torch.distributed`, looked up at the call, so that a test can count the bytes.
 
 Shapes: B samples, S tokens, D features, t ranks of the group.
 """
@@ -29,9 +29,9 @@ class TensorParallel:
     Attributes:
         rank: 0 to size - 1 within the group.
         size: ranks of the group.
-        group: the process group; its rank order is the order of the shards. None exchanges nothing: for counting
-            shapes and memory, where the values do not matter.
-        sequence_parallel: between the regions each rank holds a share of the tokens.
+        group: the process group; its rank order is the order of the shards. With None nothing is exchanged, for
+            counting shapes and memory only.
+        sequence_parallel: outside the regions each rank holds a share of the tokens.
     """
 
     rank: int
@@ -40,12 +40,12 @@ class TensorParallel:
     sequence_parallel: bool = False
 
     def share_of(self, count: int) -> int:
-        """ceil(count / size): what each rank holds of `count` tokens or classes, padding included."""
+        """ceil(count / size): the tokens or classes of each rank, padding included."""
         return -(-count // self.size)
 
 
 def sum_over_group(x: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
-    """The sum of the ranks' tensors, a new tensor."""
+    """The sum of the ranks' tensors, as a new tensor of the same shape."""
     out = x.clone(memory_format=torch.contiguous_format)
     if tp.group is not None:
         dist.all_reduce(out, group=tp.group)
@@ -61,7 +61,7 @@ def stack_over_group(x: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
 
 
 _TokenFunction = Callable[[torch.Tensor, int, TensorParallel], torch.Tensor]
-"""(tensor, S of the whole sequence or 0 where it is not used, group) → tensor."""
+"""(tensor, S of the whole sequence or 0 if it is not used, group) → tensor."""
 
 
 def _padded(x: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
@@ -86,13 +86,13 @@ def _own_share(x: torch.Tensor, num_tokens: int, tp: TensorParallel) -> torch.Te
 
 def _all_tokens(share: torch.Tensor, num_tokens: int, tp: TensorParallel) -> torch.Tensor:
     """[B, ceil(S / t), D] on each rank -> [B, S, D], the padding dropped."""
-    assert share.shape[1] == tp.share_of(num_tokens), f"{share.shape[1]} tokens are no share of {num_tokens}"
+    assert share.shape[1] == tp.share_of(num_tokens), f"{share.shape[1]} tokens are not the share of {num_tokens}"
     stacked = stack_over_group(share, tp)
     return stacked.movedim(0, 1).flatten(1, 2)[:, :num_tokens].contiguous()
 
 
 def _sum_of_own_share(x: torch.Tensor, num_tokens: int, tp: TensorParallel) -> torch.Tensor:
-    """[B, S, D] on each rank -> [B, ceil(S / t), D]: the sum over the ranks, this rank's tokens of it."""
+    """[B, S, D] on each rank -> [B, ceil(S / t), D]: this rank's tokens of the sum over the ranks."""
     by_rank = _padded(x, tp).unflatten(1, (tp.size, -1)).movedim(1, 0)
     out = x.new_empty(by_rank[0].shape)
     if tp.group is not None:
@@ -101,7 +101,7 @@ def _sum_of_own_share(x: torch.Tensor, num_tokens: int, tp: TensorParallel) -> t
 
 
 class _Pair(torch.autograd.Function):
-    """One of the functions above forward, and its dual backward."""
+    """Applies one of the functions above in the forward pass, and its dual in the backward pass."""
 
     @staticmethod
     def forward(
@@ -116,7 +116,7 @@ class _Pair(torch.autograd.Function):
 
 
 def copy_to_region(x: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
-    """f: identity forward, all-reduce backward. What is whole outside and used by every rank's share inside."""
+    """f: identity forward, all-reduce backward. For a replicated tensor that every rank's shard reads."""
     return _Pair.apply(x, _identity, _sum, 0, tp)
 
 

@@ -21,7 +21,7 @@ from ds_vit.models.layers import (
     RopeFrequencies,
     block_stacks,
 )
-from ds_vit.models.masked_autoencoder import BridgeLayer, PaintLayer
+from ds_vit.models.masked_autoencoder import BridgeLayer, PixelHeadLayer
 from ds_vit.models.self_distillation import ProjectionHead, ProjectionHeadLayer
 from ds_vit.models.zoo import TimmViT
 from ds_vit.parallel.tensor.collectives import TensorParallel, join_tokens, split_tokens, sum_over_group
@@ -127,9 +127,9 @@ class _Joining(Layer):
         return super().forward((join_tokens(share, count, self.tp), *rest))
 
 
-class _JoiningPaint(_Joining, PaintLayer):
+class _JoiningPixelHead(_Joining, PixelHeadLayer):
     def forward(self, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        return PaintLayer.forward(self, inputs) if self.gives_features else super().forward(inputs)
+        return PixelHeadLayer.forward(self, inputs) if self.gives_features else super().forward(inputs)
 
 
 class _SharingBridge(_Joining, BridgeLayer):
@@ -143,7 +143,7 @@ _OUTSIDE_BLOCKS: dict[type[Layer], type[Layer]] = {
     EmbedLayer: _Splitting,
     HeadLayer: _Joining,
     BridgeLayer: _SharingBridge,
-    PaintLayer: _JoiningPaint,
+    PixelHeadLayer: _JoiningPixelHead,
 }
 
 

@@ -1,7 +1,7 @@
-"""From all hosts' facts and the network's figures to findings: pure functions, one for each part of a host.
+"""The checks of `ds-vit doctor`: pure functions from the hosts' facts and the network measurements to findings.
 
-A finding says on which hosts, what is wrong (with the numbers) and what to do. "error" is what stops a run or makes it
-wrong, "warning" what makes it slow or fragile. A healthy cluster has none.
+A finding names the hosts, the fault with its numbers, and the remedy. An "error" stops a run or makes its result wrong;
+a "warning" makes it slow or fragile. A healthy cluster has no findings.
 """
 
 from __future__ import annotations
@@ -17,23 +17,24 @@ from ds_vit.launching.hosts import Host
 from ds_vit.tools.doctor.facts import CUDA, DRIVER, Facts, Interface, Port
 
 MAX_LATENCY_SECONDS = 0.005
-"""Between two hosts of one cluster: TCP takes 20 to 200 microseconds, InfiniBand 2 to 10."""
+"""The largest latency between two hosts of a cluster. TCP takes 20 to 200 microseconds, InfiniBand 2 to 10."""
 
 _GIB = 2**30
-_MIN_OUTPUT_BYTES = 2 * _GIB  # a checkpoint of ViT-B with AdamW's moments has 1 GB, and two exist temporarily
+_MIN_OUTPUT_BYTES = 2 * _GIB  # a checkpoint of ViT-B with AdamW takes 1 GB, and two exist temporarily
 _MIN_SHM_BYTES = 256 * 2**20  # Docker's default is 64 MiB: loader workers die of a bus error
-_SLOW_SHARE = 0.5  # of the median pair's bandwidth
-_LINK_SHARE = 0.25  # of the adapters' rates: NCCL reaches much more over them
+_SLOW_SHARE = 0.5  # of the median bandwidth of the pairs
+_LINK_SHARE = 0.25  # of the adapters' rates, of which NCCL normally reaches much more
 
 
 @dataclass(frozen=True)
 class HostAnswer:
-    """What is known of a host.
+    """The facts of a host, or why it did not answer.
 
     Attributes:
         host: as the hostfile names it.
-        facts: None where it did not answer.
-        problem: why not, in a line; `remedy` what to do.
+        facts: None if it did not answer.
+        problem: why it did not answer, in one line; else "".
+        remedy: how to solve that.
     """
 
     host: Host
@@ -43,8 +44,15 @@ class HostAnswer:
 
 
 @dataclass(frozen=True)
-class Figures:
-    """What the ranks measured; see `network.measure`. `problem` where they could not, on the hosts `culprits`."""
+class NetworkResult:
+    """The measurements of the network, or why the ranks could not measure.
+
+    Attributes:
+        hosts: their names, which the pairs in `measured` index.
+        measured: from `network.measure`; None if there are no measurements.
+        problem: why not, in one line; else "".
+        culprits: the hosts where it failed.
+    """
 
     hosts: tuple[str, ...]
     measured: Mapping[str, Any] | None = None
@@ -57,11 +65,11 @@ class Finding:
     """A fault.
 
     Attributes:
-        check: one word for the kind of fault.
+        check: the kind of fault, in one word.
         severity: "error" or "warning".
-        hosts: names as the hostfile has them.
+        hosts: names as in the hostfile.
         what: the fault, with its numbers.
-        remedy: what to do, a command where there is one.
+        remedy: how to repair it, with a command if there is one.
     """
 
     check: str
@@ -72,13 +80,14 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Run:
-    """What the run would use.
+class PlannedRun:
+    """The settings of the run that the cluster is checked for.
 
     Attributes:
         environ: the variables that are set on every host.
-        data_dir, output: the flags, "" for none.
-        port: where rank 0 will listen.
+        data_dir: --data-dir, "" for none.
+        output: --output, "" for none.
+        port: the TCP port on which rank 0 will listen.
     """
 
     environ: Mapping[str, str]
@@ -88,34 +97,35 @@ class Run:
 
 
 @dataclass(frozen=True)
-class View:
-    """A host that answered, as a check sees it.
+class HostView:
+    """The input of a check: a host that answered, and the run.
 
     Attributes:
-        name, slots: as in the hostfile.
-        facts: its answer.
-        run: what it is to be part of.
+        name: as in the hostfile.
+        slots: as in the hostfile.
+        facts: the answer of the host.
+        run: the planned run.
         first: the name of rank 0's host.
-        num_hosts: of the run.
+        num_hosts: number of hosts of the run, with those that did not answer.
     """
 
     name: str
     slots: int
     facts: Facts
-    run: Run
+    run: PlannedRun
     first: str
     num_hosts: int
 
 
-def examine(answers: Sequence[HostAnswer], run: Run, figures: Figures | None = None) -> list[Finding]:
-    """All findings of the hosts' answers, and of what their ranks measured; errors first."""
+def examine(answers: Sequence[HostAnswer], run: PlannedRun, figures: NetworkResult | None = None) -> list[Finding]:
+    """All findings of the hosts' answers and of the network measurements, errors first."""
     known = [(answer.host, answer.facts) for answer in answers if answer.facts is not None]
-    views = [View(host.name, host.slots, facts, run, answers[0].host.name, len(answers)) for host, facts in known]
+    views = [HostView(host.name, host.slots, facts, run, answers[0].host.name, len(answers)) for host, facts in known]
     silent = [answer for answer in answers if answer.facts is None]
     findings = [Finding("ssh", "error", (a.host.name,), a.problem, a.remedy) for a in silent]
     findings += _compare_hosts(views)
-    for check in (_environment, _names, _places, _interfaces, _adapters):
-        hosts = defaultdict(list)
+    for check in (_environment, _names, _resources, _interfaces, _adapters):
+        hosts = defaultdict(list)  # a fault that several hosts have is one finding
         for view in views:
             for fault in check(view):
                 hosts[fault].append(view.name)
@@ -135,23 +145,29 @@ _COPY = "copy it again (rsync -a --checksum), or use a shared disk"
 _PULL = "git status and git pull there, or put the clone on a shared disk"
 _LEAVE_OUT = "leave those hosts out; the slowest sets the pace"
 
-# (check, severity, what differs, its value on a host or None for no part in the comparison, remedy)
-_COMPARED: tuple[tuple[str, str, str, Callable[[View], str | None], str], ...] = (
+# (check, severity, what differs, its value on a host or None to leave the host out of the comparison, remedy)
+_COMPARED: tuple[tuple[str, str, str, Callable[[HostView], str | None], str], ...] = (
     ("code", "error", "the code of ds_vit differs, by checksum", lambda view: view.facts.code, _PULL),
     ("data", "error", "the data differs, by checksum", lambda view: view.facts.data or None, _COPY),
     (
-        *("accelerators", "error", "some hosts have no accelerators"),
-        *(lambda view: "accelerators" if view.facts.accelerators else "", _LEAVE_OUT),
+        "accelerators",
+        "error",
+        "some hosts have no accelerators",
+        lambda view: "accelerators" if view.facts.accelerators else "",
+        _LEAVE_OUT,
     ),
     (
-        *("accelerators", "warning", "the accelerators differ"),
-        *(lambda view: ", ".join(sorted(set(view.facts.accelerators))) or None, _LEAVE_OUT),
+        "accelerators",
+        "warning",
+        "the accelerators differ",
+        lambda view: ", ".join(sorted(set(view.facts.accelerators))) or None,
+        _LEAVE_OUT,
     ),
 )
 
 
-def _compare_hosts(views: Sequence[View]) -> Iterator[Finding]:
-    """Values that must be the same on all hosts, and two names for one machine."""
+def _compare_hosts(views: Sequence[HostView]) -> Iterator[Finding]:
+    """Findings of values that differ between hosts but must not, and of two names for one machine."""
     rows = list(_COMPARED)
     for name in dict.fromkeys(name for view in views for name in view.facts.versions):
         severity, remedy = ("warning", "bring the drivers to one version") if name == DRIVER else ("error", _SAME)
@@ -175,7 +191,7 @@ def _compare_hosts(views: Sequence[View]) -> Iterator[Finding]:
             yield Finding("hosts", "error", tuple(same), what, "keep one of the names in the hostfile")
 
 
-def _version(name: str, view: View) -> str:
+def _version(name: str, view: HostView) -> str:
     return view.facts.versions.get(name, "missing")
 
 
@@ -189,16 +205,16 @@ Fault = tuple[str, str, str, str]
 """(check, severity, what, remedy)."""
 
 
-def _environment(view: View) -> Iterator[Fault]:
-    """Packages, accelerators that torch can use, and as many as the hostfile says."""
+def _environment(view: HostView) -> Iterator[Fault]:
+    """Packages are installed, torch can use the accelerators, and the hostfile's slots match their number."""
     facts, have, cores = view.facts, len(view.facts.accelerators), view.facts.cores
     missing = [name for name, version in facts.versions.items() if version == "missing"]
     if missing:
         yield "versions", "error", f"{', '.join(missing)} is not installed", "pip install ds-vit"
     if have and facts.torch_accelerators == 0:
         driver, built_for = (facts.versions.get(name) or "?" for name in (DRIVER, CUDA))
-        what = f"the driver {driver} lists {have} accelerators, and torch (CUDA {built_for}) can use none"
-        remedy = "a newer driver, or a torch for an older CUDA; CUDA_VISIBLE_DEVICES must not be empty"
+        what = f"the driver {driver} lists {have} accelerators, but torch (CUDA {built_for}) can use none"
+        remedy = "install a newer driver, or a torch for an older CUDA; CUDA_VISIBLE_DEVICES must not be empty"
         yield "accelerators", "error", what, remedy
     if view.slots > (have or cores):
         places = f"{have} accelerators" if have else f"no accelerator and {cores} cores"
@@ -209,21 +225,21 @@ def _environment(view: View) -> Iterator[Fault]:
         yield "slots", "warning", what, f"write slots={have} in the hostfile"
 
 
-def _names(view: View) -> Iterator[Fault]:
-    """Of several hosts: each finds rank 0's, and none that others must reach calls itself a loopback address."""
+def _names(view: HostView) -> Iterator[Fault]:
+    """Every host resolves rank 0's host, and a host that others connect to does not resolve itself to loopback."""
     if view.num_hosts == 1:
         return
     if view.facts.resolves.get(view.first) == ():
         what = f"{view.first}, the host of rank 0, has no address here"
         yield "names", "error", what, "add it to DNS or /etc/hosts, or use addresses"
     own = view.facts.resolves.get(view.name, ())
-    counts = view.name == view.first or not view.run.environ.get("GLOO_SOCKET_IFNAME")
-    if counts and own and all(map(is_loopback, own)):
+    is_connected_to = view.name == view.first or not view.run.environ.get("GLOO_SOCKET_IFNAME")
+    if is_connected_to and own and all(map(is_loopback, own)):
         what = f"{view.name} is {own[0]} on itself, where no other host can reach it"
         yield "names", "error", what, "correct /etc/hosts there (Debian's 127.0.1.1 line)"
 
 
-def _places(view: View) -> Iterator[Fault]:
+def _resources(view: HostView) -> Iterator[Fault]:
     """Rank 0's port, the data, the output folder and shared memory."""
     facts, run = view.facts, view.run
     if facts.port_problem:
@@ -239,16 +255,12 @@ def _places(view: View) -> Iterator[Fault]:
         yield "output", "error", facts.output_problem, "give a folder on a file system that every host can write to"
     if shm is not None and shm < _MIN_SHM_BYTES:
         what = f"/dev/shm has {shm / 2**20:.0f} MiB: loader workers and NCCL die of a bus error"
-        yield (
-            "shm",
-            "error",
-            what,
-            "mount -o remount,size=16G /dev/shm there (docker run --shm-size=16g, or --ipc=host)",
-        )
+        remedy = "mount -o remount,size=16G /dev/shm there (docker run --shm-size=16g, or --ipc=host)"
+        yield "shm", "error", what, remedy
 
 
-def _interfaces(view: View) -> Iterator[Fault]:
-    """The interfaces that gloo and NCCL are to use are there and up."""
+def _interfaces(view: HostView) -> Iterator[Fault]:
+    """The network interfaces that gloo and NCCL are set to use exist and are up."""
     others = (i.name for i in view.facts.interfaces if i.addresses and not any(map(is_loopback, i.addresses)))
     there = ", ".join(others) or "none"
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -258,14 +270,14 @@ def _interfaces(view: View) -> Iterator[Fault]:
         matching = _chosen(wanted, view.facts.interfaces, exact=variable.startswith("GLOO"))
         if not matching:
             remedy = f"{variable}=<name> in .deepspeed_env, with a name that every host has; here: {there}"
-            yield "interface", "error", f"{variable}={wanted}, and there is no such interface", remedy
+            yield "interface", "error", f"{variable}={wanted}, but there is no such interface", remedy
         elif not any(interface.up for interface in matching):
             remedy = f"ip link set {matching[0].name} up there, or another interface ({there})"
             yield "interface", "error", f"{variable}={wanted}: {matching[0].name} is down", remedy
 
 
-def _adapters(view: View) -> Iterator[Fault]:
-    """InfiniBand and RoCE: the ports that are asked for, or else one, are active, and memory can be registered."""
+def _adapters(view: HostView) -> Iterator[Fault]:
+    """InfiniBand and RoCE: the ports in NCCL_IB_HCA, or at least one, are active, and memory can be registered."""
     wanted, ports = view.run.environ.get("NCCL_IB_HCA", ""), view.facts.ports
     asked = [] if wanted.startswith("^") else [item for item in wanted.lstrip("=").split(",") if item]
     remedy = "ibstat there: cable, switch port, subnet manager"
@@ -279,7 +291,7 @@ def _adapters(view: View) -> Iterator[Fault]:
             and number in ("", str(port.port))
         ]
         if not matching:
-            what = f"NCCL_IB_HCA={wanted}, and there is no adapter {item} (there: {there})"
+            what = f"NCCL_IB_HCA={wanted}, but there is no adapter {item} (there: {there})"
             yield "infiniband", "error", what, "correct NCCL_IB_HCA in .deepspeed_env (ibdev2netdev)"
         elif not any(port.state == "ACTIVE" for port in matching):
             yield "infiniband", "error", f"adapter {item} is {matching[0].state}, not ACTIVE", remedy
@@ -296,11 +308,13 @@ def _adapters(view: View) -> Iterator[Fault]:
 # ---- the network -----------------------------------------------------------------------------------------------------
 
 
-def _check_network(figures: Figures, views: Sequence[View]) -> Iterator[Finding]:
-    """Findings in what the ranks measured: no meeting, slow pairs, less than the adapters should give."""
+def _check_network(figures: NetworkResult, views: Sequence[HostView]) -> Iterator[Finding]:
+    """Findings of the measurements: ranks that cannot connect, slow pairs, adapters far below their rate."""
     if figures.problem:
         remedy = "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME in .deepspeed_env; a firewall between the hosts"
-        yield Finding("collectives", "error", figures.culprits, f"ranks cannot talk: {figures.problem}", remedy)
+        yield Finding(
+            "collectives", "error", figures.culprits, f"the ranks cannot communicate: {figures.problem}", remedy
+        )
     pairs = figures.measured["pairs"] if figures.measured else []
     usual = statistics.median([pair["bytes_per_second"] for pair in pairs] or [0.0])
     links = {view.name: sum(port.gbits for port in _active(view)) for view in views if view.facts.accelerators}
@@ -318,10 +332,12 @@ def _check_network(figures: Figures, views: Sequence[View]) -> Iterator[Finding]
             yield Finding("bandwidth", "error", names, what, remedy)
         elif link and rate * 8e-9 < _LINK_SHARE * link:
             what = f"{gbits(rate)} between them over adapters of {link:g} Gbit/s"
-            yield Finding("bandwidth", "warning", names, what, "NCCL_DEBUG=INFO says what NCCL takes: NCCL_IB_HCA")
+            yield Finding(
+                "bandwidth", "warning", names, what, "see the adapters that NCCL_DEBUG=INFO names; set NCCL_IB_HCA"
+            )
 
 
-def slowest(figures: Figures) -> str:
+def slowest(figures: NetworkResult) -> str:
     """The slowest pair of hosts, for people; "" for fewer than two hosts."""
     pairs = figures.measured["pairs"] if figures.measured else []
     if not pairs:
@@ -332,21 +348,21 @@ def slowest(figures: Figures) -> str:
 
 
 def gbits(bytes_per_second: float) -> str:
-    """Bytes per second in a network's unit."""
+    """A rate in Gbit/s, for people."""
     return f"{bytes_per_second * 8e-9:.2f} Gbit/s"
 
 
-def _active(view: View) -> list[Port]:
+def _active(view: HostView) -> list[Port]:
     return [port for port in view.facts.ports if port.state == "ACTIVE"]
 
 
 def _chosen(wanted: str, interfaces: Sequence[Interface], *, exact: bool) -> list[Interface]:
-    """NCCL takes beginnings of names unless `=` comes first; gloo takes names."""
+    """The interfaces that a variable selects: NCCL matches prefixes of names unless `=` comes first, gloo names."""
     names = [name for name in wanted.lstrip("=").split(",") if name]
     exact = exact or wanted.startswith("=")
     return [i for i in interfaces if any(i.name == n if exact else i.name.startswith(n) for n in names)]
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address leads to its own host."""
+    """Whether an address is a loopback address."""
     return address.startswith("127.") or address == "::1"

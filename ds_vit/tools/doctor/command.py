@@ -24,7 +24,7 @@ from ds_vit.fault_tolerance import exit_codes
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.hosts import TIMED_OUT, Ended, Host, collected, on_hosts, read_hosts
 from ds_vit.launching.process import Process, discover, rendezvous
-from ds_vit.tools.doctor.checks import Figures, Finding, HostAnswer, Run, examine, gbits, slowest
+from ds_vit.tools.doctor.checks import Finding, HostAnswer, NetworkResult, PlannedRun, examine, gbits, slowest
 from ds_vit.tools.doctor.facts import DRIVER, WORD, Facts, gather
 from ds_vit.tools.doctor.network import measure
 
@@ -45,7 +45,7 @@ class Diagnosis:
     """The answers, the figures and the findings."""
 
     answers: Sequence[HostAnswer]
-    figures: Figures | None
+    figures: NetworkResult | None
     findings: Sequence[Finding]
 
     @property
@@ -91,7 +91,7 @@ def doctor(arguments: Namespace, environ: Mapping[str, str]) -> int:
     sent = {n: v for n, v in collected(environ, cwd, arguments.env_file).items() if n.startswith(_SENT)}
     if "CUDA_VISIBLE_DEVICES" in environ and not arguments.hostfile:
         sent["CUDA_VISIBLE_DEVICES"] = environ["CUDA_VISIBLE_DEVICES"]
-    run = Run(sent, arguments.data_dir, arguments.output, arguments.master_port)
+    run = PlannedRun(sent, arguments.data_dir, arguments.output, arguments.master_port)
     process = discover(environ)
     if process.world_size == 1:
         way = Way(environ, sent, cwd, arguments.timeout, arguments.ssh_port, local=not arguments.hostfile)
@@ -111,7 +111,7 @@ def doctor(arguments: Namespace, environ: Mapping[str, str]) -> int:
     return diagnosis.exit_code
 
 
-def _ask_hosts(arguments: Namespace, run: Run, way: Way) -> Diagnosis:
+def _ask_hosts(arguments: Namespace, run: PlannedRun, way: Way) -> Diagnosis:
     """Ask the hosts of the hostfile, or this machine, and time messages between those that answer."""
     hosts = (Host(socket.gethostname(), 1),) if way.local else read_hosts(arguments.hostfile, way.environ)
     answers = ask_all(hosts, run, way)
@@ -128,7 +128,7 @@ def _ask_hosts(arguments: Namespace, run: Run, way: Way) -> Diagnosis:
     return Diagnosis(answers, figures, examine(answers, run, figures))
 
 
-def _ask_ranks(arguments: Namespace, run: Run, process: Process) -> Diagnosis:
+def _ask_ranks(arguments: Namespace, run: PlannedRun, process: Process) -> Diagnosis:
     """Started by a launcher, its ranks gather the facts and measure (a collective).
 
     Raises:
@@ -162,7 +162,7 @@ def _ask_ranks(arguments: Namespace, run: Run, process: Process) -> Diagnosis:
         HostAnswer(Host(name, end - leader), Facts.unpack(of_all[leader]))
         for name, leader, end in zip(hosts, leaders, [*leaders[1:], process.world_size], strict=True)
     ]
-    figures = Figures(tuple(hosts), measured=measured) if measured else None
+    figures = NetworkResult(tuple(hosts), measured=measured) if measured else None
     dist.barrier()
     if made:
         dist.destroy_process_group()
@@ -232,7 +232,7 @@ def explain(name: str, code: int, output: Sequence[str]) -> tuple[str, str]:
     return f"the probe failed: {words['last']}", f"ssh {words['name']} {shlex.quote(sys.executable)} -m {_PROBE}"
 
 
-def ask_all(hosts: Sequence[Host], run: Run, way: Way) -> list[HostAnswer]:
+def ask_all(hosts: Sequence[Host], run: PlannedRun, way: Way) -> list[HostAnswer]:
     """Every host's answer, in the order of `hosts`.
 
     Each resolves two names, its own and the first host's: 1,024 hosts would make a million look-ups of all.
@@ -251,7 +251,7 @@ def ask_all(hosts: Sequence[Host], run: Run, way: Way) -> list[HostAnswer]:
     return answers
 
 
-def start_ranks(answers: Sequence[HostAnswer], way: Way, address: str, port: int) -> Figures:
+def start_ranks(answers: Sequence[HostAnswer], way: Way, address: str, port: int) -> NetworkResult:
     """Start ranks on the hosts that are reachable, and wait for their figures; rank 0 listens at this address."""
     names = tuple(answer.host.name for answer in answers)
     places: list[tuple[Host, int]] = []  # of every rank: its host and local rank
@@ -259,7 +259,7 @@ def start_ranks(answers: Sequence[HostAnswer], way: Way, address: str, port: int
         most = len(answer.facts.accelerators) if answer.facts else 0
         places += [(answer.host, local) for local in range(min(answer.host.slots, most or _MAX_RANKS_ON_CPU))]
     if len(places) == 1:
-        return Figures(names)
+        return NetworkResult(names)
     leaders = [rank for rank, (_, local_rank) in enumerate(places) if local_rank == 0]
     shared = {"address": f"tcp://{address}:{port}", "seconds": way.seconds / 2, "leaders": leaders}
     shared["world"] = len(places)
@@ -270,13 +270,15 @@ def start_ranks(answers: Sequence[HostAnswer], way: Way, address: str, port: int
         ]
     )
     if answer_of_rank_0 := ended[0].marked(WORD):
-        return Figures(names, measured=json.loads(answer_of_rank_0))
+        return NetworkResult(names, measured=json.loads(answer_of_rank_0))
     first = min(range(len(places)), key=lambda rank: (ended[rank].code == 0, ended[rank].at))
     if ended[first].code == TIMED_OUT:
-        return Figures(names, problem=f"the ranks did not meet and finish within {way.seconds:.0f} s", culprits=names)
+        return NetworkResult(
+            names, problem=f"the ranks did not meet and finish within {way.seconds:.0f} s", culprits=names
+        )
     lines = ended[first].lines or [f"exit code {ended[first].code}"]
     errors = [line for line in lines if "rror" in line and not line.startswith(("[W", "File"))]
-    return Figures(names, problem=(errors or lines)[-1][:300], culprits=(places[first][0].name,))
+    return NetworkResult(names, problem=(errors or lines)[-1][:300], culprits=(places[first][0].name,))
 
 
 # ---- output --------------------------------------------------------------------------------------------------------

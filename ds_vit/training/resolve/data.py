@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from ds_vit.config import RunConfig, default_of, spelling
 from ds_vit.config.batch import KEYS, BatchSizes, batch_sizes
-from ds_vit.config.schema import KEY_OF_FLAG, OF_THE_PROGRAM
+from ds_vit.config.schema import KEY_OF_FLAG, PROGRAM_DATASET
 from ds_vit.data.decode import describe_depth, require_fast, require_fast_on_device
 from ds_vit.data.sampler import SampleOrder
 from ds_vit.data.sources.captions import CaptionKeys
@@ -194,7 +194,7 @@ def _open_sources(config: RunConfig) -> tuple[Source, Source | None, list[str]]:
     Evaluation only needs no training split (--train-split ''): the evaluation split is used for both, and must then
     have a folder of every class, because nothing else defines the numbers of the classes.
     """
-    if config.dataset == OF_THE_PROGRAM:
+    if config.dataset == PROGRAM_DATASET:
         raise UserError(
             "this run's images were given by a Python program (train_data): resume it there, or name the images by "
             "--dataset or --data-dir"

@@ -1,4 +1,4 @@
-"""The model, its task and its pipeline stages."""
+"""Resolves the flags of the model, its task, its weights and its pipeline stages."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ from ds_vit.weights.initial_checkpoint import InitialCheckpoint, enumerate_some,
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The model, described and not yet made.
+    """The description of the model, before its weights exist.
 
     Attributes:
-        spec: which model, for timm.
-        whole: all of it, on the meta device: names and shapes.
-        task: its training task.
-        image: its input.
-        initial_checkpoint: the source of its weights; None for random ones, and in a run that resumes.
-        fixed: the sources of the weights of `Task.fixed_towers`, by tower; in a run that resumes too.
+        spec: name and arguments of the model, for timm.
+        whole: the unsharded model on the meta device, for names and shapes.
+        task: the training task.
+        image: size and normalisation of the images.
+        initial_checkpoint: source of the weights; None if they are random, or if the run resumes.
+        fixed: tower of `Task.fixed_towers` → source of its weights, also if the run resumes.
         frozen: timm names of parameters that are not trained.
-        bounds: pipeline stage i has the layers from bounds[i] up to, and without, bounds[i + 1].
-        class_parallel: the classifier is sharded over classes.
+        bounds: pipeline stage i has the layers bounds[i] to bounds[i + 1] - 1.
+        class_parallel: whether the classifier is sharded over classes.
         notes: lines for people.
     """
 
@@ -64,21 +64,22 @@ class ModelConfig:
 
     @property
     def reads_class_token(self) -> bool:
-        """Whether the last block may compute only what the head reads (`compute_class_token`).
+        """Whether the last block may compute only the class token (`compute_class_token`).
 
-        Not before a pipeline stage that holds only the head: tokens cross in the same shape as in evaluation.
+        It may not if the last pipeline stage holds only the head: the stages exchange tokens of the same shape in
+        training and in evaluation.
         """
-        *_, last, end = self.bounds
-        return end - last > 1
+        *_, start, stop = self.bounds
+        return stop - start > 1
 
     @property
     def saved_shapes(self) -> dict[str, torch.Size]:
-        """timm name → whole shape of what checkpoints have, in the model's order."""
+        """timm name → unsharded shape of each parameter that checkpoints store, in the model's order."""
         shapes = names_and_shapes(self.whole)
         return {name: shape for name, shape in shapes.items() if not self.task.is_fixed(name)}
 
     def weights_of(self, tower: str) -> InitialCheckpoint | None:
-        """The source of a tower's weights; None where they are drawn, or come from a checkpoint of the run."""
+        """The source of a tower's weights; None if they are random, or come from a checkpoint of the run."""
         initial = self.initial_checkpoint
         return self.fixed.get(tower) or (initial if initial and tower in initial.towers else None)
 
@@ -92,21 +93,21 @@ def resolve_model(
     resumes: bool,
     with_weights: bool = True,
 ) -> ModelConfig:
-    """Describe the model, and check its weights and how it is distributed.
+    """Describe the model, and check that its data, weights and parallel degrees fit.
 
     Args:
         config: the flags.
-        explicit: which of them were given.
-        task_type: of --task.
+        explicit: names of the flags that were given.
+        task_type: the class of --task.
         data: the splits and the batch.
         resumes: the weights come from a checkpoint of this run.
         with_weights: open the files of weights; False for a plan.
 
     Raises:
-        UserError: no such model, or classes, weights, degrees or a batch that do not fit it.
+        UserError: an unknown model, or classes, weights, degrees or images that do not fit it.
     """
     _check_labels(task_type, data)
-    config, unrated = _without_probes(config, task_type, data)
+    config, disabled_probes = _disable_probes(config, task_type, data)
     num_classes = _num_classes(config, task_type, data)
     sizes = all_sizes(config.img_size_schedule, config.train_img_sizes)
     if sizes:
@@ -122,20 +123,20 @@ def resolve_model(
     whole = task_type.create_model(spec, config, for_training=not config.eval_only)
     classes = data.train_source.class_names if task_type.has_classes else ()
     initial, notes = (None, []) if resumes or not with_weights else _initial_weights(config, whole, classes)
-    fixed, of_teacher = open_teacher(config, whole, classes) if spec.teacher and with_weights else ({}, [])
+    fixed, teacher_notes = open_teacher(config, whole, classes) if spec.teacher and with_weights else ({}, [])
     if 0 < data.train_source.num_classes < num_classes:
-        there = f"the data has {data.train_source.num_classes} classes"
-        notes.append(f"--num-classes {num_classes}: {there}, and no image is of the other outputs")
-    rated = task_type.has_classes or config.eval_knn or config.eval_linear_probe
-    if len(names := data.train_source.class_names) == 1 and rated and not data.train_source.multi_label:
-        notes.append(f"the images of training are of one class, {names[0]!r}: every answer is right")
-    notes += [*of_teacher, *unrated, *_unseen_pixels(whole)]
+        data_has = f"the data has {data.train_source.num_classes} classes"
+        notes.append(f"--num-classes {num_classes}: {data_has}, and no image belongs to the other outputs")
+    uses_labels = task_type.has_classes or config.eval_knn or config.eval_linear_probe
+    if len(names := data.train_source.class_names) == 1 and uses_labels and not data.train_source.multi_label:
+        notes.append(f"all training images are of one class, {names[0]!r}: every prediction is correct")
+    notes += [*teacher_notes, *disabled_probes, *_describe_dropped_pixels(whole)]
     if config.tp > 1:
         for name in tower_names(whole):
             check_degree(tower_of(whole, name), config.tp)
     locked = task_type.locked_names(whole, config)
     if not resumes:
-        notes += _locked_at_random(locked, initial)
+        notes += _describe_random_locked(locked, initial)
     frozen = frozen_names(whole, config.freeze, config.linear_probe, locked)
     image = _resolve_image(config, whole, sizes)
     task = _create_task(dataclasses.replace(config, num_classes=num_classes), task_type, data, image, whole)
@@ -158,12 +159,12 @@ def resolve_model(
 
 
 def _resolve_image(config: RunConfig, whole: TimmViT, sizes: Sequence[int]) -> ImageConfig:
-    """Size and normalisation of the images; UserError if the model or the augmentation does not work with a size."""
+    """Size and normalisation of the images; UserError if the model or the augmentation does not support a size."""
     image = ImageConfig(image_size(whole), **resolve_pixels(vars(config), whole))
     if sizes:
         flag = "--img-size-schedule" if config.img_size_schedule else "--train-img-sizes"
         check_sizes(whole, config.model, sizes, flag)
-    # Raises here what it would raise in a loader's worker.
+    # An invalid augmentation fails here, not in a loader process.
     for pixels in [dataclasses.replace(image, img_size=(size, size)) for size in sizes] or [image]:
         training_transform(pixels, config.augment)
     return image
@@ -176,7 +177,7 @@ def _create_task(
     task = task_type(config, image, data.train_source, whole)
     task.check()
     if task.teachers and config.model_ema:
-        raise UserError(f"--model-ema: --task {task.name} keeps an average of the weights, its teacher; drop the flag")
+        raise UserError(f"--model-ema: the teacher of --task {task.name} already is such an average; drop the flag")
     if config.pp > 1 and (task.updates_after_step or task.chain(task.towers(whole)) is None):
         raise UserError(f"--pp {config.pp}: --task {task.name} cannot be split into pipeline stages; use --pp 1")
     return task
@@ -186,13 +187,13 @@ def _initial_weights(
     config: RunConfig, whole: TimmViT, classes: Sequence[str]
 ) -> tuple[InitialCheckpoint | None, list[str]]:
     """The source of the weights, and lines for people about it; None for random weights."""
-    if not isinstance(whole, ContrastiveModel):  # whose files have both towers
+    if not isinstance(whole, ContrastiveModel):  # files of a contrastive model have both towers
         whole = tower_of(whole, MAIN_TOWER)
     if not config.pretrained and not config.initial_checkpoint:
         if not {".", ":"}.intersection(config.model):
             return None, []
         return None, [
-            f"--model {config.model} names weights, and training starts from nothing: add --pretrained to use them"
+            f"--model {config.model} names weights, but training starts from random ones: add --pretrained to use them"
         ]
     if config.pretrained:
         path, source = find_pretrained(whole)
@@ -204,18 +205,18 @@ def _initial_weights(
     if initial.left_out:
         parts = {"text": "text tower", "projection": "projection to a teacher's width"}
         what = parts.get(initial.left_out[0].split(".")[0], "decoder")
-        notes.append(f"{source} has a {what} of {len(initial.left_out)} tensors, which is left out")
+        notes.append(f"{source} has a {what} of {len(initial.left_out)} tensors, which is not loaded")
     if config.resample_patch_embed and "patch_embed.proj.weight" not in initial.adapted:
-        notes.append("--resample-patch-embed: the weights have the model's patch size, and nothing is resampled")
+        notes.append("--resample-patch-embed: the weights have the model's patch size already, so nothing is resampled")
     return initial, notes
 
 
-def _locked_at_random(locked: frozenset[str], initial: InitialCheckpoint | None) -> list[str]:
-    """Lines about locked parameters that no file gives a value."""
-    drawn = locked if initial is None else locked.intersection(initial.newly_initialised)
+def _describe_random_locked(locked: frozenset[str], initial: InitialCheckpoint | None) -> list[str]:
+    """Lines about locked parameters that keep their random initial values."""
+    random = locked if initial is None else locked.intersection(initial.newly_initialised)
     notes = []
     for flag, of_text in (("--lock-image", False), ("--lock-text", True)):
-        names = sorted(name for name in drawn if name.startswith("text.") == of_text)
+        names = sorted(name for name in random if name.startswith("text.") == of_text)
         if names:
             notes.append(
                 f"{flag} freezes {len(names)} parameters at random values ({enumerate_some(names)}): start from "
@@ -224,8 +225,8 @@ def _locked_at_random(locked: frozenset[str], initial: InitialCheckpoint | None)
     return notes
 
 
-def _unseen_pixels(whole: TimmViT) -> list[str]:
-    """A line about pixels outside all patches."""
+def _describe_dropped_pixels(whole: TimmViT) -> list[str]:
+    """A line if timm drops the pixels at the edge of an image that fill no patch."""
     (height, width), (rows, columns) = image_size(whole), whole.patch_embed.grid_size
     patch = getattr(whole.patch_embed, "patch_size", (height // rows, width // columns))
     if rows * patch[0] >= height and columns * patch[1] >= width:
@@ -248,33 +249,33 @@ def _check_labels(task_type: type[Task], data: DataConfig) -> None:
             raise UserError(f"--task {task_type.name} needs a caption for each image; {where} has none")
 
 
-def _without_probes(config: RunConfig, task_type: type[Task], data: DataConfig) -> tuple[RunConfig, list[str]]:
-    """The flags of a task without labels, whose features are rated only where the images have classes; and a line."""
+def _disable_probes(config: RunConfig, task_type: type[Task], data: DataConfig) -> tuple[RunConfig, list[str]]:
+    """The flags without --eval-knn and --eval-linear-probe, and a line, if the images lack the classes they need."""
     train, val = data.train_source, data.val_source
-    asked = (config.eval_knn or config.eval_linear_probe) and not config.eval_only
-    if not asked or task_type.has_classes or task_type.has_text:
+    requested = (config.eval_knn or config.eval_linear_probe) and not config.eval_only
+    if not requested or task_type.has_classes or task_type.has_text:
         return config, []
     if val is not None and train.class_names and train.class_names == val.class_names:
         return config, []
     reason = "there are no images for evaluation" if val is None else "the images have no common classes"
     return (
         dataclasses.replace(config, eval_knn=0, eval_linear_probe=False),
-        [f"features are not rated by --eval-knn or --eval-linear-probe: {reason}"],
+        [f"features are not evaluated by --eval-knn or --eval-linear-probe: {reason}"],
     )
 
 
 def _check_tokenizer(initial: InitialCheckpoint | None, task: Task) -> None:
-    """Raise UserError if the ids of the text that the weights were trained on mean something else here."""
+    """Raise UserError if the weights were trained with another tokenizer."""
     if initial is None or task.tokenizer is None or initial.tokenizer in ("", task.tokenizer.name):
         return
     raise UserError(
-        f"{task.config.initial_checkpoint} was trained with --tokenizer {initial.tokenizer}, and this run has "
-        f"{task.tokenizer.name}; give the same one"
+        f"{task.config.initial_checkpoint} was trained with --tokenizer {initial.tokenizer}, but this run has "
+        f"{task.tokenizer.name}; use the same one"
     )
 
 
 def _num_classes(config: RunConfig, task_type: type[Task], data: DataConfig) -> int:
-    """The classes of the head: --num-classes, else the data's; 0 for a task that has none."""
+    """The number of classes of the head: --num-classes, else the data's; 0 for a task without classes."""
     if not task_type.has_classes:
         return 0
     found = data.train_source.num_classes
@@ -287,7 +288,7 @@ def _num_classes(config: RunConfig, task_type: type[Task], data: DataConfig) -> 
 
 
 def _class_parallel(config: RunConfig, num_classes: int) -> bool:
-    """--class-parallel, "auto" resolved."""
+    """Whether the classifier is sharded over classes: --class-parallel, with "auto" resolved."""
     if config.tp == 1 or config.class_parallel == "off":
         return False
     return config.class_parallel == "on" or pays(num_classes, config.tp)
@@ -296,13 +297,13 @@ def _class_parallel(config: RunConfig, num_classes: int) -> bool:
 def find_fastest_stages(
     model: ModelConfig, deepspeed: DeepSpeedSettings, layout: Layout, batch: BatchSizes
 ) -> ModelConfig:
-    """`--pp-partition auto`: the model with the stages of the fastest step, once the batch is known.
+    """The model with the stages of the fastest step, under `--pp-partition auto`; else as it is.
 
     Args:
         model: with balanced stages.
-        deepspeed: the JSON's types, and what is recomputed.
-        layout: degrees.
-        batch: micro-batches of a step.
+        deepspeed: types and activation checkpointing of the JSON.
+        layout: the parallel degrees.
+        batch: has the number of micro-batches of a step.
 
     Raises:
         UserError: more stages than layers, or a stage with nothing to train whatever the bounds.

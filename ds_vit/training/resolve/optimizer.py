@@ -15,7 +15,7 @@ from ds_vit.config.deepspeed_rules import check_grad_norm
 from ds_vit.config.schema import KEY_OF_FLAG
 from ds_vit.config.units import parse_steps
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.optim.build import check_rate_factors, check_weight_decay, optimizer_class, rules_of
+from ds_vit.optim.build import check_rate_factors, describe_default_decay, optimizer_class, rules_of
 from ds_vit.optim.rate_factors import rate_factors
 from ds_vit.optim.schedules import Schedule, check_warmup
 from ds_vit.tasks.task import Horizon
@@ -110,7 +110,7 @@ def resolve_optimizer(
         origins[KEY_OF_FLAG["lr"]] = "--lr-scale-by-batch"
     clip = _resolve_clip(config, deepspeed.json, path, origins, notes)
     decay = _resolve_decay(config, arguments, path, origins)
-    notes += check_weight_decay(cls, decay, path)
+    notes += describe_default_decay(cls, decay, path)
     per_epoch = data.order.steps_per_epoch
     total_steps, scheduled_steps = _count_steps(config, per_epoch)
     notes += _unreached(config, per_epoch, total_steps)
