@@ -190,7 +190,7 @@ def test_bad_input_is_rejected(folder, tmp_path, capsys, monkeypatch, what):
     if what == "split without classes":
         shutil.rmtree(folder / "val")
         made(folder / "val" / "0.png").write_bytes(next((folder / "train").rglob("*.png")).read_bytes())
-    monkeypatch.setattr(shards, "_pack", lambda *_: pytest.fail("a split is packed first"))
+    monkeypatch.setattr(shards, "_pack_split", lambda *_: pytest.fail("a split is packed first"))
     assert cli.main(["shards", *words]) == 2
     error = capsys.readouterr().err
     assert len(error.splitlines()) == 1
