@@ -19,9 +19,8 @@ from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.optim.schedules import Schedule
 from ds_vit.tasks import TASKS
 
-# They may change with --allow-schedule-change, and the first three with --allow-batch-change.
+# Where both runs have one, it may change with --allow-schedule-change or --allow-batch-change.
 _SCHEDULES = ("img_size_schedule", "train_img_sizes", "task_schedules")
-_ALLOWED = (*_SCHEDULES, "samples")
 _FREE = frozenset(names_with(Scope.FREE))  # flags that may change without a note
 
 
@@ -154,17 +153,18 @@ def check_same_run(resume: Resume, identity: Mapping[str, Any], config: Mapping[
     """
     saved, notes = resume.checkpoint.state, []
     allow = bool(config.get("allow_schedule_change"))
-    may_change = allow or config.get("allow_batch_change")
     for key in {**identity, **saved["run"]}:  # those of the task first
         old, new = saved["run"].get(key, _default_of(key, None)), identity.get(key)
         if old == new:
             continue
         difference = f"{key.replace('_', ' ')}: {_difference(key, old, new)}"
-        if key in _ALLOWED and (allow or (key in _SCHEDULES and may_change and old and new)):
+        is_schedule = key in _SCHEDULES and old and new
+        may_change = is_schedule or key == "samples"
+        if (may_change and allow) or (is_schedule and config.get("allow_batch_change")):
             notes.append(f"{difference}; the curve changes with it")
             continue
         same = f"give the same{f' {spelling(key)}' if key in FIELDS else ''}"
-        allowed = ", say --allow-schedule-change" if key in _ALLOWED else ""
+        allowed = ", say --allow-schedule-change" if may_change else ""
         raise UserError(f"--resume {resume.checkpoint.path}: {difference}; {same}{allowed}, or start a new run")
     config, old = json.loads(json.dumps(config)), saved["config"]  # through JSON, which has no tuples
     before = {name: old.get(name, _default_of(name, config.get(name))) for name in {*config, *(FIELDS.keys() & old)}}

@@ -181,6 +181,18 @@ def test_a_table_that_was_repaired_is_resumed_on_request():
         check_same_run(resume_of(run=NAMES), NAMES | {"class_names": ["cat", "hound"]}, allowed)
 
 
+@pytest.mark.parametrize("key", ["img_size_schedule", "train_img_sizes", "task_schedules"])
+def test_a_schedule_changes_on_request_and_neither_begins_nor_ends(key):
+    # Catches: a schedule that begins, or ends, in the middle of a run; a flag in the message that does not help.
+    old, new = {key: [[0, 32]]}, {key: [[0, 48]]}
+    for flag in ("allow_schedule_change", "allow_batch_change"):
+        [note] = check_same_run(resume_of(run=old), new, {flag: True})
+        assert note.endswith("[[0, 32]] there and [[0, 48]] here; the curve changes with it")
+        for before, now in ((old, {key: None}), ({key: None}, new)):
+            with pytest.raises(UserError, match=r" there and .* here; give the same( --\S+)?, or start a new run"):
+                check_same_run(resume_of(run=before), now, {flag: True})
+
+
 def test_a_run_from_before_a_flag_has_its_default():
     # Catches: a checkpoint that no run can resume since the identity has one more flag.
     assert check_same_run(resume_of(), {"decode": "exact"}, {"exif_rotation": "off"}) == []
