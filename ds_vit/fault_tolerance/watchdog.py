@@ -37,7 +37,7 @@ A frozen rank stalls the others too, and must be found before they time out.
 """
 
 _RAISED_SECONDS = 5.0  # for ranks that raise the same error at different times
-_STORE_SECONDS = 10.0  # for a store to come back
+_STORE_SECONDS = 10.0  # for a store to come back, and for a heartbeat after a connection has broken
 _FALLBACK_SECONDS = 60.0  # additional time for a main thread that never releases the GIL
 _COMMUNICATION = re.compile(
     # Not a bare "timed out": DataLoader and CUDA kernels say that too.
@@ -80,7 +80,7 @@ class Heartbeat:
         state: "runs", "left" (finished) or "raised" (it ends with `error`).
         host: of the rank.
         place: where it is.
-        error: see `state`.
+        error: see `state`; of a rank that runs: that of its broken connection, while it waits for the reason.
     """
 
     number: int = 0
@@ -121,7 +121,7 @@ class Heartbeats:
         self.lost_seconds = lost_seconds
         self.last: dict[int, Heartbeat] = {}
         self._received = dict.fromkeys(range(world_size), now)
-        self._raised_at: float | None = None
+        self._trouble_at: float | None = None
 
     def record(self, rank: int, heartbeat: Heartbeat, now: float) -> None:
         """Record a heartbeat; one that was read before does not count."""
@@ -133,12 +133,23 @@ class Heartbeats:
         """Check whether a rank is lost, or ended with an error while others wait."""
         running = [r for r in self._received if r not in self.last or self.last[r].state == "runs"]
         raised = [r for r, heartbeat in self.last.items() if heartbeat.state == "raised"]
-        if raised and running:
-            self._raised_at = now if self._raised_at is None else self._raised_at
-            if now - self._raised_at >= _RAISED_SECONDS:
-                line = f"{self._names(raised[:1])} ended with an error: {self.last[raised[0]].error}"
-                return Shutdown(exit_codes.LOST, line)
-        lost = [r for r in running if now - self._received[r] >= self.lost_seconds]
+        cut_off = [r for r in running if r in self.last and self.last[r].error]
+        if self._trouble_at is None and (cut_off or (raised and running)):
+            self._trouble_at = now
+        waited = 0.0 if self._trouble_at is None else now - self._trouble_at
+        if raised and running and waited >= _RAISED_SECONDS:
+            line = f"{self._names(raised[:1])} ended with an error: {self.last[raised[0]].error}"
+            return Shutdown(exit_codes.LOST, line)
+        limit = self.lost_seconds
+        if cut_off and waited >= _STORE_SECONDS:  # a broken connection shortens it, from then on
+            limit = min(limit, _STORE_SECONDS)
+        lost = [r for r in running if now - self._received[r] >= limit]
+        if cut_off and not lost and waited >= 3 * _STORE_SECONDS:
+            return Shutdown(
+                exit_codes.LOST,
+                f"{self._names(cut_off)} lost the connection to a peer, yet every rank lives: a fault of the network "
+                f"between hosts ({self.last[cut_off[0]].error}); `ds-vit doctor` tests it",
+            )
         if not lost:
             return None
         silent = max(now - self._received[r] for r in lost)
@@ -209,7 +220,7 @@ class Watchdog:
         self._state, self._error = "runs", ""
         self._number = 0
         self._stalled: Shutdown | None = None
-        self._stopped = threading.Event()
+        self._stopped, self._all_have_read = threading.Event(), threading.Event()
         self._ending = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._heartbeats: Heartbeats | None = None  # of rank 0
@@ -271,11 +282,12 @@ class Watchdog:
             self.beat(self._place.step, "end")
             self._leave(self.stall_seconds)
         else:
+            self._error = f"{type(error).__name__}: {first_line(error)}"[:300]
             if self.world_size > 1 and is_communication_error(error):
-                # The lost rank is known after a time of silence; the threads then end this process.
-                self.beat(self._place.step, self._place.phase, micro_batch=self._place.micro_batch, patience=4)
-                self._stopped.wait(self.lost_seconds + _STORE_SECONDS)
-            self._state, self._error = "raised", f"{type(error).__name__}: {first_line(error)}"[:300]
+                # Rank 0 knows the reason after a time of silence; the threads then end this process.
+                self.beat(self._place.step, self._place.phase, micro_batch=self._place.micro_batch, patience=100)
+                self._stopped.wait(self.lost_seconds + 4 * _STORE_SECONDS)
+            self._state = "raised"
             self._leave(_RAISED_SECONDS + 5 * self._period)
         self._stopped.set()
         for thread in self._threads:
@@ -390,8 +402,8 @@ class Watchdog:
         if not self._ending.acquire(blocking=False):
             return
         is_stall = found.code == exit_codes.STALLED
-        if self._heartbeats is not None:
-            slowest = self._heartbeats.describe_slowest() if is_stall else ""
+        if self.local_rank == 0:  # once per host, which may have its own log
+            slowest = self._heartbeats.describe_slowest() if is_stall and self._heartbeats is not None else ""
             self._say(f"{found.line}{slowest}; the run ends with code {found.code}")
         if is_stall:
             idle = time.monotonic() - self._progress
@@ -400,9 +412,20 @@ class Watchdog:
                 faulthandler.dump_traceback(file=2, all_threads=True)
         if self.world_size > 1:
             # No rank ends before all have read the decision: the store may end with rank 0's process, and a closed
-            # socket raises errors in the peers' collectives.
-            time.sleep(2 * self._period + (2.5 if self.rank == 0 else 2.0))
+            # socket raises errors in the peers' collectives. A lost rank reads nothing, and the store may hang.
+            self._start(self._count_readers, "watchdog-end")
+            self._all_have_read.wait(self.lost_seconds + 2 * _STORE_SECONDS if is_stall else 2 * self._period + 2.5)
         self._finish(found.code)
+
+    def _count_readers(self) -> None:
+        """Wait until every rank has read the decision to end the run, or the store is gone."""
+        with contextlib.suppress(RuntimeError):
+            count = self._store.add("read", 1)
+            while count < self.world_size and not self._stopped.wait(self._period / 4):
+                count = self._store.add("read", 0)
+            if self.rank == 0:
+                self._stopped.wait(self._period)  # the others read the count before the store goes with this process
+        self._all_have_read.set()
 
     def _say(self, line: str) -> None:
         print(f"train.py: error: {line}", file=sys.stderr, flush=True)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import re
 import signal
+import threading
 import time
 from unittest import mock
 
@@ -13,7 +16,7 @@ import torch
 import torch.distributed as dist
 from ranks import RankFailure
 
-from ds_vit.fault_tolerance import exit_codes
+from ds_vit.fault_tolerance import exit_codes, watchdog
 from ds_vit.fault_tolerance.watchdog import Heartbeat, Heartbeats, Place, Watchdog, is_communication_error
 
 # ---- which rank failed: without processes --------------------------------------------------------------------------
@@ -29,13 +32,18 @@ from ds_vit.fault_tolerance.watchdog import Heartbeat, Heartbeats, Place, Watchd
         (2, 30, ["29 runs", "31 runs"], "rank 1 is lost"),
         (3, 60, ["0 runs raised runs", "5 runs - runs"], "rank 1 (host host1) ended with an error: ValueError: no"),
         (3, 60, ["0 runs raised runs", "5 raised - raised"], None),
+        (3, 60, ["0 cut runs runs", "5 cut runs", "9 cut runs", "10 cut runs"],
+         "rank 2 (host host2) is lost: no sign of life for 10 s"),
+        (2, 60, ["0 runs cut", *(f"{now} cut cut" for now in range(5, 31, 5))],
+         "ranks 0, 1 (hosts host0, host1) lost the connection to a peer, yet every rank lives: a fault of the network"),
     ],
-    ids=["healthy", "silent", "never came", "error of one", "error of all"],
+    ids=["healthy", "silent", "never came", "error of one", "error of all", "killed", "a switch was reset"],
 )  # fmt: skip
 def test_which_rank_failed(world_size, lost_seconds, received, line):
     # Catches: a watchdog that ends good runs, also those whose ranks end one after the other; an old heartbeat taken
     # for a new one; the wrong rank named, or not its place; endless waiting for a rank that died while it started; the
-    # same error on all ranks reported as a loss.
+    # same error on all ranks reported as a loss; a minute's wait for a rank whose connections have closed; a broken
+    # network that no line names.
     heartbeats, results = Heartbeats(world_size, lost_seconds, now=0), []
     for words in received:
         now, *states = words.split()
@@ -43,7 +51,9 @@ def test_which_rank_failed(world_size, lost_seconds, received, line):
             heartbeats.record(rank, old, int(now))
         for rank, state in enumerate(states):
             if state != "-":
-                new = Heartbeat(int(now) * 10 + 1, state, f"host{rank}", Place(7, 2, "update"), error="ValueError: no")
+                error = "" if state == "runs" else "ValueError: no"
+                state = state.replace("cut", "runs")
+                new = Heartbeat(int(now) * 10 + 1, state, f"host{rank}", Place(7, 2, "update"), error=error)
                 heartbeats.record(rank, new, int(now))
         results.append(heartbeats.find_failure(int(now)))
     *before, last = results
@@ -113,13 +123,87 @@ def test_a_store_that_is_gone(capfd):
     # Catches: ranks that stay when rank 0, whose process holds the store, is gone.
     codes = []
     with Watchdog(2.0, rank=1, world_size=2, local_rank=0, store=dist.HashStore(), end=codes.append) as watchdog:
-        watchdog._store = mock.Mock(set=mock.Mock(side_effect=RuntimeError("Connection reset by peer")))
+        gone = mock.Mock(side_effect=RuntimeError("Connection reset by peer"))
+        watchdog._store = mock.Mock(set=gone, check=gone, get=gone)
         for _ in range(600):
             watchdog.beat(3, "update")
             if watchdog._stopped.wait(0.1):
                 break
     assert codes == [exit_codes.LOST]
     assert "rank 0 is lost: rank 1 (host" in capfd.readouterr().err
+
+
+@pytest.fixture
+def pair(monkeypatch):
+    """Two ranks in two threads, each the first of its host; called with the work of each: their exit codes."""
+    monkeypatch.setattr(watchdog, "_run_number", itertools.repeat(0))
+    monkeypatch.setattr(watchdog, "_RAISED_SECONDS", 0.1)
+    monkeypatch.setattr(watchdog, "_STORE_SECONDS", 0.3)
+    store, codes = dist.HashStore(), {}
+
+    def run(*works):
+        def one(rank):
+            def end(code):
+                codes[rank] = code
+
+            with (
+                contextlib.suppress(Exception),
+                Watchdog(2.0, rank=rank, world_size=2, local_rank=0, store=store, end=end) as watched,
+            ):
+                works[rank](watched)
+
+        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        return codes
+
+    return run
+
+
+def broken(watched):
+    raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
+
+
+def failing(watched):
+    raise ValueError("a bad picture")
+
+
+def waiting(watched):
+    for _ in range(100):
+        watched.beat(3, "update")
+        watched._stopped.wait(0.1)
+
+
+def test_a_broken_network_between_living_ranks(pair, capfd):
+    # Catches: a traceback per rank and the code of a bug, after a switch was reset.
+    assert pair(broken, broken) == dict.fromkeys(range(2), exit_codes.LOST)
+    told = capfd.readouterr().err
+    assert "yet every rank lives: a fault of the network between hosts (RuntimeError: [gloo" in told
+    assert "`ds-vit doctor` tests it; the run ends with code 72" in told
+
+
+def test_an_error_of_rank_0_is_named_on_the_other_hosts(pair, capfd):
+    # Catches: a host whose log shows code 72 and no reason.
+    assert pair(failing, waiting) == {1: exit_codes.LOST}
+    told = capfd.readouterr().err
+    assert told.count("train.py: error: rank 0 (host") == told.count("ended with an error: ValueError: a bad pict") == 1
+
+
+def test_no_rank_ends_before_all_have_read_the_decision(monkeypatch):
+    # Catches: rank 0, whose process holds the store, gone before a rank whose thread is late has read of a stall.
+    monkeypatch.setattr(watchdog, "_run_number", itertools.repeat(0))
+    store, codes = dist.HashStore(), []
+    with Watchdog(2.0, world_size=2, store=store, end=codes.append) as watched:
+        store.set("ds_vit/watchdog/0/rank/1", Heartbeat(state="left").pack())
+        thread = threading.Thread(target=watched._shut_down, args=(watchdog.Shutdown(exit_codes.STALLED, "stall"),))
+        thread.start()
+        thread.join(3.2)
+        assert not codes, "rank 1 has not read it"
+        dist.PrefixStore("ds_vit/watchdog/0", store).add("read", 1)
+        thread.join(30)
+    assert codes == [exit_codes.STALLED]
 
 
 def test_off_means_off():
