@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import math
 import re
 import sys
@@ -42,6 +43,7 @@ FIRST = (
     *("--epochs", "--lr", "--output", "--resume", "--dry-run"),
 )
 """The flags that the short --help explains."""
+_print_once = functools.cache(functools.partial(print, file=sys.stderr))  # a recipe is read more than once
 _REMOVED = {"drop_path_compute": ("auto", "each branch is computed for all samples, as in timm")}
 """Removed flags that did not move the curve beyond rounding → their default, and what holds instead."""
 _WIDTH = 79
@@ -241,7 +243,7 @@ def load_recipe(path: str) -> dict[str, Any]:
     for name in _REMOVED.keys() & values:
         default, instead = _REMOVED[name]
         if values.pop(name) != default:
-            print(f"{path}: {name} was removed and is ignored: {instead}", file=sys.stderr)
+            _print_once(f"{path}: {name} was removed and is ignored: {instead}")
     out, problems = read_values(values, f"{path}: ")
     if problems:
         raise UserError(*problems)

@@ -131,7 +131,7 @@ def expand_counts(text: str) -> list[int]:
     for item in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item.strip())
         if match is None:
-            raise UserError(f"SLURM_TASKS_PER_NODE: {text!r} is not a list of counts such as 4(x2),3")
+            raise UserError(f"Slurm's tasks per node: {text!r} is not a list of counts such as 4(x2),3")
         counts += [int(match.group(1))] * int(match.group(2) or 1)
     return counts
 
@@ -256,6 +256,13 @@ class Ended:
     def marked(self, mark: str) -> str:
         """The rest of the first line with this mark, which a login script cannot have printed; "" for none."""
         return next((line.partition(mark)[2] for line in self.lines if mark in line), "")
+
+    def failure(self, seconds: float) -> str:
+        """Why the program failed, with its output; `seconds` is its time limit."""
+        text = " ".join(self.lines)
+        if self.code == TIMED_OUT:
+            return f"no answer in {seconds:g} s{f' ({text})' if text else ''}"
+        return text or f"exit code {self.code}"
 
 
 def ssh_command(host: str, words: Sequence[str], environ: Mapping[str, str], port: int | None = None) -> list[str]:

@@ -164,7 +164,7 @@ class Hostfile(Launcher):
         answers = self._on_hosts([first], "--probe", *port) | self._on_hosts(others, "--probe")
         facts = {name: json.loads(text) for name, ended in answers.items() if (text := ended.marked(PROBED))}
         if bad := [name for name in hosts if name not in facts]:
-            lines = [f"{name}: {' '.join(answers[name].lines) or f'no answer in {_SSH_SECONDS} s'}" for name in bad]
+            lines = [f"{name}: {answers[name].failure(_SSH_SECONDS)}" for name in bad]
             raise UserError(
                 f"{len(bad)} of {len(hosts)} hosts cannot be used; {'; '.join(lines)}. "
                 f"Check with: ssh HOST {shlex.quote(sys.executable)} {shlex.quote(str(RANK_PY))} --probe"

@@ -1,1 +1,1 @@
-"""The cost of a layout before it runs: memory, time, pipeline stages, goodput on many hosts."""
+"""The cost of a layout before it runs: memory, time and pipeline stages."""

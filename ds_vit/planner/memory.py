@@ -4,7 +4,7 @@ The peak is the larger of two moments: one in the backward pass, when most activ
 already exist, and the update, which holds all gradients and copies of them. Held all the time are weights, masters, the
 optimizer's state, an average, ZeRO's buckets, and at stage 3 the weights that are gathered.
 
-This is the only model of memory: `--dry-run`, `--auto-batch`, `ds-vit plan` and the comparison at a run's end use it.
+This is the only model of memory: `--dry-run`, `--auto-batch`, `ds-vit plan` and a run's predicted peak use it.
 Not counted: the loader, what collectives take within torch.distributed, the context of a GPU, its libraries and the
 gaps of its allocator (2 to 3 GB), and what reference cycles hold until Python's collector runs.
 """

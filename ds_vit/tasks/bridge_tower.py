@@ -67,7 +67,7 @@ class BridgeTowerTask(Contrastive):
         )
 
     @classmethod
-    def _tokenizer(cls, config: RunConfig) -> Tokenizer:
+    def _build_tokenizer(cls, config: RunConfig) -> Tokenizer:
         default = default_context_length(config.tokenizer, _CONTEXT_LENGTH)
         return build_tokenizer(config.tokenizer, config.context_length or default)
 
@@ -89,7 +89,7 @@ class BridgeTowerTask(Contrastive):
         side = model.patch_embed.img_size[0]
         if spec.img_size not in (None, side):
             raise UserError(f"--img-size {spec.img_size}: {spec.name} takes images of {side} pixels; drop the flag")
-        tokenizer, text = cls._tokenizer(config), model.config.text_config
+        tokenizer, text = cls._build_tokenizer(config), model.config.text_config
         if tokenizer.pad_id != text.pad_token_id or tokenizer.vocab_size > text.vocab_size:
             raise UserError(
                 f"--tokenizer {config.tokenizer} has {tokenizer.vocab_size:,} ids and pads with {tokenizer.pad_id}; "

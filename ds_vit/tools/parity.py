@@ -77,7 +77,10 @@ _SMALL_TENSOR = 1e-3
 _EVERY_RUN = {"val_split": "", "log_interval": 1, "checkpoint_interval": "0", "log_images": 0}
 _OF_LAYOUT = ("sequence_parallel", "class_parallel", "pp_partition", "grad_checkpointing", "batch_size", "workers")
 _NOT_TAKEN = frozenset(
-    ("pp", "tp", *_OF_LAYOUT[:3], "eval_only", "check_replicas", "dry_run", "max_steps", "resume", "auto_batch")
+    (
+        *("pp", "tp", "tp_across_hosts", *_OF_LAYOUT[:3], "eval_only", "check_replicas", "dry_run", "max_steps"),
+        *("resume", "allow_batch_change", "allow_schedule_change", "auto_batch", "memory"),
+    )
 )
 """Flags that the parser refuses: a layout or --steps decides them, or they are only train.py's. A recipe's are idle."""
 _WITHOUT_EFFECT = _NOT_TAKEN | {"set", "output", "keep_checkpoints", "rollback"}

@@ -244,7 +244,7 @@ class Training:
     def finish(self, exit_word: str) -> dict[str, Any]:
         """Write summary.json and the report, and print the end; returns the contents of summary.json."""
         trainer, throughput = self.trainer, self.clock.throughput
-        evaluations, skipped = trainer.evaluations, trainer.inputs.skipped.state_dict()
+        evaluations, skipped = trainer.evaluations, {"skipped_images": trainer.inputs.skipped.gather()}
         summary = summarise(
             self.config,
             evaluations.evaluations,

@@ -484,7 +484,7 @@ class SkippedImages:
         allowed = f"--max-bad-images allows {self.most:g}" if self.most else "none is allowed"
         return (
             f"{number:,} of the {self.epoch_images:,} images of epoch {epoch} ({number / self.epoch_images:.2g}) "
-            f"are damaged ({self._first}), and {allowed}; "
+            f"are damaged{self._first and f' ({self._first})'}, and {allowed}; "
             f"{self.log} names those found so far, and ds-vit doctor --images DATA_DIR all damaged files; repair or "
             "replace them, or allow more by --on-bad-image skip and --max-bad-images"
         )

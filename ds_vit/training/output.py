@@ -105,15 +105,17 @@ def check_shared(folder: Path, process: Process, seconds: float = 90.0) -> None:
     if not process.spans_hosts:
         return
     own = folder / f".host-check-{uuid.uuid4().hex}"
-    if process.rank == 0:
-        own.touch()  # before another host looks: a network file system remembers what is missing
+    with contextlib.suppress(OSError):  # no rank sees the mark then
+        folder.mkdir(parents=True, exist_ok=True)  # a network file system asks the server, though it has seen none
+        if process.rank == 0:
+            own.touch()
     mark = folder / gather_objects(own.name)[0]
     deadline = time.monotonic() + seconds
-    while not (seen := mark.exists()) and time.monotonic() < deadline:
+    while not (seen := os.path.exists(mark)) and time.monotonic() < deadline:
         time.sleep(0.1)
     blind = sorted(set(gather_objects("" if seen else socket.gethostname())) - {""})
     if process.rank == 0:
-        mark.unlink()
+        mark.unlink(missing_ok=True)
     if blind:
         raise EndedTogether(
             f"--output {folder} on {', '.join(blind)} is not the folder that rank 0 writes to: after {seconds:.0f} s "

@@ -59,6 +59,13 @@ def read_torch(path: Path) -> dict[str, Any]:
         return load_state_dict(str(path))  # written by torch < 1.6
 
 
+def _newest_of_deepspeed(path: Path, states: Sequence[Path]) -> Path:
+    """The checkpoint that DeepSpeed's file `latest` names, else the one written last."""
+    with contextlib.suppress(OSError):
+        return path / (path / "latest").read_text().strip()
+    return max(states, key=lambda file: file.stat().st_mtime).parent
+
+
 def _file_of(path: Path) -> Path:
     """The file to open for a path; UserError if there is none."""
     if path.is_dir():
@@ -66,11 +73,11 @@ def _file_of(path: Path) -> Path:
         if found := [file for file in (*ours, *(path / name for name in _OF_OTHERS)) if file and file.is_file()]:
             return found[0]
         if states := [*path.glob("*_states.pt"), *path.glob("*/*_states.pt")]:
-            folder = states[0].parent.parent
+            step = path if states[0].parent == path else _newest_of_deepspeed(path, states)
             raise UserError(
                 f"initial checkpoint {path} is one of DeepSpeed's own, which are pickles; if you trust it, run python "
-                f"{folder}/zero_to_fp32.py {folder} weights --safe_serialization and give the folder weights; without "
-                f"ZeRO give {states[0].with_name('mp_rank_00_model_states.pt')}"
+                f"{step.parent}/zero_to_fp32.py {step.parent} weights -t {step.name} --safe_serialization and give the "
+                f"folder weights; without ZeRO give {step / 'mp_rank_00_model_states.pt'}"
             )
         raise UserError(f"initial checkpoint {path} is a folder without model.safetensors or its index.json")
     if not path.is_file():

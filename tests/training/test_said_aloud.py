@@ -66,6 +66,7 @@ def test_skipped_images(ranks, tmp_path, folder):
     assert said == ["skipped images 2", "skipped images 3"]
     summary = json.loads((run / "summary.json").read_text())
     assert summary["skipped_images"] == 3
+    assert "skipped_towards_limit" not in summary
     assert "3 are damaged and were replaced (skipped_images.jsonl names them)" in out
 
 

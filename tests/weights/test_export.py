@@ -188,7 +188,7 @@ def _settings():
 
 
 def save_with_deepspeed(folder, stage):
-    """On a rank: a plain timm module, one DeepSpeed step, DeepSpeed's own checkpoint; the weights of the end."""
+    """On a rank: a plain timm module, DeepSpeed's own checkpoints of two steps; the weights of the first."""
     import deepspeed
 
     torch.manual_seed(0)
@@ -200,17 +200,23 @@ def save_with_deepspeed(folder, stage):
     engine.backward(torch.nn.functional.cross_entropy(engine(images(SPEC)[:2]), torch.tensor([1, 2])))
     engine.step()
     engine.save_checkpoint(folder, tag="global_step1")
-    return {name: parameter.detach().numpy().copy() for name, parameter in engine.module.named_parameters()}
+    saved = {name: parameter.detach().numpy().copy() for name, parameter in engine.module.named_parameters()}
+    engine.backward(torch.nn.functional.cross_entropy(engine(images(SPEC)[:2]), torch.tensor([3, 4])))
+    engine.step()
+    engine.save_checkpoint(folder, tag="global_step2")
+    return saved
 
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_deepspeeds_own_checkpoints_are_read(ranks, tmp_path, stage):
     """The way out that the error names leads to no weights, or to others."""
     [full] = ranks.run(1, save_with_deepspeed, str(tmp_path / "ds"), stage)
-    for folder in (tmp_path / "ds", tmp_path / "ds" / "global_step1"):
+    for folder, step in ((tmp_path / "ds", 2), (tmp_path / "ds" / "global_step1", 1)):
         with pytest.raises(ValueError, match="are pickles; if you trust it, run python") as error:
             InitialCheckpoint(folder, create_model(SPEC))
         command, file = re.search("run python (.* --safe_serialization) .* give (.*)$", str(error.value)).groups()
+        assert f"-t global_step{step} " in command
+        assert f"/global_step{step}/" in file
     if stage:
         file = tmp_path / "weights"
         subprocess.run([sys.executable, *command.split()], cwd=tmp_path, check=True, capture_output=True)
