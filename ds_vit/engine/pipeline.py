@@ -222,9 +222,11 @@ class PipeEngine(Engine):
         with giving_features(self.module, features):
             outputs = self._run_forward(chunk, num_batches)
         if engine.is_last_stage():
-            context = self.context
-            for of_batch, batch in zip(outputs, chunk, strict=True):
-                context.outputs = self._staged.outputs_by_tower(of_batch)
+            outputs.reverse()  # popped, so that each is freed once it has been counted
+            chunk.reverse()
+            while outputs:
+                batch, context = chunk.pop(), self.context
+                context.outputs = self._staged.outputs_by_tower(outputs.pop())
                 rated = context.outputs[MAIN_TOWER] if features else (run or self._task.outputs)(context, batch)
                 whole = self._whole(rated, features)
                 if self.counts_rows:
