@@ -12,7 +12,9 @@ import gc
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.util
+import os
 import signal
+import weakref
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -100,10 +102,8 @@ class Loader:
         if self._loader.num_workers:
             gc.unfreeze()
         workers = sorted(set(multiprocessing.active_children()) - others, key=lambda worker: worker.pid or 0)
+        _end_with_this_process(workers)
         if workers:
-            # An abandoned iteration that is still referenced (by DeepSpeed's pipeline) leaves workers behind. At exit
-            # Python would send them SIGTERM, which they ignore, and wait for them for ever; this comes first.
-            multiprocessing.util.Finalize(items, _kill, (workers,), exitpriority=10)
             with contextlib.suppress(ValueError):  # this is not the main thread
                 signal.signal(signal.SIGCHLD, own_handler)  # torch's would raise an error anywhere in the run
         while True:
@@ -135,12 +135,28 @@ class Loader:
             raise WorkerLost(f"{process} {end}{image}; {advice}; start again with --resume auto")
 
 
-def _kill(workers: Iterable[BaseProcess]) -> None:
-    alive = [worker for worker in workers if worker.is_alive()]
-    if alive:
-        with contextlib.suppress(ValueError):  # this is not the main thread
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch would raise an error for each
-    for worker in alive:
+_workers: weakref.WeakSet[BaseProcess] = weakref.WeakSet()
+_workers_of = 0  # the process that they are to end with
+
+
+def _end_with_this_process(workers: Iterable[BaseProcess]) -> None:
+    """Have worker processes killed when this process ends.
+
+    An abandoned iteration that is still referenced (by DeepSpeed's pipeline) leaves workers behind. Python would send
+    them SIGTERM, which they ignore, and wait for them for ever.
+    """
+    global _workers_of
+    _workers.update(workers)
+    if _workers and _workers_of != os.getpid():
+        _workers_of = os.getpid()
+        # Before Python's own SIGTERM, which comes after all that has a priority.
+        multiprocessing.util.Finalize(None, _kill_workers, exitpriority=10)
+
+
+def _kill_workers() -> None:
+    with contextlib.suppress(ValueError):  # this is not the main thread
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch would raise an error for each
+    for worker in list(_workers):
         worker.kill()
         worker.join()
 
