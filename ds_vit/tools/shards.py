@@ -167,9 +167,10 @@ def _made_whole(target: Path) -> Iterator[Path]:
                     left.unlink()
             yield partial
             partial.rename(target)
-            (target / _LOCK).unlink()  # afterwards: until then another process may find the folder
-        finally:
+        except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
+            raise
+        (target / _LOCK).unlink()  # afterwards: until then another process may find the folder
 
 
 class _SplitJob(NamedTuple):
