@@ -43,7 +43,6 @@ FIRST = (
     *("--epochs", "--lr", "--output", "--resume", "--dry-run"),
 )
 """The flags that the short --help explains."""
-_print_once = functools.cache(functools.partial(print, file=sys.stderr))  # a recipe is read more than once
 _REMOVED = {"drop_path_compute": ("auto", "each branch is computed for all samples, as in timm")}
 """Removed flags that did not move the curve beyond rounding → their default, and what holds instead."""
 _WIDTH = 79
@@ -216,6 +215,12 @@ def parse_kwargs(pairs: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
             raise UserError(f"--model-kwargs takes key=value pieces, not {pair!r}")
         out[key.replace("-", "_")] = parse_literal(text.title() if text.lower() in ("true", "false") else text)
     return out
+
+
+@functools.cache
+def _print_once(line: str) -> None:
+    """Print a line to stderr if it has not been printed yet: a recipe is read more than once."""
+    print(line, file=sys.stderr)
 
 
 def load_recipe(path: str) -> dict[str, Any]:
