@@ -141,7 +141,7 @@ def _set_scalars(zero_map: ZeroMap, scalars: Mapping[str, Any]) -> None:
                 state[key] = torch.tensor(value, dtype=torch.float32, device=device)
 
 
-def verify_together(checkpoint: Checkpoint, group: dist.ProcessGroup | None = None) -> str:
+def verify_together(checkpoint: Checkpoint) -> str:
     """Compare all files with the manifest, each by one rank (a collective).
 
     Returns:
@@ -152,7 +152,7 @@ def verify_together(checkpoint: Checkpoint, group: dist.ProcessGroup | None = No
         checkpoint.verify(sorted(checkpoint.files)[dist.get_rank() :: dist.get_world_size()])
     except Damaged as problem:
         error = str(problem)
-    return "; ".join(filter(None, gather_objects(error, group)))
+    return "; ".join(filter(None, gather_objects(error)))
 
 
 def from_first_rank(function: Callable[[], Any], group: dist.ProcessGroup | None = None) -> Any:

@@ -78,13 +78,13 @@ class Parser(argparse.ArgumentParser):
         raise UserError(message)
 
 
-def at_least(low: float, kind: Callable[[str], Any] = int, *, above: bool = False) -> Callable[[str], Any]:
-    """The type of a program's own argument that takes finite numbers from `low` on; `above`: not `low` itself."""
+def at_least(low: float, kind: Callable[[str], Any] = int) -> Callable[[str], Any]:
+    """The type of a program's own argument that takes finite numbers from `low` on."""
 
     def read(text: str) -> Any:
         number = kind(text)
-        if not low <= number < math.inf or (above and number == low):
-            raise argparse.ArgumentTypeError(f"must be {'above' if above else 'at least'} {low:g}, not {text}")
+        if not low <= number < math.inf:
+            raise argparse.ArgumentTypeError(f"must be at least {low:g}, not {text}")
         return number
 
     read.__name__ = kind.__name__  # in argparse's message about other words

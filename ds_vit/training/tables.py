@@ -93,7 +93,7 @@ def start_rows(resolved: Resolved, flops: Flops, device: torch.device, folder: P
     ]
     if resolved.optimizer is not None:
         rows.append(("augmentation", _augmentation(resolved.model.task)))
-        rows += _update_rows(resolved, resolved.optimizer, device)
+        rows += _update_rows(resolved, resolved.optimizer)
     if resolved.workers.reason:
         rows.append(("--workers auto", "{} per rank ({})".format(*resolved.workers)))
     if resolved.config.set:
@@ -163,7 +163,7 @@ def _parameters(resolved: Resolved) -> str:
     return f"{num_parameters(whole):,}, {trained:,} of them trained ({len(frozen)} tensors frozen)"
 
 
-def _update_rows(resolved: Resolved, optimizer: OptimizerConfig, device: torch.device) -> Rows:
+def _update_rows(resolved: Resolved, optimizer: OptimizerConfig) -> Rows:
     """How many steps, and what each does."""
     block = (resolved.deepspeed.json.get("scheduler") or {}).get("params") or {}
     schedule, steps = "the JSON's scheduler", block.get("warmup_num_steps")

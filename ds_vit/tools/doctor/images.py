@@ -43,13 +43,12 @@ class Problem(NamedTuple):
     reason: str = ""
 
 
-def check_images(folder: str, console: Console, num_processes: int | None = None) -> int:
+def check_images(folder: str, console: Console) -> int:
     """Carry out `ds-vit doctor --images`; gives the exit code: 0, or 65 where an image cannot be decoded.
 
     Args:
         folder: with images and tar shards, at any depth.
         console: gets the list and a progress bar.
-        num_processes: that decode; the cores by default.
 
     Raises:
         UserError: there is no such folder, or no image in it.
@@ -63,7 +62,7 @@ def check_images(folder: str, console: Console, num_processes: int | None = None
         )
     found: list[Problem] = []
     count = 0
-    with ProcessPoolExecutor(num_processes or len(os.sched_getaffinity(0))) as pool:
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         results = pool.map(_examine, files, chunksize=min(64, len(files) // 64 + 1))
         for number, problems in track(results, "decoding", len(files), console=Console(file=sys.stderr)):
             count += number
