@@ -151,7 +151,7 @@ def make_shards(
 
 @contextlib.contextmanager
 def _made_whole(target: Path) -> Iterator[Path]:
-    """A hidden folder next to a target, of this process alone; it gets the target's name at the end, or is removed."""
+    """A locked, hidden folder next to the target, which is renamed to it at the end, or removed after an error."""
     partial = target.with_name(f".{target.name}.partial")
     partial.mkdir(parents=True, exist_ok=True)
     with (partial / _LOCK).open("w") as lock:

@@ -476,7 +476,7 @@ def test_a_published_file_is_resolved(tmp_path, source):
 
 
 def test_llavas_offloaded_file_trains(ranks, tmp_path):
-    """bf16 by name beside fp16 "auto" was two precisions at once on a GPU without bf16; a key by its other name."""
+    """Two precisions at once: bf16 enabled and fp16 "auto", on a GPU without bf16; a key by its other name."""
     file = write(tmp_path, FILES["haotian-liu/LLaVA scripts/zero3_offload.json"])
     assert len(train_in(ranks, 1, [*RUN, "--deepspeed_config", file, "--lr", "0.001", "-b", "4"])) == 4
     run = resolved(file, "--lr", 0.001, "-b", 4, on_cpu=False)

@@ -52,10 +52,7 @@ def test_the_command_in_the_first_lines_is_legal(monkeypatch, name):
 @pytest.fixture(scope="module")
 def cifar(real_images, tmp_path_factory):
     """A few CIFAR-10 JPEGs in class folders."""
-    folder = tmp_path_factory.mktemp("cifar")
-    oracle.cifar_folder(real_images / "cifar10" / "train.tar", folder, 120, "train")
-    oracle.cifar_folder(real_images / "cifar10" / "test.tar", folder, 20, "val")
-    return folder
+    return oracle.cifar_splits(real_images, tmp_path_factory.mktemp("cifar"), 120, 20)
 
 
 def on_cpu(name, folder):

@@ -92,7 +92,7 @@ def test_a_step_makes_timms_pixels_from_the_same_stream(case):
         try:
             expected = original(image)
         except ValueError as error:  # Pillow 13 refuses the posterisation to no bits that timm asks for
-            assert "bits must be" in str(error)  # noqa: PT017 - the loop goes on
+            assert "bits must be" in str(error)  # noqa: PT017 - the loop continues
             continue
         if name == "crop":
             result = crop.apply(image, crop.draw(key, (image.height, image.width)))

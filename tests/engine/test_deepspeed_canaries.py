@@ -129,7 +129,7 @@ SEEN = {
     # engine/base.py takes the block away: ZeRO orthogonalizes marked gradients for a class with "muon" in its name.
     "a file that says Muon marks parameters": (1, muon_marks_on_a_rank, (), True),
     # optim/adagrad.py is no torch.optim.Adagrad: of that, ZeRO keeps one group without its decay.
-    "ZeRO makes an Adagrad of its own": (1, adagrad_on_a_rank, (), [0]),
+    "ZeRO has its own Adagrad": (1, adagrad_on_a_rank, (), [0]),
     # engine/patches.py shared_grid gives it the run's grid.
     "a pipeline makes a grid of its own": (2, grids_on_a_rank, (), 1),
     # engine/pipeline.py copies what it received before autograd may keep a view of it.

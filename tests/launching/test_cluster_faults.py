@@ -10,10 +10,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import oracle
 import pytest
 from cluster import Host, cluster
 from curves import assert_same_curve, read_rows
-from launches import GLOBAL_BATCH, NASTY, alone, cifar_folder, explain, training
+from launches import GLOBAL_BATCH, NASTY, explain, one_process, training
 from project import ON_CPU, ROOT, wait_until
 
 pytestmark = pytest.mark.slow
@@ -43,7 +44,7 @@ def command(folder: Path, *options: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory, real_images) -> Path:
-    return cifar_folder(tmp_path_factory.mktemp("cifar"), real_images)
+    return oracle.cifar_splits(real_images, tmp_path_factory.mktemp("cifar"), 103, 20)
 
 
 @pytest.fixture
@@ -109,8 +110,8 @@ def test_whatever_is_written_arrives_as_it_is(hosts, tmp_path):
 
 
 def test_two_hosts_train_like_one_process_and_a_pulled_cable_ends_the_run(hosts, running, ranks, data, tmp_path):
-    # Catches: ranks that do not meet, a stage that trains alone, an output folder cut by a shell; a run that waits
-    # for a host that is gone, and never says which; work that is lost with the host.
+    # Catches: ranks that do not meet, a stage without its neighbour, an output folder split by a shell; a run
+    # that waits for a host that is gone, and never says which; work that is lost with the host.
     output = tmp_path / NASTY
     latest = output / "checkpoints" / "latest"
     wait_until(latest.exists, "no checkpoint")
@@ -126,7 +127,7 @@ def test_two_hosts_train_like_one_process_and_a_pulled_cable_ends_the_run(hosts,
     done = hosts[0].run([*line, *whole], cwd=tmp_path)
     assert done.returncode == 0, explain(done, output)
     rows = [row for row in read_rows(output) if row["step"] <= step + 2]  # others were done and not saved
-    assert_same_curve(alone(ranks, data, step + 2), rows, rtol=1e-4)
+    assert_same_curve(one_process(ranks, data, step + 2), rows, rtol=1e-4)
     assert not list(tmp_path.rglob("pwned"))
     hosts[1].link("up")  # the rank over there finds out by itself, after DEEPSPEED_TIMEOUT at the latest
     wait_until(lambda: not ranks_of(hosts[1]), "node2's rank has not ended")
@@ -223,7 +224,7 @@ def test_mpirun_over_two_hosts(hosts, ranks, data, tmp_path):
     done = hosts[0].run([*MPI_SH, *options, *arguments], cwd=tmp_path, environ=AS_ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(log.name for log in (tmp_path / "logs").iterdir()) == ["rank-0000.node1.log", "rank-0001.node2.log"]
-    assert_same_curve(alone(ranks, data), read_rows(output), rtol=1e-5)
+    assert_same_curve(one_process(ranks, data), read_rows(output), rtol=1e-5)
     assert not list(tmp_path.rglob("pwned"))
 
 

@@ -7,9 +7,10 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import oracle
 import pytest
 from curves import assert_same_curve, read_rows, train_in
-from launches import GLOBAL_BATCH, NASTY, alone, cifar_folder, last_step, training
+from launches import GLOBAL_BATCH, NASTY, last_step, one_process, training
 from project import ROOT, wait_until
 from slurm import Slurm, slurm
 
@@ -30,7 +31,7 @@ def here(tmp_path_factory) -> Iterator[Slurm]:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory, real_images) -> Path:
-    return cifar_folder(tmp_path_factory.mktemp("cifar"), real_images)
+    return oracle.cifar_splits(real_images, tmp_path_factory.mktemp("cifar"), 103, 20)
 
 
 def test_plain_srun_trains_the_same(here, ranks, data, tmp_path):
@@ -38,7 +39,7 @@ def test_plain_srun_trains_the_same(here, ranks, data, tmp_path):
     output = tmp_path / "out"
     arguments = [*training(data), "--batch-size", str(GLOBAL_BATCH // 2), "--output", str(output)]
     here.run("srun", "-N2", "-n2", "python", str(ROOT / "launch" / "train.py"), *arguments, cwd=tmp_path, timeout=300)
-    assert_same_curve(alone(ranks, data), read_rows(output), rtol=1e-5)
+    assert_same_curve(one_process(ranks, data), read_rows(output), rtol=1e-5)
 
 
 def test_an_interrupted_job_comes_back_and_goes_on(here, ranks, data, tmp_path):

@@ -338,7 +338,7 @@ def test_compare_says_what_differs(evil, tmp_path, capsys):
     assert "flag model" not in table
     assert "The global batches differ (8, 24 images)" in said
     furthest = next(values for name, values in table.items() if name.startswith("loss, largest deviation"))
-    assert furthest == ["-", "10"]  # 0.5 beside 2 / 40
+    assert furthest == ["-", "10"]  # 0.5 against 2 / 40
     assert "Deviation of the loss from" in page
     averages = [json.loads(words["data-chart"]) for name, words in Tags(page).elements if "data-chart" in words]
     assert any(len(chart["series"]) == 4 for chart in averages)
@@ -349,7 +349,7 @@ def test_compare_says_what_differs(evil, tmp_path, capsys):
 def test_launches_of_a_run_that_went_on(evil):
     """A total that passes for one process's; steps that were done twice, counted twice."""
     two, one = ({"pp": 1, "dp": dp, "tp": 1, "zero_stage": 1} for dp in (2, 1))
-    # The second launch was killed at step 30, and the third went on from step 20.
+    # The second launch was killed at step 30, and the third resumed from step 20.
     starts = [
         {"step": step, "layout": layout, "device": "cpu", "precision": "bf16"}
         for step, layout in ((0, two), (10, one), (20, two))
@@ -408,7 +408,7 @@ def test_nothing_stands_twice_in_a_comparison(evil):
 
 
 def test_where_a_comparison_is_written(evil, tmp_path, capsys, monkeypatch):
-    """A page in the current folder that nobody is told of; a last line that is no path."""
+    """A page in the current folder without a line that says so; a last line that is no path."""
     monkeypatch.chdir(tmp_path)
     other = write_run(tmp_path / "other")
     assert cli.main(["report", str(evil), str(other)]) == 0

@@ -147,7 +147,7 @@ def shared(folders):
 
 
 def test_output_folder_that_is_not_shared(ranks, tmp_path):
-    # Catches: a host with a folder of its own, which would write a run that nobody finds; marks that stay behind.
+    # Catches: a host with a separate folder, where its part of the run is lost; marks that are not removed.
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:
         folder.mkdir()

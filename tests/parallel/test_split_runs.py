@@ -23,10 +23,7 @@ BASE = [*MODEL, "--log-interval", 1, "--warmup-steps", 1]
 @pytest.fixture(scope="module")
 def cifar(tmp_path_factory, real_images):
     """43 training and 103 validation images."""
-    folder = tmp_path_factory.mktemp("pipeline")
-    oracle.cifar_folder(real_images / "cifar10" / "train.tar", folder, 43, "train")
-    oracle.cifar_folder(real_images / "cifar10" / "test.tar", folder, 103, "val")
-    return folder
+    return oracle.cifar_splits(real_images, tmp_path_factory.mktemp("pipeline"), 43, 103)
 
 
 @pytest.mark.parametrize("words", ["--pp 2", "--pp 2 --tp 2"])

@@ -29,15 +29,8 @@ def training(data: Path, steps: int = 4) -> list[str]:
     return [str(word) for word in words]
 
 
-def cifar_folder(folder: Path, real_images: Path) -> Path:
-    """A small folder of CIFAR-10 JPEGs."""
-    oracle.cifar_folder(real_images / "cifar10" / "train.tar", folder, 103, "train")
-    oracle.cifar_folder(real_images / "cifar10" / "test.tar", folder, 20, "val")
-    return folder
-
-
-def alone(ranks: RankPool, data: Path, steps: int = 4) -> list[dict]:
-    """The rows of one process on its own."""
+def one_process(ranks: RankPool, data: Path, steps: int = 4) -> list[dict]:
+    """The rows of a run of one process."""
     return train_in(ranks, 1, [*training(data, steps), "--batch-size", str(GLOBAL_BATCH)])
 
 

@@ -67,6 +67,13 @@ def cifar_folder(archive: Path, folder: Path, num_images: int, split: str) -> No
             target.write_bytes(tar.extractfile(member).read())
 
 
+def cifar_splits(real_images: Path, folder: Path, num_train: int, num_val: int) -> Path:
+    """A folder with the first CIFAR-10 images of both splits, `train/` and `val/`; returns it."""
+    cifar_folder(real_images / "cifar10" / "train.tar", folder, num_train, "train")
+    cifar_folder(real_images / "cifar10" / "test.tar", folder, num_val, "val")
+    return folder
+
+
 def write_weights(
     path: Path, *, name: str = MODEL, img_size: int = IMG_SIZE, spread: float = 0.05, **kwargs: Any
 ) -> None:

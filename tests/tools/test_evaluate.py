@@ -46,9 +46,7 @@ def run_folder(ranks, real_images, tmp_path_factory):
     from curves import train_in
 
     base = tmp_path_factory.mktemp("eval")
-    data = base / "data"
-    oracle.cifar_folder(real_images / "cifar10" / "train.tar", data, 20, "train")
-    oracle.cifar_folder(real_images / "cifar10" / "test.tar", data, IMAGES, "val")
+    data = oracle.cifar_splits(real_images, base / "data", 20, IMAGES)
     argv = ["--model", oracle.MODEL, *oracle.kwargs_words(KWARGS), "--img-size", oracle.IMG_SIZE, "--data-dir", data]
     argv += ["--deepspeed_config", CONFIGS / "cpu_zero2_fp32.json", "-b", 5, "--max-steps", 1, "--workers", 0]
     argv += ["--crop-pct", 1.0, "--mixup", 0.8, "--drop-path", 0.1, "--val-split", "val"]
