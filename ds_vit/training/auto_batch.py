@@ -48,7 +48,7 @@ from ds_vit.planner.counting import cost_key, kept_by_layers
 from ds_vit.planner.memory import on_device
 from ds_vit.tasks.task import ChainTask
 from ds_vit.training.build_engine import EngineConfig
-from ds_vit.training.cost import Cost
+from ds_vit.training.cost import UNPREDICTABLE, Cost
 
 # An estimate lacks some temporary memory. On a CPU, ViT-S in fp32 grew by 15 to 21 % more than its estimate; there is
 # no error to catch: the system kills a process that uses too much.
@@ -140,7 +140,7 @@ class MemoryAdvice:
 
     def _advise(self, of_loader: bool) -> str:
         numbers = f"{in_words(self.free.bytes)} were {self.free.whose} at the start"
-        with contextlib.suppress(Exception):  # the meta device takes host memory too, and knows not every layer
+        with contextlib.suppress(*UNPREDICTABLE):
             numbers = f"{in_words(Cost(self.config).fullest(self.config.batch).together)} per rank predicted, {numbers}"
         return f"{numbers}; try {'fewer --workers, ' if of_loader else ''}{self.remedies}"
 

@@ -45,6 +45,10 @@ from ds_vit.planner.memory import (
 )
 from ds_vit.training.build_engine import EngineConfig
 
+UNPREDICTABLE = (RuntimeError, ValueError, TypeError, MemoryError)
+"""Errors of layers on the meta device, which does not support all of them and takes host memory. Any other error is a
+mistake of this package and ends the run."""
+
 
 class Cost:
     """The memory and the time of a run; its layers are counted once.
@@ -209,7 +213,7 @@ class PeakMemory:
         try:
             cost = Cost(self.config)
             self.predicted_bytes = cost.fullest(self.config.batch).together
-        except Exception as error:  # any error of a model's layers on the meta device
+        except UNPREDICTABLE as error:
             return [("predicted", f"warning: failed: {type(error).__name__}: {first_line(error)}")]
         rows = [("predicted", f"memory {in_words(self.predicted_bytes)} per rank")]
         if self.config.dtype != torch.float32 and (unaligned := unaligned_matrices(cost.layers)):

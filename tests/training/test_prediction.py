@@ -94,6 +94,13 @@ def test_a_prediction_that_fails_ends_no_run(engine, monkeypatch):
     assert peak.start_rows() == [("predicted", "warning: failed: RuntimeError: no meta kernel")]
     assert peak.predicted_bytes == 0
 
+    def mistaken(self, batch):
+        return self.no_such_attribute
+
+    monkeypatch.setattr(Cost, "fullest", mistaken)
+    with pytest.raises(AttributeError, match="no_such_attribute"):  # ours, and no property of the model
+        peak.start_rows()
+
 
 def test_matrices_that_are_not_multiples_of_8_are_named():
     # Catches: silence in 16 bits, a row in fp32, and one of the small head's 10 classes.
