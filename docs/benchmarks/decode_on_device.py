@@ -25,12 +25,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from loader import Side  # next to this file
 from torchvision.transforms.functional import pil_to_tensor
 
-from ds_vit.config.augmentation import AugmentConfig, MixConfig
+from ds_vit.config.augmentation import AugmentConfig
 from ds_vit.data.decode import File, Jpeg, decode_on, open_image, require_fast_on_device
 from ds_vit.data.device import finish_images
 from ds_vit.data.loader import Loader, train_loader
 from ds_vit.data.sampler import SampleOrder, Share
-from ds_vit.data.settings import ImageConfig
+from ds_vit.data.settings import Data, ImageConfig, SampleSpec, Workers
 from ds_vit.data.sources.datasets import open_source
 from ds_vit.data.sources.source import Source
 
@@ -45,17 +45,10 @@ def loaded(source: Source, flags: dict, words: argparse.Namespace, workers: int)
     """Micro-batches, and what finishes one on the device."""
     device = torch.device(words.device)
     image, augment = ImageConfig((words.img_size, words.img_size)), AugmentConfig(aa=words.aa, **flags)
-    loader = train_loader(
-        source,
-        order=SampleOrder(len(source), words.batch, seed=0),
-        share=Share(0, 1, words.batch),
-        image=image,
-        augment=augment,
-        mix=MixConfig(),
-        stop_step=10**6,
-        num_workers=workers,
-        pin_memory=device.type == "cuda",
-    )
+    order = SampleOrder(len(source), words.batch, seed=0)
+    data = Data(source, order, Share(0, 1, words.batch), workers=Workers(workers))
+    spec = SampleSpec(image, augment=augment)
+    loader = train_loader(data, spec, range(10**6), pin_memory=device.type == "cuda")
     return loader, lambda batch: finish_images(batch, image, augment, device=device)
 
 

@@ -145,7 +145,7 @@ class FedStep:
     def running(self) -> Iterator[None]:
         """Start the loader, and take the steps on what its processes read while nothing was measured."""
         with contextlib.closing(self._inputs.training()) as self._batches:
-            for _ in range(2 * self._inputs.config.workers + 1):
+            for _ in range(2 * self._inputs.data.workers.number + 1):
                 self()
             yield
 

@@ -10,7 +10,7 @@ import bisect
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ds_vit import randomness
 from ds_vit.config.flag import (
@@ -127,25 +127,18 @@ class ImageSizes:
         sizes: sides in pixels; the last is the model's own and the largest.
         firsts: the first step of each size, counted from 0; empty if each step draws a size.
         seed: of the run; a step's size is drawn from its number and this, all sizes alike.
-        later_by: subtracted from a step's number.
     """
 
     sizes: tuple[int, ...]
     firsts: tuple[int, ...] = ()
     seed: int = 0
-    later_by: int = 0
 
     def at(self, step: int) -> int:
         """The side in pixels at a step, counted from 0."""
-        step -= self.later_by
         if self.firsts:
             return self.sizes[max(bisect.bisect_right(self.firsts, step), 1) - 1]
         drawn = randomness.mix(self.seed, randomness.name_key("image size"), step)
         return self.sizes[(drawn & (2**63 - 1)) % len(self.sizes)]
-
-    def later(self, steps: int) -> ImageSizes:
-        """The same for numbers that are larger by `steps`, as those of batches are when some were left out."""
-        return replace(self, later_by=self.later_by + steps)
 
     @property
     def in_words(self) -> str:

@@ -12,7 +12,6 @@ import shutil
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -20,17 +19,15 @@ import torch
 from torch.utils.data import Dataset, get_worker_info
 
 from ds_vit import randomness
-from ds_vit.config.augmentation import AugmentConfig, ImageSizes, MixConfig
 from ds_vit.data.augment.crops import MultiCrop
 from ds_vit.data.augment.mixing import ErasingBoxes, PairDraws, PairMix
 from ds_vit.data.augment.on_device import Crops, Cut, CuttingTransform, packed
 from ds_vit.data.augment.steps import shielded, uniform
 from ds_vit.data.augment.transforms import FixedTransform, TrainTransform
 from ds_vit.data.decode import ImageDecodeError
-from ds_vit.data.sampler import SampleOrder, Share, evaluation_keys, evaluation_rows
-from ds_vit.data.settings import ImageConfig
+from ds_vit.data.sampler import Share, evaluation_keys, evaluation_rows
+from ds_vit.data.settings import Data, SampleSpec
 from ds_vit.data.sources.source import Source
-from ds_vit.data.text import Tokenizer
 from ds_vit.fault_tolerance.errors import UserError, WorkerLost, first_line
 
 _REPLACEMENTS_TRIED = 16
@@ -174,35 +171,28 @@ class Reader:
 
     Attributes:
         source: of the samples.
-        transform: of an image.
-        image: how images are prepared; `img_size`, the (height, width) that `transform` gives, and `transform` change
-            with --train-img-sizes.
-        load_images, load_targets: what is read.
+        spec: what is read of them.
+        transform: of an image; it and `img_size`, the (height, width) that it gives, change with --train-img-sizes.
+        decoder: one of `decode.DECODERS`.
         on_bad_image: "error", or for a keyed replacement "replace" or "skip". Under "skip" the targets of ranks that
             load no images follow the replacement too, and files that a device decodes are checked first.
-        decoder: one of `decode.DECODERS`.
-        tokenizer: of the captions; None for a task without text.
-        load_texts: whether they are read.
         slots: shared memory where workers put images.
         reading: shared by the workers: the sample that each one is reading.
     """
 
     source: Source
+    spec: SampleSpec
     transform: Transform
-    image: ImageConfig
-    load_images: bool
-    load_targets: bool
-    on_bad_image: str
     decoder: str
-    tokenizer: Tokenizer | None
-    load_texts: bool
+    on_bad_image: str
     slots: Slots | None = None
     reading: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        self.img_size = self.image.img_size
+        spec, transform = self.spec, self.transform
+        self.img_size, self.tokenizer = spec.image.img_size, spec.tokenizer
+        self.loads_images = "images" in spec.reads
         self.skips = self.on_bad_image == "skip"
-        transform = self.transform
         self.cuts = transform.cuts if isinstance(transform, MultiCrop) else isinstance(transform, CuttingTransform)
         self.has_text = self.tokenizer is not None and self.source.has_captions
 
@@ -224,14 +214,14 @@ class Reader:
         parts: list[torch.Tensor | list[Cut]] = []
         targets: torch.Tensor | None = None
         is_valid = np.ones(len(indices), dtype=bool) if valid is None else valid.copy()
-        if self.load_images:
+        if self.loads_images:
             parts += [[] for _ in self.shapes] if self.cuts else self._zeros(len(indices))
-        if self.load_targets and self.source.multi_label:
+        if "targets" in self.spec.reads and self.source.multi_label:
             targets = torch.zeros((len(indices), self.source.num_classes), dtype=torch.float32)
-        elif self.load_targets:
+        elif "targets" in self.spec.reads:
             targets = torch.zeros(len(indices), dtype=torch.int64)
         texts = None
-        if self.tokenizer is not None and self.load_texts:
+        if self.tokenizer is not None and "texts" in self.spec.reads:
             texts = torch.from_numpy(self.tokenizer.encode("")).repeat(len(indices), 1)
         skipped: list[tuple[int, str]] = []
         for row, (index, key) in enumerate(zip(indices.tolist(), keys.tolist(), strict=True)):
@@ -241,7 +231,7 @@ class Reader:
                 self.reading[get_worker_info().id] = index
             # Which sample replaces a bad image decides target and text too, so that skipping always decodes.
             read_index: int | None = index
-            if self.load_images or self.skips:
+            if self.loads_images or self.skips:
                 pixels, read_index, reason = self._image(index, key, replace=valid is None)
                 if read_index != index and row < num_rows:
                     skipped.append((index, reason))
@@ -324,9 +314,9 @@ class Reader:
             self._captions(index)  # on the stages without texts too, so that all of them skip the same samples
         # A file that a device decodes would show its damage there, too late for a replacement.
         whole = self.skips and self.cuts
-        image = self.source.opened(index, self.decoder, whole=whole, exif_rotation=self.image.exif_rotation)
+        image = self.source.opened(index, self.decoder, whole=whole, exif_rotation=self.spec.image.exif_rotation)
         pixels = self.transform(image, key)
-        if not self.load_images:
+        if not self.loads_images:
             return None
         return [[pixels]] if isinstance(pixels, Cut) else [pixels] if isinstance(pixels, torch.Tensor) else pixels
 
@@ -365,7 +355,7 @@ class Batches(Dataset):
 
     def slots(self, num_workers: int) -> Slots | None:
         """Places for the images of this many workers; None if they differ in size, or there are none."""
-        fills_rows = self.reader.load_images and not self.reader.cuts
+        fills_rows = self.reader.loads_images and not self.reader.cuts
         return Slots(num_workers, self._most_bytes) if fills_rows else None
 
 
@@ -373,35 +363,29 @@ class TrainBatches(Batches):
     """By the number of a micro-step t = step * accumulation + index; the image size may follow from the step's."""
 
     def __init__(
-        self,
-        reader: Reader,
-        order: SampleOrder,
-        share: Share,
-        augment: AugmentConfig,
-        mix: MixConfig,
-        sizes: ImageSizes | None = None,
-        transforms: Mapping[int, Transform] = MappingProxyType({}),
-        skipped_batches: int = 0,
+        self, reader: Reader, data: Data, transforms: Mapping[int, Transform], skipped_batches: int = 0
     ) -> None:
         most_bytes = max((3 * side**2 for side in transforms), default=sum(map(math.prod, reader.shapes)))
-        super().__init__(reader, share.micro_batch + 2, most_bytes)  # two partners that other micro-batches own
-        self._sizes = sizes
+        super().__init__(reader, data.share.micro_batch + 2, most_bytes)  # two partners that other micro-batches own
+        self._sizes = data.sizes
         self._skipped_batches = skipped_batches
         self._transforms = dict(transforms)  # by the side of the images
-        self._order = order
-        self._share = share
-        self._mix = mix
-        self._pairs = PairDraws(mix)
-        erases = augment.reprob > 0.0 and not augment.no_aug and reader.load_images
+        self._order = data.order
+        self._share = data.share
+        self._mix = reader.spec.mix
+        self._pairs = PairDraws(self._mix)
+        augment = reader.spec.augment
+        augment = reader.spec.augment
+        erases = augment.reprob > 0.0 and not augment.no_aug and reader.loads_images
         self._boxes = ErasingBoxes(augment) if erases else None
 
     def load(self, number: int) -> MicroBatch:
         step, micro_index = divmod(number, self._share.accumulation)
         if self._sizes is not None:
-            size = self._sizes.at(step)
+            size = self._sizes.at(step - self._skipped_batches)  # of the optimizer step
             self.reader.img_size, self.reader.transform = (size, size), self._transforms[size]
         own = self._share.rows(micro_index)
-        mixes = self._mix.mixes_in(self._order.epoch_of(step - self._skipped_batches))  # of the optimizer step
+        mixes = self._mix.mixes_in(self._order.epoch_of(step - self._skipped_batches))
         # Partners that other micro-batches own: at most one before the first row and one after the last.
         partners = [own.start - 1] * (own.start % 2) + [own.stop] * (own.stop % 2)
         rows = [*own, *(partners if mixes else ())]
@@ -430,13 +414,10 @@ class TrainBatches(Batches):
 class EvalBatches(Batches):
     """By the number of a rank's batch of an evaluation."""
 
-    def __init__(self, reader: Reader, batch: int, dp_rank: int, dp_size: int) -> None:
-        super().__init__(reader, batch, sum(map(math.prod, reader.shapes)))
-        self._batch = batch
-        self._dp_rank = dp_rank
-        self._dp_size = dp_size
+    def __init__(self, reader: Reader, share: Share) -> None:
+        super().__init__(reader, share.micro_batch, sum(map(math.prod, reader.shapes)))
+        self._share = share
 
     def load(self, number: int) -> MicroBatch:
-        num_samples = len(self.reader.source)
-        indices, valid = evaluation_rows(num_samples, self._batch, self._dp_rank, self._dp_size, number)
-        return self.reader.read(indices, evaluation_keys(indices), self._batch, valid)
+        indices, valid = evaluation_rows(len(self.reader.source), self._share, number)
+        return self.reader.read(indices, evaluation_keys(indices), len(indices), valid)

@@ -25,7 +25,6 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
-from ds_vit.config.augmentation import AugmentConfig, ImageSizes, MixConfig
 from ds_vit.data.augment.crops import MultiCrop
 from ds_vit.data.augment.on_device import CuttingTransform
 from ds_vit.data.augment.transforms import eval_transform, train_transform
@@ -40,10 +39,9 @@ from ds_vit.data.batches import (
     Transform,
     shared_memory_advice,
 )
-from ds_vit.data.sampler import SampleOrder, Share, num_evaluation_batches
-from ds_vit.data.settings import CropConfig, ImageConfig
+from ds_vit.data.sampler import Share, num_evaluation_batches
+from ds_vit.data.settings import Data, SampleSpec
 from ds_vit.data.sources.source import Source
-from ds_vit.data.text import Tokenizer
 from ds_vit.fault_tolerance.errors import UserError, WorkerLost
 from ds_vit.fault_tolerance.signals import ignore_in_worker
 
@@ -193,108 +191,72 @@ def _received(part: Any) -> Any:
     return torch.from_numpy(part) if isinstance(part, np.ndarray) else part
 
 
-def training_transform(image: ImageConfig, augment: AugmentConfig, crops: CropConfig | None = None) -> Transform:
+def training_transform(spec: SampleSpec) -> Transform:
     """What a loader's process does to a training image: all of augmentation, or the crops for the device's.
 
     Raises:
         UserError: incompatible flags.
     """
-    if crops is not None:
-        return MultiCrop(image, crops, augment)
-    transform = train_transform(image, augment)
-    return CuttingTransform(transform, augment) if augment.augment_on == "device" else transform
+    if spec.crops is not None:
+        return MultiCrop(spec.image, spec.crops, spec.augment)
+    transform = train_transform(spec.image, spec.augment)
+    return CuttingTransform(transform, spec.augment) if spec.augment.augment_on == "device" else transform
 
 
 def train_loader(
-    source: Source,
+    data: Data,
+    spec: SampleSpec,
+    steps: range,
     *,
-    order: SampleOrder,
-    share: Share,
-    image: ImageConfig,
-    augment: AugmentConfig,
-    mix: MixConfig,
-    start_step: int = 0,
-    stop_step: int,
     skipped_batches: int = 0,
-    sizes: ImageSizes | None = None,
-    crops: CropConfig | None = None,
-    load_images: bool = True,
-    load_targets: bool = True,
-    tokenizer: Tokenizer | None = None,
-    load_texts: bool = True,
     on_bad_image: str = "error",
-    num_workers: int = 0,
     pin_memory: bool = False,
 ) -> Loader:
-    """The micro-batches of a rank for the optimizer steps [start_step, stop_step), counted from 0 over all epochs.
+    """The micro-batches of a rank for a range of steps, counted from 0 over all epochs.
 
     Args:
-        source: the training split.
-        order: which samples a step uses.
-        share: which of a step's rows this rank holds.
-        image: the size and normalisation they get.
-        augment: what is drawn for each image.
-        mix: what is drawn for each batch.
-        start_step: first one, in the order of samples.
-        stop_step: the one behind the last.
-        skipped_batches: how far that order is ahead of the optimizer steps, by which mixing ends.
-        sizes: the side of a step's images, where it is not always that of `image`.
-        crops: several crops of each image, none of them mixed or erased; None for one image.
-        load_images: whether this rank needs them: a pipeline's first stage does. Without them nothing is decoded,
-            unless bad images are skipped: then a target depends on what can be decoded.
-        load_targets: likewise; a pipeline's last stage needs them.
-        tokenizer: of the captions, of which a sample draws one by its key; evaluation takes the first. None for a task
-            without text.
-        load_texts: whether this rank needs them. Without them a sample whose captions are damaged is skipped all the
-            same.
+        data: the training split, the order of its samples, this rank's share of them, and its loader processes.
+        spec: what is read of each sample.
+        steps: in the order of samples.
+        skipped_batches: how far that order is ahead of the optimizer steps, which sizes and the end of mixing follow.
         on_bad_image: as for `Reader`.
-        num_workers: processes that read; 0 reads in this one.
         pin_memory: page-locked memory for fast copies to a GPU.
 
     Raises:
         UserError: settings that cannot work together, with the numbers. Iterating raises ImageDecodeError.
     """
+    source, order, share, sizes = data.train_source, data.order, data.share, data.sizes
     assert order.num_samples == len(source), f"an order of {order.num_samples} samples for {len(source)}"
     assert share.global_batch == order.global_batch, f"{share} does not cut a global batch of {order.global_batch}"
-    if mix.active and order.global_batch % 2:
+    mixes = spec.mix.active
+    if mixes and order.global_batch % 2:
         factors = f"{share.dp_size} ranks x {share.accumulation} micro-batches x {share.micro_batch}"
         raise UserError(f"--mixup and --cutmix need an even global batch, not {order.global_batch} ({factors})")
-    assert crops is None or not (mix.active or augment.reprob or sizes), "crops are not mixed, erased or of other sizes"
-    transform = training_transform(image, augment, crops)
-    reader = Reader(
-        source, transform, image, load_images, load_targets, on_bad_image, augment.decode, tokenizer, load_texts
-    )
-    numbers = range(start_step * share.accumulation, stop_step * share.accumulation)
+    crops_only = not (mixes or spec.augment.reprob or sizes)
+    assert spec.crops is None or crops_only, "crops are not mixed, erased or of other sizes"
+    reader = Reader(source, spec, training_transform(spec), spec.augment.decode, on_bad_image)
     transforms = {
-        size: training_transform(replace(image, img_size=(size, size)), augment)
+        size: training_transform(replace(spec, image=replace(spec.image, img_size=(size, size))))
         for size in (sizes.sizes if sizes else ())
     }
-    batches = TrainBatches(reader, order, share, augment, mix, sizes, transforms, skipped_batches)
-    return Loader(batches, numbers, num_workers, pin_memory)
+    numbers = range(steps.start * share.accumulation, steps.stop * share.accumulation)
+    return Loader(TrainBatches(reader, data, transforms, skipped_batches), numbers, data.workers.number, pin_memory)
 
 
 def eval_loader(
     source: Source,
+    spec: SampleSpec,
+    share: Share,
     *,
-    image: ImageConfig,
-    batch: int,
-    dp_rank: int = 0,
-    dp_size: int = 1,
-    load_images: bool = True,
-    load_targets: bool = True,
-    tokenizer: Tokenizer | None = None,
-    load_texts: bool = True,
     on_bad_image: str = "error",
     num_workers: int = 0,
     pin_memory: bool = False,
 ) -> Loader:
     """A rank's share of an evaluation, to be iterated as often as wanted; each image is valid on one rank, once.
 
-    Every rank gets the same number of batches of `batch` rows. Under `on_bad_image="skip"` a row that cannot be
-    decoded is not valid, and counted. The other arguments are those of `train_loader`.
+    Every rank gets the same number of batches of `share.micro_batch` rows. Under `on_bad_image="skip"` a row that
+    cannot be decoded is not valid, and counted. The other arguments are those of `train_loader`.
     """
-    reader = Reader(
-        source, eval_transform(image), image, load_images, load_targets, on_bad_image, "exact", tokenizer, load_texts
-    )
-    numbers = range(num_evaluation_batches(len(source), batch, dp_size))
-    return Loader(EvalBatches(reader, batch, dp_rank, dp_size), numbers, num_workers, pin_memory)
+    reader = Reader(source, spec, eval_transform(spec.image), "exact", on_bad_image)
+    numbers = range(num_evaluation_batches(len(source), share))
+    return Loader(EvalBatches(reader, share), numbers, num_workers, pin_memory)

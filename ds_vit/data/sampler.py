@@ -112,7 +112,7 @@ class SampleOrder:
 
 @dataclass(frozen=True)
 class Share:
-    """The rows of the global batch that one data-parallel rank holds.
+    """The rows of the global batch that one data-parallel rank holds; in evaluation, those that all count at a time.
 
     Attributes:
         dp_rank: this rank's place among the data-parallel ranks.
@@ -148,22 +148,19 @@ def evaluation_keys(indices: np.ndarray) -> np.ndarray:
     return randomness.sample_keys(0, 0, indices)
 
 
-def num_evaluation_batches(num_samples: int, batch: int, dp_size: int) -> int:
+def num_evaluation_batches(num_samples: int, share: Share) -> int:
     """How many batches each rank evaluates; the same on every rank, because evaluation holds collectives."""
-    return -(-num_samples // (batch * dp_size))
+    return -(-num_samples // share.global_batch)
 
 
-def evaluation_rows(
-    num_samples: int, batch: int, dp_rank: int, dp_size: int, index: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """The samples of a rank's `index`-th evaluation batch.
+def evaluation_rows(num_samples: int, share: Share, index: int) -> tuple[np.ndarray, np.ndarray]:
+    """The samples of a rank's `index`-th evaluation batch of `share.micro_batch` rows.
 
     Over all ranks and batches each sample occurs once as a valid row; the rows that pad the end are not valid.
 
     Returns:
-        Sample indices, int64 [batch] (0 where padded), and validity, bool [batch].
+        Sample indices, int64 [B] (0 where padded), and validity, bool [B].
     """
-    start = (index * dp_size + dp_rank) * batch
-    positions = np.arange(start, start + batch, dtype=np.int64)
+    positions = index * share.global_batch + np.asarray(share.rows(0), dtype=np.int64)
     valid = positions < num_samples
     return np.where(valid, positions, 0), valid

@@ -1,4 +1,4 @@
-"""What a model's input is: size, normalisation, and how evaluation crops. Values are checked when one is built.
+"""The resolved settings of data: what a model's input is, and which samples a run reads.
 
 The flags of augmentation and mixing are in `ds_vit.config.augmentation`.
 """
@@ -6,19 +6,23 @@ The flags of augmentation and mixing are in `ds_vit.config.augmentation`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
 
+import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, resolve_data_config
 from torch import nn
 
-from ds_vit.config.augmentation import INTERPOLATIONS
+from ds_vit.config.augmentation import INTERPOLATIONS, AugmentConfig, ImageSizes, MixConfig
+from ds_vit.data.sampler import SampleOrder, Share
+from ds_vit.data.sources.source import Source
+from ds_vit.data.text import Tokenizer
 from ds_vit.fault_tolerance.errors import UserError
 
 
 @dataclass(frozen=True)
 class ImageConfig:
-    """How an image becomes a model's input, in training and in evaluation.
+    """How an image becomes a model's input, in training and in evaluation. Values are checked when one is built.
 
     Attributes:
         img_size: height and width in pixels.
@@ -95,3 +99,99 @@ def resolve_pixels(given: Mapping[str, Any], model: nn.Module) -> dict[str, Any]
     resolved = resolve_data_config(wanted, model=model)
     pixels = {name: tuple(resolved[name]) if name in ("mean", "std") else resolved[name] for name in PIXEL_FLAGS}
     return {**pixels, "exif_rotation": given.get("exif_rotation") == "on"}
+
+
+# ---- the samples of a run --------------------------------------------------------------------------------------------
+
+
+ALL_PARTS = frozenset({"images", "targets", "texts"})
+"""Of a sample."""
+
+
+@dataclass(frozen=True)
+class SampleSpec:
+    """What is read of each sample, and how it is prepared: a task's answer for some of its fields.
+
+    Attributes:
+        image: the size and normalisation of images.
+        reads: which of `ALL_PARTS` are read. Without images nothing is decoded, unless bad images are skipped: then a
+            target depends on what can be decoded. Without texts a sample whose captions are damaged is skipped all the
+            same.
+        augment: what training draws for each image.
+        mix: what training draws for each batch.
+        crops: several crops of each training image, none of them mixed or erased; None for one image.
+        tokenizer: of the captions, of which training draws one by the sample's key and evaluation takes the first; None
+            for a task without text.
+    """
+
+    image: ImageConfig
+    reads: frozenset[str] = ALL_PARTS
+    augment: AugmentConfig = field(default_factory=AugmentConfig)
+    mix: MixConfig = field(default_factory=MixConfig)
+    crops: CropConfig | None = None
+    tokenizer: Tokenizer | None = None
+
+
+@dataclass(frozen=True)
+class ZeroShotData:
+    """The images of `--zeroshot` and the prompts of their classes.
+
+    Attributes:
+        source: images with one class each.
+        prompts: C · T sentences, those of the first class first.
+    """
+
+    source: Source
+    prompts: tuple[str, ...]
+
+    @property
+    def classes(self) -> torch.Tensor:
+        """The class of each prompt, int64 [C · T]."""
+        number = self.source.num_classes
+        return torch.arange(number).repeat_interleave(len(self.prompts) // number)
+
+
+class Workers(NamedTuple):
+    """Loader processes of a rank; how `auto` came to that number, for people ("" where it was given)."""
+
+    number: int
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Data:
+    """The samples of a run, and this rank's part of them.
+
+    Attributes:
+        train_source: the training split; in evaluation only it defines the classes.
+        order: of the training samples.
+        share: this rank's rows of a global batch.
+        val_source: the evaluation split, or None.
+        zeroshot: of --zeroshot, or None.
+        eval_rows: rows of an evaluation batch.
+        sizes: which size of images each step trains on; None where all have the model's.
+        workers: loader processes of this rank.
+        notes: lines for people.
+    """
+
+    train_source: Source
+    order: SampleOrder
+    share: Share
+    val_source: Source | None = None
+    zeroshot: ZeroShotData | None = None
+    eval_rows: int = 1
+    sizes: ImageSizes | None = None
+    workers: Workers = field(default=Workers(0))
+    notes: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def validation(self) -> Source:
+        """The split whose images an evaluation counts: `val_source`, or that of --zeroshot if it is the only one."""
+        source = self.zeroshot.source if self.val_source is None and self.zeroshot is not None else self.val_source
+        assert source is not None, "there is no evaluation split"
+        return source
+
+    @property
+    def eval_share(self) -> Share:
+        """This rank's rows of the evaluation batches that the ranks count at a time."""
+        return Share(self.share.dp_rank, self.share.dp_size, self.eval_rows)

@@ -27,7 +27,7 @@ from ds_vit.config import RunConfig
 from ds_vit.config.schema import FIXED_ON_RESUME
 from ds_vit.data.batches import MicroBatch
 from ds_vit.data.device import finish_images, finish_local_images, finish_targets
-from ds_vit.data.settings import CropConfig, ImageConfig
+from ds_vit.data.settings import CropConfig, ImageConfig, SampleSpec
 from ds_vit.data.sources.source import Source
 from ds_vit.data.text import Tokenizer
 from ds_vit.fault_tolerance.errors import UserError
@@ -350,6 +350,11 @@ class Task(ABC):
             Field("images", "first", "images", (3, *self.image.img_size)),
             Field("targets", "last", "targets", (), torch.int64),
         )
+
+    def samples(self, fields: Sequence[Field]) -> SampleSpec:
+        """What a loader reads of each sample for these fields."""
+        reads = frozenset(field.reads for field in fields)
+        return SampleSpec(self.image, reads, self.augment, self.mix, self.crops, self.tokenizer)
 
     def tensors(
         self, fields: Sequence[Field], micro_batch: MicroBatch, *, training: bool, device: torch.device

@@ -11,13 +11,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from timm.data import ImageNetInfo
 
+from ds_vit.data.settings import ZeroShotData
 from ds_vit.data.sources.combined import mixed
 from ds_vit.data.sources.datasets import open_source
 from ds_vit.data.sources.source import Source
@@ -34,25 +34,6 @@ _SPLIT = "validation"
 
 Template = Callable[[str], str]
 """The name of a class → a sentence."""
-
-
-@dataclass(frozen=True)
-class ZeroShotData:
-    """The images of `--zeroshot` and the prompts of their classes.
-
-    Attributes:
-        source: images with one class each.
-        prompts: C · T sentences, those of the first class first.
-    """
-
-    source: Source
-    prompts: tuple[str, ...]
-
-    @property
-    def classes(self) -> torch.Tensor:
-        """The class of each prompt, int64 [C · T]."""
-        number = self.source.num_classes
-        return torch.arange(number).repeat_interleave(len(self.prompts) // number)
 
 
 def open_zero_shot(name: str, templates: str, data_dir: str | None = None) -> ZeroShotData:

@@ -27,7 +27,7 @@ from ds_vit.data.batches import MicroBatch
 from ds_vit.data.decode import Box, Jpeg, open_image
 from ds_vit.data.device import finish_images, finish_local_images
 from ds_vit.data.loader import Loader, train_loader, training_transform
-from ds_vit.data.sampler import Share
+from ds_vit.data.settings import ALL_PARTS, Data, Workers
 from ds_vit.engine.start import device_of
 from ds_vit.launching.process import Process, discover
 from ds_vit.tools.bench import seconds_of
@@ -105,33 +105,33 @@ def bench_data(words: Sequence[str], images: int, process: Process | None = None
     on_cpu = get_accelerator().device_name() == "cpu"
     inputs = resolve_parts(config, explicit, process, on_cpu=on_cpu).inputs
     if config.workers == "auto":
-        workers, _ = count_workers(lambda rank: reads_of(inputs.task, inputs.layout, rank, training=True), process)
-        inputs = dataclasses.replace(inputs, workers=workers)
+        workers = count_workers(lambda rank: reads_of(inputs.task, inputs.layout, rank, training=True), process)
+        inputs = dataclasses.replace(inputs, data=dataclasses.replace(inputs.data, workers=workers))
     device = device_of(process.local_rank)
-    samples = _samples(inputs, images)
+    samples = _samples(inputs.data, images)
     seconds = _stages(inputs, samples, device)
     ranks = process.local_world_size or 1
     cores = len(os.sched_getaffinity(0))
     rate = _loader_rate(inputs, len(samples), device)
-    workers = max(1, inputs.workers)
+    number = inputs.data.workers.number
     augment = inputs.task.augment
     used = ["--decode fast"] if augment.decode == "fast" else []
     used += ["--augment-on device"] if augment.augment_on == "device" or device.type == "cpu" else []
     return DataBench(
         images=len(samples),
         cores=cores,
-        workers=inputs.workers,
+        workers=number,
         ranks=ranks,
         seconds=seconds,
         images_per_second=rate,
-        would_give={f"--workers {n}": rate * n / workers for n in (cores // ranks,) if n > workers},
-        bottleneck=_bottleneck(seconds, rate, inputs.workers, used),
+        would_give={f"--workers {n}": rate * n / max(1, number) for n in (cores // ranks,) if n > max(1, number)},
+        bottleneck=_bottleneck(seconds, rate, number, used),
     )
 
 
-def _samples(inputs: InputConfig, images: int) -> list[_Sample]:
+def _samples(data: Data, images: int) -> list[_Sample]:
     """The first samples of the run, each at most once."""
-    source, order = inputs.train_source, inputs.order
+    source, order = data.train_source, data.order
     found: dict[int, _Sample] = {}
     for step in range(order.steps_per_epoch):
         indices, keys = order.rows(step, range(order.global_batch))
@@ -148,13 +148,13 @@ def _fastest(run: Callable[[], object], images: int, clock: Callable[[], float] 
 
 
 def _stages(inputs: InputConfig, samples: Sequence[_Sample], device: torch.device) -> dict[str, float]:
-    source = inputs.train_source
+    source = inputs.data.train_source
     clock = time.perf_counter  # reading and transfer wait
     read = _fastest(lambda: [source.encoded(sample.number) for sample in samples], len(samples), clock)
     with shielded():
         decode, both = (_fastest(run, len(samples)) for run in _decode_and_augment(inputs, samples))
-    loader = _loader(inputs, workers=0)
-    batches = list(itertools.islice(loader, max(1, len(samples) // inputs.share.micro_batch)))
+    loader = _loader(inputs, Workers(0))
+    batches = list(itertools.islice(loader, max(1, len(samples) // inputs.data.share.micro_batch)))
     rows = sum(batch.num_rows for batch in batches)
     whole = _fastest(lambda: list(itertools.islice(loader, len(batches))), rows)
 
@@ -184,29 +184,21 @@ def _finish(inputs: InputConfig, batch: MicroBatch, device: torch.device) -> Non
         finish_local_images(batch, inputs.task.image, device=device)
 
 
-def _loader(inputs: InputConfig, workers: int) -> Loader:
-    share = inputs.share
-    return train_loader(
-        inputs.train_source,
-        order=inputs.order,
-        share=Share(0, share.dp_size, share.micro_batch, share.accumulation),
-        image=inputs.task.image,
-        augment=inputs.task.augment,
-        mix=inputs.task.mix,
-        crops=inputs.task.crops,
-        stop_step=10**9 // inputs.order.global_batch,
-        tokenizer=inputs.task.tokenizer,
-        on_bad_image=inputs.on_bad_image,
-        num_workers=workers,
-    )
+def _loader(inputs: InputConfig, workers: Workers) -> Loader:
+    """Of the first data-parallel rank, which reads all parts of a sample, without images of other sizes."""
+    data, task = inputs.data, inputs.task
+    share = dataclasses.replace(data.share, dp_rank=0)
+    data = dataclasses.replace(data, share=share, sizes=None, workers=workers)
+    spec = dataclasses.replace(task.samples(()), reads=ALL_PARTS)
+    return train_loader(data, spec, range(10**9 // data.order.global_batch), on_bad_image=inputs.on_bad_image)
 
 
 def _decode_and_augment(
     inputs: InputConfig, samples: Sequence[_Sample]
 ) -> tuple[Callable[[], None], Callable[[], None]]:
     """Only decoding what the crop needs, and decoding with augmentation."""
-    transform = training_transform(inputs.task.image, inputs.task.augment, inputs.task.crops)
-    source, size, turn = inputs.train_source, inputs.task.image.img_size, inputs.task.image.exif_rotation
+    transform = training_transform(inputs.task.samples(()))
+    source, size, turn = inputs.data.train_source, inputs.task.image.img_size, inputs.task.image.exif_rotation
 
     def opened(sample: _Sample) -> Any:
         if sample.data is None:  # the data set's own code gives pixels: reading and decoding are one
@@ -241,9 +233,8 @@ def _decode_and_augment(
 
 def _loader_rate(inputs: InputConfig, images: int, device: torch.device) -> float:
     """Images per second of a rank's loader once its workers run."""
-    batches = iter(_loader(inputs, inputs.workers))
-    ahead = 2 * inputs.workers + 1
-    for _ in range(ahead):
+    batches = iter(_loader(inputs, inputs.data.workers))
+    for _ in range(2 * inputs.data.workers.number + 1):
         next(batches)
     start, seen = time.perf_counter(), 0
     while seen < images:

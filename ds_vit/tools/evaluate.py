@@ -161,16 +161,16 @@ def evaluate_weights(
     with contextlib.ExitStack() as stack:
         stack.enter_context(process_group(process, on_cpu=on_cpu, again=again))
         free = memory_of_rank("", process, on_cpu=on_cpu)
-        stack.enter_context(MemoryAdvice(engine_config, free, inputs.eval_rows).errors())
+        stack.enter_context(MemoryAdvice(engine_config, free, inputs.data.eval_rows).errors())
         if config.workers == "auto":
-            workers, _ = count_workers(lambda rank: reads_of(task, layout, rank, training=False), process)
-            inputs = dataclasses.replace(inputs, workers=workers)
+            workers = count_workers(lambda rank: reads_of(task, layout, rank, training=False), process)
+            inputs = dataclasses.replace(inputs, data=dataclasses.replace(inputs.data, workers=workers))
         line = Line(make_console() if process.rank == 0 else None)
         groups = build_groups(layout)
         watch = Watch(show=pictures.update, doing=line.doing)
         engine, figures = build_and_evaluate(engine_config, inputs, device_of(process.local_rank), groups, watch)
         result = {"source": str(source), **_about(engine_config, found, config), **figures}
-        result["skipped_images"] = len(inputs.validation) - figures["images"]
+        result["skipped_images"] = len(inputs.data.validation) - figures["images"]
         result["seconds"] = time.perf_counter() - started
         if dist.get_rank() == 0:
             replaced = _other_data_in(file, result)

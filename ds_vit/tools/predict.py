@@ -32,7 +32,8 @@ from ds_vit import config as flags
 from ds_vit.config.run_folder import to_json, written_whole
 from ds_vit.data.device import finish_images
 from ds_vit.data.loader import eval_loader
-from ds_vit.data.settings import PIXEL_FLAGS
+from ds_vit.data.sampler import Share
+from ds_vit.data.settings import PIXEL_FLAGS, SampleSpec
 from ds_vit.data.sources.folders import ImageFiles, find_images
 from ds_vit.data.text import build_tokenizer
 from ds_vit.fault_tolerance import exit_codes
@@ -249,9 +250,8 @@ class _Forward:
             workers = 0 if len(files) <= 2 * batch_size else min(_MOST_WORKERS, len(os.sched_getaffinity(0)))
         loader = eval_loader(
             source,
-            image=exported.image,
-            batch=min(batch_size, len(source)),
-            load_targets=False,
+            SampleSpec(exported.image, frozenset({"images"})),
+            Share(0, 1, min(batch_size, len(source))),
             on_bad_image="skip",
             num_workers=workers,
             pin_memory=self._device.type != "cpu",

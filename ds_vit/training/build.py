@@ -16,6 +16,7 @@ import torch
 from ds_vit.config import RunConfig
 from ds_vit.config.run_folder import RunFolder
 from ds_vit.config.units import Interval, parse_steps
+from ds_vit.data.settings import Data
 from ds_vit.data.sources.source import Source
 from ds_vit.engine.start import device_of
 from ds_vit.fault_tolerance.signals import Deadline, Signals
@@ -102,17 +103,19 @@ def input_config(resolved: Resolved) -> InputConfig:
     config, data = resolved.config, resolved.data
     return InputConfig(
         task=resolved.model.task,
-        train_source=data.train_source,
-        val_source=data.val_source,
-        zeroshot=data.zeroshot,
-        order=data.order,
-        share=resolved.share,
-        sizes=resolved.image_sizes,
+        data=Data(
+            train_source=data.train_source,
+            order=data.order,
+            share=resolved.share,
+            val_source=data.val_source,
+            zeroshot=data.zeroshot,
+            eval_rows=config.validation_batch_size or data.batch.micro_batch,
+            sizes=resolved.image_sizes,
+            workers=resolved.workers,
+        ),
         total_steps=resolved.optimizer.total_steps if resolved.optimizer else 0,
-        eval_rows=config.validation_batch_size or data.batch.micro_batch,
         on_bad_image=config.on_bad_image,
         max_bad_images=config.max_bad_images,
-        workers=resolved.workers.number,
         layout=resolved.layout,
         rank=resolved.process.rank,
     )
@@ -365,7 +368,7 @@ def run_evaluation(
     config, inputs = engine_config(resolved), input_config(resolved)
     engine, figures = build_and_evaluate(config, inputs, device, groups, watch, folder.skipped)
     seconds = time.perf_counter() - started
-    skipped = {"skipped_images": len(inputs.validation) - int(figures["images"])}
+    skipped = {"skipped_images": len(inputs.data.validation) - int(figures["images"])}
     summary = summarise(config, [figures], [], Throughput(), skipped, seconds, steps=0, exit_word="completed")
     if reporter:
         reporter.start(events=engine.write_events)

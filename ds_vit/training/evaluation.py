@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ds_vit.data.settings import ZeroShotData
 from ds_vit.data.sources.combined import across_classes
 from ds_vit.data.sources.source import Source
 from ds_vit.engine.base import EVAL_CHUNK, Engine, Run
@@ -28,7 +29,7 @@ from ds_vit.optim.ema import Ema
 from ds_vit.parallel.groups import Groups
 from ds_vit.tasks.evaluators import FeatureBank
 from ds_vit.tasks.metrics import Batch, Metrics
-from ds_vit.tasks.zero_shot import ZeroShotAccuracy, ZeroShotData
+from ds_vit.tasks.zero_shot import ZeroShotAccuracy
 from ds_vit.training.build_engine import EngineConfig, build_engine
 from ds_vit.training.inputs import EvaluationInputs, InputConfig, InputPipeline
 
@@ -69,7 +70,7 @@ def evaluate(engine: Engine, inputs: InputPipeline, watch: Watch = Watch()) -> d
     Raises:
         UserError: no image was valid.
     """
-    task, zeroshot = inputs.config.task, inputs.config.zeroshot
+    task, zeroshot = inputs.task, inputs.data.zeroshot
     figures: dict[str, float] = {}
     if task.evaluates_outputs:
         metrics = task.metrics(engine.device)
@@ -98,7 +99,7 @@ def _encode_texts(
         texts: M of them.
         rows: of each text, int64 [M].
     """
-    task = inputs.config.task
+    task = inputs.task
     found = torch.zeros(int(rows.max()) + 1, task.encoded_dim, dtype=torch.float64, device=engine.device)
     encoded = _outputs(engine, inputs.texts(texts), watch, "texts", run=partial(task.encode, "texts"))
     for features, batch in encoded:
@@ -110,7 +111,7 @@ def _encode_texts(
 
 def _evaluate_zero_shot(engine: Engine, inputs: InputPipeline, watch: Watch, data: ZeroShotData) -> dict[str, float]:
     """One pass over the sentences of the classes, and one over the images."""
-    task = inputs.config.task
+    task = inputs.task
     classes = _encode_texts(engine, inputs, watch, data.prompts, data.classes)
     images = inputs.evaluation(data.source, task.feature_fields())
     return _count(engine, [ZeroShotAccuracy(classes)], images, watch, run=partial(task.encode, "images"))
@@ -118,11 +119,11 @@ def _evaluate_zero_shot(engine: Engine, inputs: InputPipeline, watch: Watch, dat
 
 def _evaluate_features(engine: Engine, inputs: InputPipeline, watch: Watch) -> dict[str, float]:
     """One pass over the training split, to learn from, and one over the validation split, for all evaluators."""
-    config, fields = inputs.config, inputs.config.task.feature_fields()
-    to_learn_from = inputs.evaluation(config.train_source, fields)
+    data, fields = inputs.data, inputs.task.feature_fields()
+    to_learn_from = inputs.evaluation(data.train_source, fields)
     outputs = _outputs(engine, to_learn_from, watch, "features of the training split", features=True)
-    bank = FeatureBank.collect(outputs, config.train_source.num_classes, engine.groups, engine.device)
-    learned = [evaluator.learn(bank, engine.groups) for evaluator in config.task.evaluators]
+    bank = FeatureBank.collect(outputs, data.train_source.num_classes, engine.groups, engine.device)
+    learned = [evaluator.learn(bank, engine.groups) for evaluator in inputs.task.evaluators]
     watch.between()
     return _count(engine, learned, inputs.evaluation(fields=fields), watch, features=True)
 
@@ -250,23 +251,24 @@ class Evaluations:
 
     @cached_property
     def _has_split(self) -> bool:
-        return self.inputs.config.val_source is not None or self.inputs.config.zeroshot is not None
+        return self.inputs.data.val_source is not None or self.inputs.data.zeroshot is not None
 
     @cached_property
     def _shown(self) -> Source:
         """The images that token maps are drawn of."""
-        config = self.inputs.config
-        source = config.train_source if config.val_source is None else config.val_source
+        data = self.inputs.data
+        source = data.train_source if data.val_source is None else data.val_source
         return across_classes(source, token_maps.MOST)
 
     def is_due(self, done: int) -> bool:
         """Whether the weights after `done` steps have to be evaluated or drawn, and have not been yet."""
-        config = self.inputs.config
-        draws_training = self.draws_token_maps and bool(config.task.teachers)  # which often has no other split
+        draws_training = self.draws_token_maps and bool(self.inputs.task.teachers)  # which often has no other split
         if not (self._has_split or draws_training) or not done or done == self.evaluated_step:
             return False
-        epochs, rest = divmod(done, config.order.steps_per_epoch)
-        return (self.interval > 0 and rest == 0 and epochs % self.interval == 0) or done >= config.total_steps
+        if done >= self.inputs.config.total_steps:
+            return True
+        epochs, rest = divmod(done, self.inputs.data.order.steps_per_epoch)
+        return self.interval > 0 and rest == 0 and epochs % self.interval == 0
 
     def run(self, step: int, should_stop: Callable[[], bool]) -> bool:
         """Exact metrics over the validation split; without one, only pictures of training images (a collective).
@@ -292,13 +294,13 @@ class Evaluations:
                 self.ema_evaluations.append(self._evaluate(step, should_stop, "eval_ema"))
         self.evaluations.append(figures)  # only here: a run that was stopped during the second repeats both
         self.evaluated_step = step
-        figure = self.inputs.config.task.figures[0]
+        figure = self.inputs.task.figures[0]
         values = [evaluation[figure.name] for evaluation in self.evaluations if figure.name in evaluation]
         return figure.summed_up and values[-1] == figure.best(*values)
 
     def _evaluate(self, step: int, should_stop: Callable[[], bool], kind: str) -> dict[str, float]:
         """Evaluate the weights that the model has now (a collective)."""
-        config, task = self.inputs.config, self.inputs.config.task
+        validation, task = self.inputs.data.validation, self.inputs.task
         patience = self.watchdog.begin(step, "evaluation")
 
         def stop_on_signal() -> None:
@@ -311,9 +313,9 @@ class Evaluations:
             if self.reporter is None or kind != "eval":
                 return
             if metrics.by_sample is not None:
-                self.reporter.predictions(metrics.by_sample, config.validation, task.class_names, task.image)
+                self.reporter.predictions(metrics.by_sample, validation, task.class_names, task.image)
             if metrics.pairs is not None:
-                self.reporter.pairs(metrics.pairs, config.validation, task.image)
+                self.reporter.pairs(metrics.pairs, validation, task.image)
 
         doing = {"doing": self.reporter.line.doing} if self.reporter else {}
         show = partial(self._show, step, kind)
@@ -322,14 +324,15 @@ class Evaluations:
         if kind == "eval" and self.draws_token_maps:
             self._draw(step)
         if self.reporter:
-            skipped = len(config.validation) - int(figures["images"])
+            skipped = len(validation) - int(figures["images"])
             row = {"step": step, **figures, "skipped_images": skipped}
             self.reporter.eval(row, task.figures, kind)
         return figures
 
     def _draw(self, step: int) -> None:
         """Draw where the model looks in a few images, which every replica runs (a collective)."""
-        engine, task, inputs = self.engine, self.inputs.config.task, self.inputs.on_every_rank(self._shown)
+        engine, task = self.engine, self.inputs.task
+        inputs = self.inputs.evaluation(self._shown, task.feature_fields()[:1], on_every_rank=True)
         tower = engine.tower(task.feature_tower)
         with contextlib.closing(inputs.batches), token_maps.watched(tower) as seen:
             batches = seen.passing(self.watchdog.micro_batches(inputs.batches))

@@ -19,18 +19,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from ds_vit.config.augmentation import ImageSizes
 from ds_vit.config.run_folder import LineLog
 from ds_vit.data.augment.on_device import Crops
 from ds_vit.data.batches import MicroBatch
-from ds_vit.data.loader import Loader, eval_loader, train_loader
-from ds_vit.data.sampler import SampleOrder, Share, evaluation_keys, evaluation_rows, num_evaluation_batches
+from ds_vit.data.loader import eval_loader, train_loader
+from ds_vit.data.sampler import Share, evaluation_keys, evaluation_rows, num_evaluation_batches
+from ds_vit.data.settings import Data, Workers
 from ds_vit.data.sources.source import Source
 from ds_vit.device import pins_memory
 from ds_vit.engine.base import Engine
@@ -40,7 +40,6 @@ from ds_vit.parallel.groups import gather_objects
 from ds_vit.parallel.layout import Layout
 from ds_vit.tasks.metrics import Batch
 from ds_vit.tasks.task import Field, Task
-from ds_vit.tasks.zero_shot import ZeroShotData
 
 
 @dataclass(frozen=True)
@@ -49,42 +48,21 @@ class InputConfig:
 
     Attributes:
         task: makes the tensors of a batch.
-        train_source: the training split; in evaluation only it says which classes there are.
-        val_source: the evaluation split, or None.
-        zeroshot: of --zeroshot, or None.
-        order: of the training samples.
-        share: this rank's rows of a global batch.
-        sizes: which size of images each step trains on; None where all have the model's.
+        data: the samples, and this rank's part of them.
         total_steps: optimizer steps of the run; 0 in evaluation only.
-        eval_rows: rows of an evaluation batch.
         on_bad_image: "error" or "skip"; training replaces an image in both cases, and "error" then ends the run.
         max_bad_images: the share of an epoch's images that may be skipped.
-        workers: loader processes of this rank.
         layout: degrees of parallelism.
         rank: of this process.
     """
 
     task: Task
-    train_source: Source
-    val_source: Source | None
-    zeroshot: ZeroShotData | None
-    order: SampleOrder
-    share: Share
-    sizes: ImageSizes | None
+    data: Data
     total_steps: int
-    eval_rows: int
     on_bad_image: str
     max_bad_images: float
-    workers: int
     layout: Layout
     rank: int
-
-    @property
-    def validation(self) -> Source:
-        """The split whose images an evaluation counts: `val_source`, or that of --zeroshot if it is the only one."""
-        source = self.zeroshot.source if self.val_source is None and self.zeroshot is not None else self.val_source
-        assert source is not None, "there is no evaluation split"
-        return source
 
     @property
     def stages(self) -> set[str]:
@@ -131,6 +109,8 @@ class InputPipeline:
         skipped: file that images are named in that could not be decoded, or None.
 
     Attributes:
+        data: the samples, and this rank's part of them.
+        task: makes the tensors of a batch.
         decoded: images of training that the loader decoded ("loader"), and the counts of `decode_on`.
         look: receives the micro-batches of a new run, as read and as the model gets them; or None.
     """
@@ -143,18 +123,19 @@ class InputPipeline:
         samples: Path | None = None,
         skipped: Path | None = None,
     ) -> None:
-        self.config = config
+        self.config, self.data, self.task = config, config.data, config.task
         self.engine = engine
         self.throughput = throughput
         self.loads = config.rank == config.leader
         self.samples = LineLog(samples / f"rank-{config.rank:05d}.jsonl") if samples is not None else None
         self.look: Callable[[MicroBatch, Batch], None] | None = None
-        order = config.order
+        order = self.data.order
         epoch_images = order.steps_per_epoch * order.global_batch
         most = config.max_bad_images if config.on_bad_image == "skip" else 0.0
         self.skipped = SkippedImages(skipped, epoch_images=epoch_images, most=most)
         self.decoded: Counter[str] = Counter()
-        self._stream = torch.Stream(engine.device) if pins_memory(engine.device) else None
+        self._pins = pins_memory(engine.device)
+        self._stream = torch.Stream(engine.device) if self._pins else None
 
     def training(self, first_step: int = 0, skipped_batches: int = 0) -> Generator[Batch, None, None]:
         """The micro-batches of the run from a step on; counts the time that the loop waits for them.
@@ -163,131 +144,110 @@ class InputPipeline:
             first_step: optimizer steps that are done.
             skipped_batches: global batches that were left out before this step.
         """
-        config, task = self.config, self.config.task
+        config, data, task, share = self.config, self.data, self.task, self.data.share
         fields = self._here(task.fields(training=True))
+        steps = range(first_step, max(first_step, config.total_steps))
         read: Iterator[MicroBatch] = iter(())
         if self.loads:
             loader = train_loader(
-                config.train_source,
-                order=config.order,
-                share=config.share,
-                augment=task.augment,
-                mix=task.mix,
-                start_step=first_step + skipped_batches,
+                data,
+                task.samples(fields),
+                range(steps.start + skipped_batches, steps.stop + skipped_batches),
                 skipped_batches=skipped_batches,
-                stop_step=max(first_step, config.total_steps) + skipped_batches,
-                sizes=config.sizes and config.sizes.later(skipped_batches),
-                crops=task.crops,
-                **{**self._loading(fields), "on_bad_image": "skip" if config.on_bad_image == "skip" else "replace"},
+                on_bad_image="skip" if config.on_bad_image == "skip" else "replace",
+                pin_memory=self._pins,
             )
             read = iter(loader)
-        return self._training(fields, first_step, skipped_batches, read)
-
-    def _training(
-        self, fields: Sequence[Field], first_step: int, skipped_batches: int, read: Iterator[MicroBatch]
-    ) -> Generator[Batch, None, None]:
-        config, sizes, accumulation = self.config, self.config.sizes, self.config.share.accumulation
-        if not self.loads:
-            for number in range(max(0, config.total_steps - first_step) * accumulation):
-                step, micro_index = divmod(number, accumulation)
-                rows = config.share.rows(micro_index)
-                _, keys = config.order.rows(first_step + skipped_batches + step, rows)
-                sized = _of_size(fields, sizes.at(first_step + step)) if sizes else fields
-                received = self._receive(sized, config.share.micro_batch)
-                yield {**received, "keys_on_host": torch.from_numpy(keys)}
-            return
-        for number in itertools.count(first_step * accumulation):
+        for step, micro_index in itertools.product(steps, range(share.accumulation)):
+            rows = share.rows(micro_index)
+            if not self.loads:
+                _, keys = data.order.rows(step + skipped_batches, rows)
+                sized = _of_size(fields, data.sizes.at(step)) if data.sizes else fields
+                yield {**self._receive(sized, len(rows)), "keys_on_host": torch.from_numpy(keys)}
+                continue
             before = time.perf_counter()
-            batch = next(read, None)
+            batch = next(read)
             self.throughput.waited(time.perf_counter() - before)
-            if batch is None:
-                return
             if "first" in config.stages:
                 # Noted only here: a row is read on several ranks.
-                epoch = number // accumulation // config.order.steps_per_epoch
-                self.skipped.add(config.train_source, batch.skipped, "training", epoch)
-                if isinstance(batch.images, Crops) and config.task.augment.decode == "fast":
+                self.skipped.add(data.train_source, batch.skipped, "training", data.order.epoch_of(step))
+                if isinstance(batch.images, Crops) and task.augment.decode == "fast":
                     self.decoded["loader"] += sum(crop.file is None for crop in batch.images.crops)
                     batch = batch._replace(images=batch.images._replace(tally=self.decoded))
-                self._log_samples(number, batch)
+                if self.samples is not None:
+                    indices = batch.indices[: batch.num_rows].tolist()
+                    self.samples.add({"step": step + 1, "first_row": rows.start, "samples": indices})
             shared = self._share(self._finish(fields, batch, training=True))
             if first_step == 0 and self.look is not None:
                 self.look(batch, shared)
             # On the CPU too: masks are drawn there, without a wait for the device.
             yield {**shared, "keys_on_host": batch.keys[: batch.num_rows]}
 
-    def _log_samples(self, number: int, batch: MicroBatch) -> None:
-        """Log the samples of a micro-batch; `number` counts micro-batches over the run from 0."""
-        if self.samples is None:
-            return
-        step, micro_index = divmod(number, self.config.share.accumulation)
-        rows = self.config.share.rows(micro_index)
-        line = {"step": step + 1, "first_row": rows.start, "samples": batch.indices[: batch.num_rows].tolist()}
-        self.samples.add(line)
-
-    def evaluation(self, source: Source | None = None, fields: Sequence[Field] | None = None) -> EvaluationInputs:
+    def evaluation(
+        self, source: Source | None = None, fields: Sequence[Field] | None = None, *, on_every_rank: bool = False
+    ) -> EvaluationInputs:
         """The batches of a split, each image once and without augmentation.
 
         Args:
             source: the split; None for the validation split.
             fields: of a batch; None for those of the task's evaluation.
+            on_every_rank: a small split, all of it on every data-parallel rank; damaged images do not count.
         """
-        config, rows, share = self.config, self.config.eval_rows, self.config.share
-        source = config.validation if source is None else source
-        fields = self._here(config.task.fields(training=False) if fields is None else fields)
-        loader = eval_loader(source, batch=rows, dp_rank=share.dp_rank, dp_size=share.dp_size, **self._loading(fields))
-        inputs = EvaluationInputs((_ for _ in ()), len(loader), len(source))
-        inputs.batches = self._evaluation(inputs, source, fields, loader, rows)
-        return inputs
+        config, data = self.config, self.data
+        source = data.validation if source is None else source
+        fields = self._here(self.task.fields(training=False) if fields is None else fields)
+        share, on_bad_image, num_workers = data.eval_share, config.on_bad_image, data.workers.number
+        if on_every_rank:
+            share, on_bad_image, num_workers = Share(0, 1, min(data.eval_rows, len(source))), "skip", 0
+        loader = eval_loader(
+            source,
+            self.task.samples(fields),
+            share,
+            on_bad_image=on_bad_image,
+            num_workers=num_workers,
+            pin_memory=self._pins,
+        )
+        counts = "last" in config.stages and not on_every_rank  # once a row
+        split = "training" if source is data.train_source else "evaluation"
 
-    def on_every_rank(self, source: Source) -> EvaluationInputs:
-        """The images of a small split, on every data-parallel rank all of them; damaged ones are not valid."""
-        rows, fields = min(self.config.eval_rows, len(source)), self._here(self.config.task.feature_fields()[:1])
-        loading = {**self._loading(fields), "on_bad_image": "skip", "num_workers": 0}
-        loader = eval_loader(source, batch=rows, **loading)
-        inputs = EvaluationInputs((_ for _ in ()), len(loader), len(source))
-        inputs.batches = self._evaluation(inputs, None, fields, loader, rows)
-        return inputs
+        def read() -> Generator[Batch, None, None]:
+            if not self.loads:
+                for _ in range(len(loader)):
+                    yield self._with_blanks(self._receive(fields, share.micro_batch, valid=True))
+                return
+            with contextlib.closing(iter(loader)) as batches:
+                for batch in batches:
+                    if counts:
+                        inputs.num_skipped += batch.num_skipped
+                        self.skipped.add(source, batch.skipped, split)
+                    valid = batch.valid[: batch.num_rows].to(self.engine.device, non_blocking=True)
+                    shared = self._share({**self._finish(fields, batch, training=False), "valid": valid})
+                    yield self._with_blanks(shared)
 
-    def _evaluation(
-        self, inputs: EvaluationInputs, source: Source | None, fields: Sequence[Field], loader: Loader, rows: int
-    ) -> Generator[Batch, None, None]:
-        if not self.loads:
-            for _ in range(len(loader)):
-                yield self._with_blanks(self._receive(fields, rows, valid=True))
-            return
-        split = "training" if source is self.config.train_source else "evaluation"
-        with contextlib.closing(iter(loader)) as batches:
-            for batch in batches:
-                if source is not None and "last" in self.config.stages:  # once a row: where it is counted
-                    inputs.num_skipped += batch.num_skipped
-                    self.skipped.add(source, batch.skipped, split)
-                valid = batch.valid[: batch.num_rows].to(self.engine.device, non_blocking=True)
-                shared = self._share({**self._finish(fields, batch, training=False), "valid": valid})
-                yield self._with_blanks(shared)
+        inputs = EvaluationInputs(read(), len(loader), len(source))
+        return inputs
 
     @cached_property
     def further_texts(self) -> tuple[torch.Tensor, list[str]]:
         """`Task.further_texts` of the validation split: the sample of each, int64 [M], and the texts."""
-        found = self.config.task.further_texts(self.config.validation)
+        found = self.task.further_texts(self.data.validation)
         return torch.tensor([sample for sample, _ in found], dtype=torch.int64), [text for _, text in found]
 
     def texts(self, texts: Sequence[str]) -> EvaluationInputs:
         """The batches of some texts, each on one data-parallel rank, with the "number" of each, int64 [B]."""
-        share, rows = self.config.share, self.config.eval_rows
-        num_batches = num_evaluation_batches(len(texts), rows, share.dp_size)
-        return EvaluationInputs(self._texts(texts, rows, num_batches), num_batches, len(texts))
+        tokenizer, device, share = self.task.tokenizer, self.engine.device, self.data.eval_share
+        num_batches = num_evaluation_batches(len(texts), share)
+        assert tokenizer is not None, f"--task {self.task.name} reads no texts"
 
-    def _texts(self, texts: Sequence[str], rows: int, num_batches: int) -> Generator[Batch, None, None]:
-        config, tokenizer, device = self.config, self.config.task.tokenizer, self.engine.device
-        assert tokenizer is not None, f"--task {config.task.name} reads no texts"
-        for index in range(num_batches):
-            share = config.share
-            numbers, valid = evaluation_rows(len(texts), rows, share.dp_rank, share.dp_size, index)
-            batch = {"number": numbers, "keys": evaluation_keys(numbers), "valid": valid}
-            if "first" in config.stages:
-                batch["texts"] = np.stack([tokenizer.encode(texts[number]) for number in numbers])
-            yield self._with_blanks({name: torch.from_numpy(array).to(device) for name, array in batch.items()})
+        def encode() -> Generator[Batch, None, None]:
+            for index in range(num_batches):
+                numbers, valid = evaluation_rows(len(texts), share, index)
+                batch = {"number": numbers, "keys": evaluation_keys(numbers), "valid": valid}
+                if "first" in self.config.stages:
+                    batch["texts"] = np.stack([tokenizer.encode(texts[number]) for number in numbers])
+                yield self._with_blanks({name: torch.from_numpy(array).to(device) for name, array in batch.items()})
+
+        return EvaluationInputs(encode(), num_batches, len(texts))
 
     def _with_blanks(self, batch: Batch) -> Batch:
         """A batch with zeros for missing inputs of a pipeline, which runs all towers."""
@@ -296,7 +256,7 @@ class InputPipeline:
         rows = len(batch["keys"])
         blanks = {
             field.name: torch.zeros(1, *field.shape, dtype=field.dtype, device=self.engine.device)
-            for field in self._here(self.config.task.fields(training=False))
+            for field in self._here(self.task.fields(training=False))
             if field.stage == "first" and field.name not in batch
         }
         return {**batch, **{name: blank.expand(rows, *blank.shape[1:]) for name, blank in blanks.items()}}
@@ -306,18 +266,6 @@ class InputPipeline:
         own = (field for field in fields if field.stage in self.config.stages)
         return tuple(dataclasses.replace(field, dtype=field.dtype or self.engine.dtype) for field in own)
 
-    def _loading(self, fields: Sequence[Field]) -> dict[str, Any]:
-        return {
-            "image": self.config.task.image,
-            "load_images": any(field.reads == "images" for field in fields),
-            "load_targets": any(field.reads == "targets" for field in fields),
-            "tokenizer": self.config.task.tokenizer,
-            "load_texts": any(field.reads == "texts" for field in fields),
-            "on_bad_image": self.config.on_bad_image,
-            "num_workers": self.config.workers,
-            "pin_memory": pins_memory(self.engine.device),
-        }
-
     def _finish(self, fields: Sequence[Field], batch: MicroBatch, *, training: bool) -> Batch:
         """The tensors of a micro-batch that this rank's stage needs, and its keys.
 
@@ -325,7 +273,7 @@ class InputPipeline:
         """
         device = self.engine.device
         with self._stream or contextlib.nullcontext():
-            tensors = self.config.task.tensors(fields, batch, training=training, device=device)
+            tensors = self.task.tensors(fields, batch, training=training, device=device)
             tensors["keys"] = batch.keys[: batch.num_rows].to(device, non_blocking=True)
         if self._stream is not None:
             current = torch.accelerator.current_stream(device)
@@ -367,13 +315,6 @@ def _of_size(fields: Sequence[Field], size: int) -> tuple[Field, ...]:
 
 MAX_WORKERS = 16
 """Of a rank: at some 500 images per second per core, more than any model takes that is worth sharing over GPUs."""
-
-
-class Workers(NamedTuple):
-    """Loader processes of a rank; how `auto` came to that number, for people ("" where it was given)."""
-
-    number: int
-    reason: str = ""
 
 
 def count_workers(reads: Callable[[int], str], process: Process) -> Workers:

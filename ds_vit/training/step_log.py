@@ -79,17 +79,17 @@ class StepLog(Callback):
             self.epoch_loss.add(step.result.loss, self._epoch(step.number))
 
     def _epoch(self, step: int) -> int:
-        return self.inputs.config.order.epoch_of(max(step - 1, 0))
+        return self.inputs.data.order.epoch_of(max(step - 1, 0))
 
     def row(self, step: Step) -> None:
         """A row of metrics.jsonl; a collective that waits for the device."""
-        config, number = self.inputs.config, step.number
+        number = step.number
         losses = torch.stack((step.result.loss.float(), self.epoch_loss.own(self._epoch(number))))
         loss, epoch_loss = self.engine.mean(losses).tolist()
         norm = _norm(step.result)
         rate, waiting = self.throughput.window(count=number > 1)
         memory = self.peak.measured_bytes()
-        gauges = config.task.gauges(self.engine.context)
+        gauges = self.inputs.task.gauges(self.engine.context)
         of_task = {**self._parameters(), **{name: float(value) for name, value in gauges.items()}}
         skipped = {"skipped_images": self.inputs.skipped.gather()}
         if self.reporter is None:
@@ -108,7 +108,7 @@ class StepLog(Callback):
                 "mfu": tflops / self._peak if self._peak else None,
                 "data_wait_fraction": waiting,
                 "memory_bytes": memory,
-                "images_seen": number * config.order.global_batch,
+                "images_seen": number * self.inputs.data.order.global_batch,
                 **of_task,
                 **skipped,
             }
@@ -116,7 +116,7 @@ class StepLog(Callback):
 
     def _parameters(self) -> dict[str, float]:
         """The values of the parameters that the task shows (a collective)."""
-        shown, layout = self.inputs.config.task.shown_parameters, self.engine.groups.layout
+        shown, layout = self.inputs.task.shown_parameters, self.engine.groups.layout
         if not shown:
             return {}
         own = self.engine.zero_map.values([*shown])  # zeros on the other stages of a pipeline
@@ -126,7 +126,7 @@ class StepLog(Callback):
     def _training_flops(self, step: int) -> float:
         """Of an image, the mean over the steps since the last row."""
         first, self._since = min(self._since, step - 1), step
-        sizes = self.inputs.config.sizes
+        sizes = self.inputs.data.sizes
         if sizes is None:
             return self.flops[None].training
         each = [self.flops[sizes.at(done)].training for done in range(first, step)]
@@ -144,7 +144,7 @@ class StepLog(Callback):
         if self.reporter and self.reporter.line.moves:
             # This rank's loss: the mean over all ranks would have to wait for them.
             late = self._late_loss.exchange(step.result.loss)
-            self.reporter.line.step(step.number, loss=late, images=self.inputs.config.order.global_batch)
+            self.reporter.line.step(step.number, loss=late, images=self.inputs.data.order.global_batch)
 
     def after_rollback(self, bad: RollBack, step: int, skipped_batches: int, state: Mapping[str, Any]) -> None:
         """As `Callback.after_rollback`."""

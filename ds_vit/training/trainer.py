@@ -126,7 +126,7 @@ class Trainer:
         """
         if self.schedule is not None:
             self.engine.set_lr(self.schedule.lr(step - 1))
-        task = self.inputs.config.task
+        task = self.inputs.task
         self.engine.begin_step(step, task.schedules(step, self.horizon), task.held_names(step, self.horizon))
         lr, loss_scale = self.engine.lr(), self.engine.loss_scale()
         for callback in self.callbacks:

@@ -23,7 +23,7 @@ from ds_vit.config.augmentation import AugmentConfig, MixConfig
 from ds_vit.data.decode import ImageDecodeError, decode, in_8_bits
 from ds_vit.data.loader import eval_loader
 from ds_vit.data.sampler import Share
-from ds_vit.data.settings import ImageConfig
+from ds_vit.data.settings import ImageConfig, SampleSpec
 from ds_vit.data.sources.datasets import as_source, open_source
 from ds_vit.data.sources.source import Source, headers_of_some
 from ds_vit.fault_tolerance.errors import UserError
@@ -86,7 +86,7 @@ def test_16_bit_grey_is_scaled_in_every_source_and_by_every_way_to_decode(folder
             share = Share(0, 1, len(source))
             augment = AugmentConfig(no_aug=True, decode=how)
             training = load(source, share, stop=1, image=image, augment=augment, mix=MixConfig())
-            for batch in (*training, *eval_loader(source, image=image, batch=len(source))):
+            for batch in (*training, *eval_loader(source, SampleSpec(image), Share(0, 1, len(source)))):
                 assert torch.equal(batch.images, torch.from_numpy(_rgb(EIGHT)).permute(2, 0, 1).expand_as(batch.images))
 
 
@@ -149,9 +149,9 @@ def test_an_unknown_range_is_an_error_that_names_the_file(tmp_path, name, capsys
     path.write_bytes(_saved(pixels, "tiff"))
     source, image = open_source("", str(tmp_path), "train"), ImageConfig((8, 8))
     with pytest.raises(ImageDecodeError, match=re.escape(f"{path}: the image cannot be decoded (")) as caught:
-        list(eval_loader(source, image=image, batch=1))
+        list(eval_loader(source, SampleSpec(image), Share(0, 1, 1)))
     assert f"{message}; convert them to one of these); repair or replace the file, or pass" in str(caught.value)
-    (batch,) = eval_loader(source, image=image, batch=1, on_bad_image="skip")
+    (batch,) = eval_loader(source, SampleSpec(image), Share(0, 1, 1), on_bad_image="skip")
     assert [(number, message in reason) for number, reason in batch.skipped] == [(0, True)]
     assert main(["doctor", "--images", str(tmp_path)]) == 65
     assert message in capsys.readouterr().out

@@ -21,7 +21,7 @@ from ds_vit.data.decode import Jpeg, open_image
 from ds_vit.data.device import finish_images
 from ds_vit.data.loader import eval_loader
 from ds_vit.data.sampler import Share
-from ds_vit.data.settings import ImageConfig
+from ds_vit.data.settings import ImageConfig, SampleSpec
 from ds_vit.data.sources.datasets import as_source, open_source
 from ds_vit.data.sources.source import Source
 from ds_vit.fault_tolerance.errors import UserError
@@ -181,7 +181,8 @@ def test_evaluation_of_files_and_of_a_program(folders):
     """Would catch a source that decodes by itself and whose images stay turned."""
     turned, upright = (open_source("", str(folder), "train") for folder in folders)
     program = as_source([(Image.open(turned.describe(n)), turned.target(n)) for n in range(len(turned))])
-    found, same, expected = (next(iter(eval_loader(s, image=IMAGE, batch=16))) for s in (turned, program, upright))
+    loaders = (eval_loader(s, SampleSpec(IMAGE), Share(0, 1, 16)) for s in (turned, program, upright))
+    found, same, expected = (next(iter(loader)) for loader in loaders)
     assert torch.equal(found.images, expected.images)
     assert torch.equal(same.images, expected.images)
 

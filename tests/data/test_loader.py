@@ -19,18 +19,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from micro_batches import in_global_order, load
+from micro_batches import in_global_order, load, loader_of
 from picture_folders import encoded, made, smooth_photo
 from PIL import Image
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from ds_vit.config.augmentation import AugmentConfig, MixConfig
+from ds_vit.config.augmentation import AugmentConfig, ImageSizes, MixConfig
 from ds_vit.data.batches import MicroBatch, Slots
 from ds_vit.data.decode import ImageDecodeError
 from ds_vit.data.device import finish_images, finish_targets
-from ds_vit.data.loader import Loader, eval_loader, train_loader
+from ds_vit.data.loader import Loader, eval_loader
 from ds_vit.data.sampler import SampleOrder, Share
-from ds_vit.data.settings import ImageConfig
+from ds_vit.data.settings import ALL_PARTS, ImageConfig, SampleSpec
 from ds_vit.data.sources.datasets import open_source
 from ds_vit.data.sources.source import Source
 from ds_vit.fault_tolerance.errors import WorkerLost
@@ -41,6 +41,7 @@ PLAIN = AugmentConfig(no_aug=True)
 EVERYTHING = AugmentConfig(aa="rand-m9-mstd0.5-inc1", vflip=0.3, reprob=0.5, recount=2)
 ON_DEVICE = replace(EVERYTHING, augment_on="device")
 MIX = MixConfig(mixup=0.8, cutmix=1.0)
+WITHOUT_IMAGES = ALL_PARTS - {"images"}
 SETTINGS = {"image": IMAGE, "augment": EVERYTHING, "mix": MIX}
 LAYOUTS = [Share(0, 1, 12), Share(0, 1, 1, 12), Share(0, 1, 3, 4), Share(0, 2, 3, 2), Share(0, 4, 3), Share(0, 4, 1, 3)]
 
@@ -67,7 +68,7 @@ def _load(source: Source, share: Share, *args: int, **options) -> list[MicroBatc
 def _loader(source: Source, stop_step: int, **options) -> Loader:
     """All of one rank's micro-batches of 12 rows."""
     order = SampleOrder(len(source), 12, seed=7)
-    return train_loader(source, order=order, share=LAYOUTS[0], stop_step=stop_step, **SETTINGS, **options)
+    return loader_of(source, order, LAYOUTS[0], range(stop_step), **SETTINGS, **options)
 
 
 PARTS: dict[str, Callable[[MicroBatch], torch.Tensor]] = {
@@ -125,7 +126,7 @@ def test_loading_leaves_the_process_generators_alone(source, workers):
     """Would catch a loader that moves the global generators, which then differ from rank to rank."""
     before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
     _load(source, LAYOUTS[0], stop=2, num_workers=workers)
-    list(eval_loader(source, image=IMAGE, batch=8, num_workers=workers))
+    list(eval_loader(source, SampleSpec(IMAGE), Share(0, 1, 8), num_workers=workers))
     assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == before
 
 
@@ -160,13 +161,13 @@ def _blind(source: Source) -> Source:
 @pytest.mark.parametrize("share", [LAYOUTS[0], LAYOUTS[4]], ids=["even", "odd"])
 def test_targets_without_images_and_images_without_targets(source, reference, share):
     """Would catch a last stage that decodes images, or stages that disagree on how a pair is mixed."""
-    targets = _load(_blind(source), share, load_images=False)
+    targets = _load(_blind(source), share, reads=WITHOUT_IMAGES)
     assert all(batch.images is None and batch.erase is None for batch in targets)
     assert torch.equal(in_global_order(targets, share, PARTS["targets"]), reference["targets"])
-    images = _load(source, share, load_targets=False)
+    images = _load(source, share, reads=ALL_PARTS - {"targets"})
     assert all(batch.targets is None for batch in images)
     assert torch.equal(in_global_order(images, share, PARTS["images"]), reference["images"])
-    keys = _load(_blind(source), share, load_images=False, load_targets=False)
+    keys = _load(_blind(source), share, reads=frozenset())
     assert torch.equal(in_global_order(keys, share, PARTS["keys"]), reference["keys"])
 
 
@@ -203,6 +204,17 @@ def test_mixing_stops_at_its_epoch(source, reference):
     # After a rollback: one step more of the first epoch.
     shifted = _load(source, LAYOUTS[4], mix=mix, skipped_batches=1)
     assert torch.equal(in_global_order(shifted, LAYOUTS[4], PARTS["targets"])[:4], reference["targets"][:4])
+
+
+def test_the_size_of_images_follows_the_optimizer_step(source):
+    """Would catch a size that moves when batches were left out."""
+    sizes, order = ImageSizes((8, 16, 24), firsts=(0, 1, 3)), SampleOrder(len(source), 12, seed=7)
+    for skipped in (0, 2):
+        steps, share = range(skipped, skipped + 5), Share(0, 1, 12)
+        batches = loader_of(
+            source, order, share, steps, skipped_batches=skipped, sizes=sizes, image=ImageConfig((24, 24))
+        )
+        assert [batch.images.shape[-1] for batch in batches] == [8, 16, 16, 24, 24]
 
 
 def test_multi_label_targets(tmp_path):
@@ -271,17 +283,17 @@ def test_skipped_images_are_replaced_alike_in_every_layout_and_counted(damaged):
     for share, options in (
         (LAYOUTS[4], {}),
         (LAYOUTS[3], {"num_workers": 2}),
-        (LAYOUTS[4], {"load_images": False}),
+        (LAYOUTS[4], {"reads": WITHOUT_IMAGES}),
     ):
         batches = _load(source, share, on_bad_image="skip", **options)
         for name, finish in PARTS.items():
-            if name != "images" or "load_images" not in options:
+            if name != "images" or "reads" not in options:
                 assert torch.equal(in_global_order(batches, share, finish), expected[name]), name
         assert sum(batch.num_skipped for batch in batches) == sum(index in bad for index in used) > 0
 
 
-@pytest.mark.parametrize("load_images", [True, False])
-def test_a_replacement_brings_its_own_target(tmp_path, load_images):
+@pytest.mark.parametrize("reads", [ALL_PARTS, WITHOUT_IMAGES], ids=["images", "no images"])
+def test_a_replacement_brings_its_own_target(tmp_path, reads):
     """Would catch the pixels of one class trained under the label of the bad image's class."""
     for number in range(24):
         path = made(tmp_path / "train" / f"class{number % 3}" / f"{number}.png")
@@ -292,7 +304,7 @@ def test_a_replacement_brings_its_own_target(tmp_path, load_images):
     options = {"augment": PLAIN, "mix": MixConfig(), "stop": 2, "on_bad_image": "skip"}
     batches = _load(source, Share(0, 1, 12), **options)
     shown = torch.cat([batch.images[:, 0, 0, 0] // 100 for batch in batches])
-    told = torch.cat([batch.targets for batch in _load(source, Share(0, 1, 12), load_images=load_images, **options)])
+    told = torch.cat([batch.targets for batch in _load(source, Share(0, 1, 12), reads=reads, **options)])
     assert torch.equal(shown.long(), told)
     asked = [source.target(index) for batch in batches for index in batch.indices.tolist()]
     assert told.tolist() != asked
@@ -315,7 +327,7 @@ def test_evaluation_sees_every_image_once_with_its_target(source, dp_size, batch
     """Would catch images lost or doubled in the remainder, or an image with the target of another."""
     seen: dict[int, tuple[bytes, int]] = {}
     for rank in range(dp_size):
-        loader = eval_loader(source, image=IMAGE, batch=batch, dp_rank=rank, dp_size=dp_size)
+        loader = eval_loader(source, SampleSpec(IMAGE), Share(rank, dp_size, batch))
         for part in loader:
             images, targets = finish_images(part, IMAGE, device="cpu"), finish_targets(part, 3, device="cpu")
             assert len(images) == len(targets) == batch
@@ -324,14 +336,14 @@ def test_evaluation_sees_every_image_once_with_its_target(source, dp_size, batch
                 seen[part.indices[row].item()] = (images[row].numpy().tobytes(), targets[row].item())
     assert sorted(seen) == list(range(NUM_IMAGES))
     assert [seen[i][1] for i in range(NUM_IMAGES)] == [source.target(i) for i in range(NUM_IMAGES)]
-    (whole,) = eval_loader(source, image=IMAGE, batch=41)
+    (whole,) = eval_loader(source, SampleSpec(IMAGE), Share(0, 1, 41))
     images = finish_images(whole, IMAGE, device="cpu")
     assert [seen[i][0] for i in range(41)] == [image.numpy().tobytes() for image in images]
 
 
 def test_an_evaluation_can_be_repeated_with_its_workers(source):
     """Would catch a second evaluation that is empty or differs."""
-    loader = eval_loader(source, image=IMAGE, batch=16, num_workers=2)
+    loader = eval_loader(source, SampleSpec(IMAGE), Share(0, 1, 16), num_workers=2)
     first, second = ([batch.images for batch in loader] for _ in range(2))
     assert len(first) == len(second) == 3
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
@@ -351,7 +363,8 @@ class _Leftover:
 @pytest.mark.slow
 def test_a_worker_ends_nothing_of_its_parent(source, tmp_path):
     """Would catch an iterator of an earlier evaluation that a worker collects, and whose end closes its own queues."""
-    loader = eval_loader(_Hooked(source, lambda index: index or gc.collect()), image=IMAGE, batch=8, num_workers=1)
+    hooked = _Hooked(source, lambda index: index or gc.collect())
+    loader = eval_loader(hooked, SampleSpec(IMAGE), Share(0, 1, 8), num_workers=1)
     gc.disable()
     gc.freeze()  # What earlier tests left is much, and the worker would copy all of it.
     _Leftover(tmp_path / "ended in")
@@ -364,19 +377,19 @@ def test_a_worker_ends_nothing_of_its_parent(source, tmp_path):
     assert (tmp_path / "ended in").read_text() == f"{os.getpid()}\n"
 
 
-@pytest.mark.parametrize("load_images", [True, False])
-def test_skipped_evaluation_images_do_not_count(damaged, load_images):
+@pytest.mark.parametrize("reads", [ALL_PARTS, WITHOUT_IMAGES], ids=["images", "no images"])
+def test_skipped_evaluation_images_do_not_count(damaged, reads):
     """Would catch a bad image counted as a wrong answer, or by one stage only, and labels that decode."""
     source = open_source("", str(damaged), "val")
-    batches = list(eval_loader(source, image=IMAGE, batch=16, on_bad_image="skip", load_images=load_images))
+    batches = list(eval_loader(source, SampleSpec(IMAGE, reads), Share(0, 1, 16), on_bad_image="skip"))
     valid = torch.cat([batch.valid for batch in batches])
     indices = torch.cat([batch.indices for batch in batches])[valid].tolist()
     good = [i for i in range(NUM_IMAGES) if int(Path(source.describe(i)).stem) % 4]
     assert indices == good
     assert sum(batch.num_skipped for batch in batches) == NUM_IMAGES - len(good)
     with pytest.raises(ImageDecodeError):
-        list(eval_loader(source, image=IMAGE, batch=16))
-    (labels,) = eval_loader(_blind(source), image=IMAGE, batch=41, load_images=False)
+        list(eval_loader(source, SampleSpec(IMAGE), Share(0, 1, 16)))
+    (labels,) = eval_loader(_blind(source), SampleSpec(IMAGE, WITHOUT_IMAGES), Share(0, 1, 41))
     assert labels.targets.tolist() == [source.target(i) for i in range(41)]
 
 
@@ -439,9 +452,11 @@ def test_pinned_images_are_a_copy(monkeypatch):
 _GIVEN_UP = """
 import sys
 from ds_vit.data.loader import eval_loader
-from ds_vit.data.settings import ImageConfig
+from ds_vit.data.sampler import Share
+from ds_vit.data.settings import ImageConfig, SampleSpec
 from ds_vit.data.sources.datasets import open_source
-loader = eval_loader(open_source("", sys.argv[1], "train"), image=ImageConfig((16, 20)), batch=2, num_workers=1)
+source, spec = open_source("", sys.argv[1], "train"), SampleSpec(ImageConfig((16, 20)))
+loader = eval_loader(source, spec, Share(0, 1, 2), num_workers=1)
 sys.held = iter(loader)
 print(next(sys.held).num_rows)
 """

@@ -23,7 +23,7 @@ from ds_vit.config.schema import names_of_task
 from ds_vit.data.decode import ImageDecodeError
 from ds_vit.data.loader import eval_loader
 from ds_vit.data.sampler import Share
-from ds_vit.data.settings import ImageConfig
+from ds_vit.data.settings import ALL_PARTS, ImageConfig, SampleSpec
 from ds_vit.data.sources import shards
 from ds_vit.data.sources.captions import CaptionKeys
 from ds_vit.data.sources.datasets import open_source
@@ -272,19 +272,20 @@ def test_damaged_pairs_are_replaced_alike_on_every_stage(tmp_path, form):
     assert sum(batch.num_skipped for batch in whole) == sum(n in bad for n in used) > 2
     reasons = {reason for batch in whole for n, reason in batch.skipped if n != 4}
     assert reasons == {"its caption is empty or not UTF-8"}
-    for share, stage in ((Share(0, 2, 3), {"load_images": False}), (Share(0, 1, 2, 3), {"load_texts": False})):
-        part = load(source, share, **options, **stage)
+    for share, left_out in ((Share(0, 2, 3), "images"), (Share(0, 1, 2, 3), "texts")):
+        part = load(source, share, **options, reads=ALL_PARTS - {left_out})
         assert [n for batch in part for n, _ in batch.skipped if n in bad]
         for name in ("texts", "images"):
-            if f"load_{name}" not in stage:
+            if name != left_out:
                 finish = lambda batch, name=name: getattr(batch, name)  # noqa: E731
                 assert torch.equal(in_global_order(part, share, finish), in_global_order(whole, Share(0, 1, 6), finish))
-    batches = list(eval_loader(source, image=SETTINGS["image"], batch=7, on_bad_image="skip", tokenizer=TOKENIZER))
+    spec = SampleSpec(SETTINGS["image"], tokenizer=TOKENIZER)
+    batches = list(eval_loader(source, spec, Share(0, 1, 7), on_bad_image="skip"))
     valid = torch.cat([batch.indices[batch.valid] for batch in batches]).tolist()
     assert valid == [n for n in range(NUM_PAIRS) if n not in bad]
-    for stage in ({}, {"load_images": False}):
+    for reads in (ALL_PARTS, ALL_PARTS - {"images"}):
         with pytest.raises(ImageDecodeError, match=r": its caption is empty or not UTF-8; repair it|cannot be decoded"):
-            load(source, Share(0, 1, 6), **SETTINGS, tokenizer=TOKENIZER, **stage)
+            load(source, Share(0, 1, 6), **SETTINGS, tokenizer=TOKENIZER, reads=reads)
 
 
 MISSING = {

@@ -19,7 +19,7 @@ from ds_vit.config.augmentation import AugmentConfig, MixConfig
 from ds_vit.data.decode import undecodable
 from ds_vit.data.loader import eval_loader
 from ds_vit.data.sampler import Share
-from ds_vit.data.settings import ImageConfig
+from ds_vit.data.settings import ImageConfig, SampleSpec
 from ds_vit.data.sources.captions import Captions
 from ds_vit.data.sources.combined import mixed
 from ds_vit.data.sources.datasets import drawn, open_source, read_names
@@ -163,7 +163,8 @@ def test_images_go_with_their_texts():
     batches = load(Pairs(), Share(0, 1, 12), **options)
     drawn = {text_of(ids) for batch in batches for ids in batch.texts}
     assert len([text for text in drawn if text.startswith("2,")]) > 1, "an image's captions are never drawn"
-    batches += eval_loader(Pairs(), image=SETTINGS["image"], batch=12, on_bad_image="skip", tokenizer=BYTES)
+    spec = SampleSpec(SETTINGS["image"], tokenizer=BYTES)
+    batches += eval_loader(Pairs(), spec, Share(0, 1, 12), on_bad_image="skip")
     for batch in batches:
         for image, ids in zip(batch.images[batch.valid], batch.texts[batch.valid], strict=True):
             assert text_of(ids).startswith(f"{int(image[0, 0, 0]) // 8}, ")

@@ -15,7 +15,7 @@ from ds_vit.config.augmentation import AugmentConfig, MixConfig
 from ds_vit.data.device import finish_images, finish_local_images
 from ds_vit.data.loader import train_loader
 from ds_vit.data.sampler import SampleOrder, Share
-from ds_vit.data.settings import CropConfig, ImageConfig
+from ds_vit.data.settings import CropConfig, Data, ImageConfig, SampleSpec
 from ds_vit.data.sources.datasets import open_source
 from ds_vit.monitoring.sheets import TrainingSheet, save_sheet
 
@@ -26,10 +26,10 @@ def test_a_sheet_shows_what_the_model_gets(tmp_path, wanted):
     image, mix = ImageConfig((8, 8), mean=(0.3, 0.4, 0.5), std=(0.2, 0.3, 0.4)), MixConfig(mixup=0.8, cutmix=1.0)
     source, augment = open_source("digits", None, "train"), AugmentConfig(reprob=0.5)
     order, share = SampleOrder(len(source), 12, seed=1), Share(0, 1, 4, 3)
-    options = {"order": order, "share": share, "image": image, "augment": augment, "mix": mix, "stop_step": 2}
+    loader = train_loader(Data(source, order, share), SampleSpec(image, augment=augment, mix=mix), range(2))
     sheet = TrainingSheet(image, source, [f"digit {n}" for n in range(10)], wanted, share.accumulation)
     saved, seen, captions = [], [], []
-    for number, drawn in enumerate(train_loader(source, **options)):
+    for number, drawn in enumerate(loader):
         batch = {"images": finish_images(drawn, image, augment, device="cpu")}
         sheet.add(drawn._replace(targets=None) if number % 2 else drawn, batch, saved.append)
         seen.append(batch["images"] * torch.tensor(image.std)[:, None, None] + torch.tensor(image.mean)[:, None, None])
@@ -56,12 +56,12 @@ def test_a_sheet_shows_what_the_model_gets(tmp_path, wanted):
 def test_a_row_of_a_sheet_shows_the_crops_of_a_sample(tmp_path, wanted, samples):
     """Would catch crops of another sample in a row, a label at the wrong crop, and a count in crops."""
     image, crops = ImageConfig((8, 8), mean=(0.3, 0.4, 0.5), std=(0.2, 0.3, 0.4)), CropConfig(4, num_local=3)
-    source, mix = open_source("digits", None, "train"), MixConfig()
+    source = open_source("digits", None, "train")
     order, share = SampleOrder(len(source), 6, seed=1), Share(0, 1, 2, 3)
-    options = {"order": order, "share": share, "image": image, "augment": AugmentConfig(), "mix": mix, "stop_step": 2}
+    loader = train_loader(Data(source, order, share), SampleSpec(image, crops=crops), range(2))
     sheet = TrainingSheet(image, source, [f"digit {n}" for n in range(10)], wanted, share.accumulation)
     saved, seen, captions = [], [], []
-    for drawn in train_loader(source, crops=crops, **options):
+    for drawn in loader:
         large, small = finish_images(drawn, image, device="cpu"), finish_local_images(drawn, image, device="cpu")
         sheet.add(drawn, {"images": large, "local_images": small}, saved.append)
         seen += [[*two, *others] for two, others in zip(drawn.images, drawn.local_images, strict=True)]

@@ -177,7 +177,7 @@ def finished(files: list[decoding.File], stream: torch.Stream) -> list[torch.Ten
         return {f"{number}": image + 0 for number, image in enumerate(pixels)}
 
     pipeline = mock.Mock(_stream=stream)
-    pipeline.engine.device, pipeline.config.task.tensors = torch.device(NAME), tensors
+    pipeline.engine.device, pipeline.task.tensors = torch.device(NAME), tensors
     batch = mock.Mock(keys=torch.zeros(1, dtype=torch.int64).pin_memory(), num_rows=1)
     made = InputPipeline._finish(pipeline, (), batch, training=True)
     return [made[f"{number}"] for number in range(len(files))]

@@ -68,10 +68,7 @@ def by_transformers(folder, tmp_path_factory):
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
     optimizer = torch.optim.SGD(model.parameters(), **SGD["params"])
-    shared = {"order": inputs.order, "share": inputs.share, "image": task.image, "augment": task.augment}
-    loader = train_loader(
-        inputs.train_source, **shared, mix=task.mix, stop_step=STEPS, tokenizer=task.tokenizer, load_targets=False
-    )
+    loader = train_loader(inputs.data, task.samples(task.fields(training=True)), range(STEPS))
     rows = []
     for step, batch in enumerate(loader, start=1):
         ids = batch.texts[: batch.num_rows]

@@ -232,10 +232,7 @@ def train_plainly(argv, *, lr, clip, bound):
         for name, p in parameters.items()
     ]
     optimizer = torch.optim.AdamW(groups, lr=lr, eps=1e-6)
-    shared = {"order": inputs.order, "share": inputs.share, "image": task.image, "augment": task.augment}
-    loader = train_loader(
-        inputs.train_source, **shared, mix=task.mix, stop_step=STEPS, tokenizer=task.tokenizer, load_targets=False
-    )
+    loader = train_loader(inputs.data, task.samples(task.fields(training=True)), range(STEPS))
     rows = []
     for step, batch in enumerate(loader, start=1):
         images = towers["image"](finish_images(batch, task.image, task.augment, device="cpu"), batch.keys)

@@ -19,7 +19,7 @@ from sklearn.preprocessing import StandardScaler
 from vits import timm_state_dict
 
 from ds_vit import config as flags
-from ds_vit.data.sampler import evaluation_rows, num_evaluation_batches
+from ds_vit.data.sampler import Share, evaluation_rows, num_evaluation_batches
 from ds_vit.data.sources.datasets import open_source
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.keyed_init import initialise
@@ -34,8 +34,9 @@ CLASSES, ROWS = 5, 7
 
 def dealt(features, targets, rank, world):
     """A split as evaluation deals it: (features, batch) of each batch; padding repeats the first image."""
-    for number in range(num_evaluation_batches(len(features), ROWS, world)):
-        indices, valid = evaluation_rows(len(features), ROWS, rank, world, number)
+    share = Share(rank, world, ROWS)
+    for number in range(num_evaluation_batches(len(features), share)):
+        indices, valid = evaluation_rows(len(features), share, number)
         yield features[indices], {"targets": targets[indices], "valid": torch.from_numpy(valid)}
 
 

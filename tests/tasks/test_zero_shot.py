@@ -24,7 +24,8 @@ from ds_vit.checkpoint.folder import mark_best
 from ds_vit.config.run_folder import RunFolder
 from ds_vit.data.device import finish_images
 from ds_vit.data.loader import eval_loader
-from ds_vit.data.sampler import evaluation_keys
+from ds_vit.data.sampler import Share, evaluation_keys
+from ds_vit.data.settings import SampleSpec
 from ds_vit.data.sources.captions import CaptionKeys
 from ds_vit.data.sources.datasets import open_source
 from ds_vit.fault_tolerance.errors import UserError
@@ -108,7 +109,7 @@ class PlainTowers:
     @torch.no_grad()
     def encode_image(self, source):
         """Normalised features of all images, and their targets."""
-        [batch] = eval_loader(source, image=self.task.image, batch=len(source))
+        [batch] = eval_loader(source, SampleSpec(self.task.image), Share(0, 1, len(source)))
         images = finish_images(batch, self.task.image, device="cpu")
         return F.normalize(self.towers["image"](images, batch.keys), dim=1), batch.targets
 
@@ -168,7 +169,7 @@ def test_equals_open_clips_classifier(evaluated, towers, layout):
     for found, _, _ in batches:
         torch.testing.assert_close(found.float(), classes.T, rtol=0, atol=1e-5)
     keys = torch.cat([keys for _, _, keys in batches])
-    [batch] = eval_loader(source, image=towers.task.image, batch=len(source))
+    [batch] = eval_loader(source, SampleSpec(towers.task.image), Share(0, 1, len(source)))
     order = batch.keys.argsort()
     logits = torch.cat([logits for _, logits, _ in batches])[keys.argsort()].float()
     torch.testing.assert_close(logits, expected[order], rtol=0, atol=1e-5)

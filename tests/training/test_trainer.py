@@ -48,9 +48,9 @@ def make(recorder, saved=1):
         return SimpleNamespace(applied=True)
 
     task = SimpleNamespace(schedules=lambda step, horizon: {}, held_names=lambda step, horizon: frozenset())
-    config = SimpleNamespace(total_steps=4, on_bad_image="skip", task=task)
+    config = SimpleNamespace(total_steps=4)
     skipped = MagicMock(most=0.0, has_new=False, too_many=str, state_dict=dict)
-    inputs = SimpleNamespace(config=config, skipped=skipped, training=lambda *_: iter(()))
+    inputs = SimpleNamespace(config=config, task=task, skipped=skipped, training=lambda *_: iter(()))
     checkpoints = MagicMock(skipped_batches=0, num_failed=0, roll_back=lambda: (saved, {}) if saved else None)
     evaluations = MagicMock(is_due=lambda step: False, state_dict=dict)
     engine = MagicMock(train_step=train_step)

@@ -13,10 +13,12 @@ import yaml
 from project import ROOT
 from runs import DIGITS, resolved, run_quietly
 
+from ds_vit.data import loader
+from ds_vit.data.loader import Loader
 from ds_vit.launching.process import Process
 from ds_vit.training import inputs
 from ds_vit.training.build import reads
-from ds_vit.training.inputs import MAX_WORKERS, InputPipeline, count_workers, cpu_quota
+from ds_vit.training.inputs import MAX_WORKERS, count_workers, cpu_quota
 
 KWARGS = ("--model-kwargs", "patch_size=8", "embed_dim=24", "depth=3", "num_heads=2", "--max-steps", "1")
 ZERO0 = ("--deepspeed_config", str(ROOT / "ds_configs" / "cpu_zero0_fp32.json"))
@@ -76,15 +78,14 @@ def test_who_reads_what():
 @contextlib.contextmanager
 def with_many_cores():
     """On a rank: nine cores that it shares, and the number of workers that its loader would have."""
-    loading = InputPipeline._loading
     told = []
 
-    def told_one(self, fields):
-        options = loading(self, fields)
-        told.append(options["num_workers"])
-        return {**options, "num_workers": 0}
+    class Told(Loader):
+        def __init__(self, batches, numbers, num_workers, pin_memory):
+            told.append(num_workers)
+            super().__init__(batches, numbers, 0, pin_memory)
 
-    with with_cores(9), mock.patch.object(InputPipeline, "_loading", told_one):
+    with with_cores(9), mock.patch.object(loader, "Loader", Told):
         yield
     assert set(told) == {3}, told
 

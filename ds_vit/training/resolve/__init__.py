@@ -28,7 +28,7 @@ from ds_vit.config.batch import BatchSizes
 from ds_vit.config.flag import Scope
 from ds_vit.config.schema import KEY_OF_FLAG, names_with
 from ds_vit.data.sampler import Share
-from ds_vit.data.settings import PIXEL_FLAGS
+from ds_vit.data.settings import PIXEL_FLAGS, Workers
 from ds_vit.data.sources.source import Source
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import Process
@@ -36,7 +36,6 @@ from ds_vit.models.layers import BlockLayer
 from ds_vit.optim.build import rules_of
 from ds_vit.parallel.layout import Layout
 from ds_vit.tasks import find_task, idle_flags
-from ds_vit.training.inputs import Workers
 from ds_vit.training.resolve.data import DataConfig, describe_images, resolve_data
 from ds_vit.training.resolve.data import with_batch as data_with_batch
 from ds_vit.training.resolve.deepspeed import DeepSpeedSettings, read, sum_micro_batches, write_out

@@ -11,6 +11,7 @@ from ds_vit.config.batch import KEYS, BatchSizes, batch_sizes
 from ds_vit.config.schema import KEY_OF_FLAG, PROGRAM_DATASET
 from ds_vit.data.decode import describe_depth, require_fast, require_fast_on_device
 from ds_vit.data.sampler import SampleOrder
+from ds_vit.data.settings import ZeroShotData
 from ds_vit.data.sources.captions import CaptionKeys
 from ds_vit.data.sources.combined import hold_out, mixed, part_of
 from ds_vit.data.sources.datasets import open_source
@@ -27,7 +28,7 @@ from ds_vit.data.sources.source import (
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.parallel.layout import Layout
 from ds_vit.tasks import TASKS
-from ds_vit.tasks.zero_shot import ZeroShotData, open_zero_shot
+from ds_vit.tasks.zero_shot import open_zero_shot
 from ds_vit.training.resolve.deepspeed import DeepSpeedSettings
 from ds_vit.training.resume import Resume, check_micro_batch, keep_global_batch
 from ds_vit.weights.files import find_weights

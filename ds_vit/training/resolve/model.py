@@ -13,7 +13,7 @@ from ds_vit.config import RunConfig
 from ds_vit.config.augmentation import all_sizes
 from ds_vit.config.batch import BatchSizes
 from ds_vit.data.loader import training_transform
-from ds_vit.data.settings import ImageConfig, resolve_pixels
+from ds_vit.data.settings import ImageConfig, SampleSpec, resolve_pixels
 from ds_vit.data.text import describe_cut_captions
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.layers import MAIN_TOWER, tower_names, tower_of
@@ -166,7 +166,7 @@ def _resolve_image(config: RunConfig, whole: TimmViT, sizes: Sequence[int]) -> I
         check_sizes(whole, config.model, sizes, flag)
     # An invalid augmentation fails here, not in a loader process.
     for pixels in [dataclasses.replace(image, img_size=(size, size)) for size in sizes] or [image]:
-        training_transform(pixels, config.augment)
+        training_transform(SampleSpec(pixels, augment=config.augment))
     return image
 
 
