@@ -1,14 +1,12 @@
 """`ds-vit from-timm 'COMMAND'`: a command of timm's train.py as one of ds_vit's, and its DeepSpeed JSON.
 
-`ds-vit from-open-clip` does the same for open_clip's trainer. Each trainer has a table of the flags that ds_vit has
-too, but with another meaning, or with other words. The flags that ds_vit does not have are in `timm_flags.py`.
+`ds-vit from-open-clip` does the same for open_clip's trainer. The equivalent of each flag is in `timm_flags.py`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shlex
 from argparse import ArgumentParser
@@ -19,20 +17,7 @@ from typing import Any, NamedTuple
 
 from ds_vit.config.deepspeed_json import load_json, overlay
 from ds_vit.config.parser import build_parser, from_values, or_shipped, read_words
-from ds_vit.config.schema import FIELDS
-from ds_vit.config.timm_flags import (
-    Answer,
-    Entry,
-    Given,
-    answer_of,
-    entry_in,
-    first,
-    flag,
-    frozen_text,
-    output_folder,
-    split_words,
-    timm_answer,
-)
+from ds_vit.config.timm_flags import WARMUP_EPOCHS, Given, split_words, timm_answer
 from ds_vit.fault_tolerance.errors import UserError
 
 
@@ -44,7 +29,6 @@ class Origin(NamedTuple):
         command: of `ds-vit` that translates from it.
         program: matches its word in a command.
         trains: matches a word of each command that trains.
-        entries: flags with another meaning there than here, by recipe names.
         defaults: those of its defaults that differ from ours, by its own names, with their words.
         differences: a flag, what is different here without it, and which flags, if any, the difference needs.
     """
@@ -53,51 +37,15 @@ class Origin(NamedTuple):
     command: str
     program: re.Pattern[str]
     trains: re.Pattern[str]
-    entries: Mapping[str, Entry]
     defaults: Callable[[Given], dict[str, str]]
     differences: Sequence[tuple[str, str, str]]
 
 
-def _checkpoint(words: Sequence[str], given: Given) -> Answer:
-    """The weights of --resume, and of open_clip's --pretrained, which is also the tag of a download."""
-    name = "".join(words)
-    if name in ("", "latest"):
-        return Answer("" if name else "it names no checkpoint", ("--resume", "auto") if name else ())
-    if "/" in name or PurePath(name).suffix:
-        return Answer("only weights: optimizer, schedule and average start anew", ("--initial-checkpoint", name))
-    return Answer("nothing is downloaded by a tag: --initial-checkpoint takes a file or a folder", is_refused=True)
-
-
-# ---- timm ------------------------------------------------------------------------------------------------------------
-
-
-_WARMUP_EPOCHS = 5  # timm's default, of any run
-
-
-def _dataset(words: Sequence[str], given: Given) -> Answer:
-    kind, _, name = "".join(words).partition("/")
-    if kind in ("hfids", "tfds"):
-        return Answer("such data is not read here (docs/data.md)", is_refused=True)
-    if kind == "hfds":
-        return Answer("a folder on disk, from save_to_disk or of parquet; the Hub is not read", ("--dataset", *words))
-    if kind == "wds":
-        return Answer(f"the tar files of --data-dir; the name {name} chooses none" * bool(name), ("--dataset", "wds/"))
-    if kind == "torch":
-        return Answer("", ("--dataset", *words))
-    return Answer("timm reads the folders of --data-dir under this name, which ds_vit does without it")
-
-
-def _epochs(words: Sequence[str], given: Given) -> Answer:
-    epochs = "".join(words)
-    is_short = epochs.isdecimal() and int(epochs) <= _WARMUP_EPOCHS and not {"warmup_epochs", "sched"} & given.keys()
-    note = f"timm warms up for {_WARMUP_EPOCHS} epochs, here all of the run; ds_vit for a tenth of it"
-    return Answer(note * is_short, ("--epochs", *words))
-
-
 def _timm_defaults(given: Given) -> dict[str, str]:
-    epochs = first(given, "epochs")
+    epochs = "".join(given.get("epochs", ()))
     # With other epochs the warm-up is timm's, or timm's takes the whole run.
-    warmup = {"warmup_epochs": str(_WARMUP_EPOCHS)} if epochs.isdecimal() and 5 < int(epochs) < 50 else {}
+    is_short = epochs.isdecimal() and WARMUP_EPOCHS < int(epochs) < 50
+    warmup = {"warmup_epochs": str(WARMUP_EPOCHS)} if is_short else {}
     return {"opt": "sgd", **({} if "lr" in given else {"lr_base": "0.1"}), **warmup}
 
 
@@ -106,16 +54,6 @@ _TIMM = Origin(
     "from-timm",
     re.compile(r"(.*/)?(train\.py|distributed_train\.sh)"),
     re.compile(""),
-    {
-        "dataset d": _dataset,
-        "epochs": _epochs,
-        "resume": _checkpoint,
-        "initial_checkpoint": lambda words, given: Answer(
-            *(("--resume replaces it",) if any(given.get("resume", ())) else ("", ("--initial-checkpoint", *words)))
-        ),
-        "output": output_folder,
-        "aug_repeats": flag("--aug-repeats", "on one rank too, where timm's has no effect"),
-    },
     _timm_defaults,
     (
         ("model", "timm's default is resnet50, which is no ViT; here it is vit_base_patch16_224", ""),
@@ -126,73 +64,13 @@ _TIMM = Origin(
 )
 
 
-# ---- open_clip -------------------------------------------------------------------------------------------------------
-
-_SIZES = {"B": "base", "L": "large", "H": "huge", "g": "giant", "bigG": "gigantic", "SO400M": "so400m"}
-_MODELS = re.compile(r"ViT-(?:(B|L|H|g|bigG)-(\d+)|(B|L|SO400M)-(\d+)-(SigLIP))(?:-(\d+))?(-quickgelu)?")
-
-
-def _model(words: Sequence[str], given: Given) -> Answer:
-    """The towers of open_clip's ViT-B-16, ViT-L-14-336-quickgelu, ViT-B-16-SigLIP-256 and their like."""
-    name = first(given, "model")
-    parts = _MODELS.fullmatch(name)
-    quick = "_quickgelu" * bool(parts and (parts[7] or "force_quick_gelu" in given))
-    if parts is None or (quick and parts[1] not in ("B", "L")):
-        return Answer(f"{name} has no counterpart; docs/from_open_clip.md lists those that have", is_refused=True)
-    size, note, tokenizer = _SIZES[parts[1] or parts[3]], "", "clip"
-    family, text = f"clip{quick}", f"clip_{'huge' if size == 'giant' else size}{quick}"
-    if parts[5]:
-        family, text, tokenizer = "siglip", f"siglip_{size}", "tokenizer.json"
-        note = f"tokenizer.json and tokenizer_config.json are those of timm/{name} on the Hub"
-    model = f"vit_{size}_patch{parts[2] or parts[4]}_{family}_{parts[6] or 224}"
-    task = "siglip" if "siglip" in given else "clip"
-    return Answer(note, ("--task", task, "--model", model, "--text-model", text, "--tokenizer", tokenizer))
-
-
-def _unlocked_groups(words: Sequence[str], given: Given) -> Answer:
-    groups = first(given, "lock_image_unlocked_groups")
-    if "SigLIP" in first(given, "model") or not groups.isdecimal():
-        return Answer("", ("--lock-image-unlocked-groups", groups))
-    return Answer("", ("--lock-image-unlocked-groups", str(max(int(groups) - 1, 0))))
-
-
-def _lock_text(words: Sequence[str], given: Given) -> Answer:
-    if "lock_text" not in given:
-        return Answer("it has no effect without --lock-text")
-    return frozen_text(given.get("lock_text_unlocked_layers", "0"), given)
-
-
-_KINDS = {"csv": "csv", "tsv": "csv", "tar": "wds", "webdataset": "wds"}
-
-
-def _data(words: Sequence[str], given: Given) -> Answer:
-    sources = first(given, "train_data").split("::")
-    named = first(given, "dataset_type", "auto")
-    kind = _KINDS.get(sources[0].rpartition(".")[2] if named == "auto" else named)
-    if kind is None or any(":" in source for source in sources):
-        return Answer(
-            "a run trains on tar files or tables on disk, not on a pipe or a URL (docs/data.md)", is_refused=True
-        )
-    paths = [f"{kind}/{source}" for source in sources]
-    data = ("--dataset", *paths) if len(paths) == 1 else ("--data-dir", *paths)
-    val = first(given, "val_data")
-    if val and not PurePath(val).is_absolute():  # --val-split counts from the folder of the training data
-        val = os.path.relpath(val, os.path.dirname(sources[0]))
-    return Answer("", (*data, "--val-split", val))
-
-
-def _folder(words: Sequence[str], given: Given) -> Answer:
-    words = ("--output", str(PurePath(first(given, "logs", "logs"), first(given, "name"))))
-    return Answer("", words) if "name" in given else Answer("without --name the run's folder is runs/TIME-MODEL")
-
-
 _OF_VITS = {"beta1": "0.9", "beta2": "0.98", "eps": "1e-6", "lr": "5e-4"}
 _OURS = {"scale": "0.9 1.0", "hflip": "0", "color_jitter": "0", "train_interpolation": "bicubic", "warmup_lr": "0"}
 
 
 def _open_clip_defaults(given: Given) -> dict[str, str]:
     defaults = {"model": "RN50", "train_data": "", "precision": "amp", "batch_size": "64", "epochs": "32", "wd": "0.2"}
-    if not first(given, "opt").startswith("timm/"):
+    if not "".join(given.get("opt", ())).startswith("timm/"):
         defaults |= {"opt": "adamw", **_OF_VITS}
     return {**defaults, "warmup": "0" if "skip_scheduler" in given else "10000", **_OURS}
 
@@ -202,17 +80,6 @@ _OPEN_CLIP = Origin(
     "from-open-clip",
     re.compile(r"open_clip_train\.main|training\.main|(.*/)?(open_clip_train|training)/main\.py"),
     re.compile("--(train-data|dataset-type)"),
-    {
-        "model siglip force_quick_gelu": _model,
-        "train_data val_data dataset_type": _data,
-        "pretrained resume": _checkpoint,
-        "lock_image": flag(
-            "--lock-image", "the projection, which open_clip's own ViTs count as a group, is always trained"
-        ),
-        "lock_image_unlocked_groups": _unlocked_groups,
-        "lock_text lock_text_unlocked_layers": _lock_text,
-        "logs name": _folder,
-    },
     _open_clip_defaults,
     (("seed", "open_clip's default is 0; here it is 42", ""),),
 )
@@ -274,8 +141,7 @@ def translate(command: Sequence[str], origin: Origin = ORIGINS["from-timm"]) -> 
     launcher, words = _split_launcher([word for word in words if word.strip()], origin)
     parser = build_parser()
     actions = parser._option_string_actions
-    changed = {flag for flag, it in actions.items() if it.nargs == 0 and entry_in(origin.entries, it.dest)}
-    given, stray = split_words(words, {flag: it for flag, it in actions.items() if flag not in changed})
+    given, stray = split_words(words, actions, origin.name)
     if stray and origin.name == "timm":
         given, stray = {"data_dir": ("--data-dir", stray[:1]), **given}, stray[1:]
     for name, value in origin.defaults({name: own for name, (_, own) in given.items()}).items():
@@ -290,8 +156,7 @@ def translate(command: Sequence[str], origin: Origin = ORIGINS["from-timm"]) -> 
     ]
     refusals = [f"{word!r} follows no flag" for word in stray]
     for name, (spelled, own) in given.items():
-        entry = entry_in(origin.entries, name)
-        answer = answer_of(entry, own, typed) if entry else None if name in FIELDS else timm_answer(name, own, typed)
+        answer = timm_answer(name, own, typed, origin.name)
         if answer is None:
             if spelled not in out or spelled == "--model-kwargs":  # else another flag has set it
                 out.setdefault(spelled, []).extend(own)

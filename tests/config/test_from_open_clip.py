@@ -9,7 +9,7 @@ import timm
 
 from ds_vit.config import parse, timm_flags
 from ds_vit.config.parser import build_parser
-from ds_vit.config.timm_command import ORIGINS, _model, translate
+from ds_vit.config.timm_command import ORIGINS, translate
 from ds_vit.models.text_tower import TEXT_MODELS
 
 params = pytest.importorskip("open_clip_train.params")
@@ -182,7 +182,7 @@ def test_models_exist():
     """A name of a tower that neither timm nor ds_vit has; a model of open_clip's that is forgotten."""
     list_pretrained = pytest.importorskip("open_clip").list_pretrained
     names = {name for name, _ in list_pretrained() if name.startswith("ViT-")}
-    found = {name: _model([], {"model": [name]}) for name in names}
+    found = {name: timm_flags.timm_answer("model", [], {"model": [name]}, "open_clip") for name in names}
     words = {name: answer.words for name, answer in found.items() if not answer.is_refused}
     assert {words[name][3] for name in words} <= {*timm.list_models()}
     assert {words[name][5] for name in words} <= {*TEXT_MODELS}

@@ -52,7 +52,7 @@ _FLAGS = """
 """
 TIMM = _FLAGS.split()
 OURS = {word for action in build_parser()._actions for word in action.option_strings}
-NAMES = [name for names in timm_flags._HINTS for name in names.split()]
+NAMES = [name for names in timm_flags.ENTRIES[""] for name in names.split()]
 HINTS = [timm_flags.timm_answer(name.strip("*!+"), ["x"], {name: ["x"]}).text for name in NAMES]
 
 
@@ -208,7 +208,7 @@ _DIFFERENT = {
     "--dataset torch/cifar10": ("--dataset torch/cifar10", ""),
     "--dataset wds/imagenet --train-split t-{0..9}.tar": (
         "--dataset wds/ --train-split 't-{0..9}.tar'",
-        "the name imagenet chooses none",
+        "the name in wds/imagenet chooses none",
     ),
     "--epochs 5": ("--epochs 5", "timm warms up for 5 epochs, here all of the run"),
     "--epochs 5 --warmup-epochs 1": ("--epochs 5", ""),
