@@ -69,15 +69,15 @@ class _Bucket:
     group: int
     start: int
     stop: int
-    parameters: list[torch.Tensor] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)
+    parameters: list[torch.Tensor] = field(init=False, default_factory=list)
+    starts: list[int] = field(init=False, default_factory=list)
     home: _Places = field(init=False)
     added: _Places = field(init=False)
     sent: torch.Tensor = field(init=False)
-    parts: list[tuple[int | None, torch.Tensor]] = field(default_factory=list)
-    own: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    slot: int = 0
-    taken: bool = False
+    parts: list[tuple[int | None, torch.Tensor]] = field(init=False, default_factory=list)
+    own: list[tuple[torch.Tensor, torch.Tensor]] = field(init=False, default_factory=list)
+    slot: int = field(init=False, default=0)
+    taken: bool = field(init=False, default=False)
 
     def lay_out(self, buffer: torch.Tensor) -> _Places:
         """Places of this bucket at the beginning of a buffer."""

@@ -117,11 +117,10 @@ def make_shards(
     if not splits:
         parent, name = os.path.split(os.path.abspath(folder))
         splits = [name]
-    classes = None
+    classes, labels = None, _KEYS if captions else True
     sources: dict[str, _Packable] = {}
     for split in splits:  # all of them before the first is packed
-        keys = _KEYS if captions else None
-        source = open_source("", parent, split, classes=classes, allow_empty=allow_empty, captions=keys)
+        source = open_source("", parent, split, classes=classes, allow_empty=allow_empty, labels=labels)
         if not isinstance(source, _Packable):
             raise UserError(
                 f"{os.path.join(parent, split)} is no folder or tar of class folders; nothing else is packed"

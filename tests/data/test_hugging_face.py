@@ -141,7 +141,7 @@ def test_broken_tables_are_refused_in_one_line(plain, tmp_path, what):
         open_source("hfds/", str(tmp_path), "train")
     assert "\n" not in str(error.value)
     if what == "no label column":  # a task without labels needs none
-        assert open_source("hfds/", str(tmp_path), "train", labelled=False).class_names == ()
+        assert open_source("hfds/", str(tmp_path), "train", labels=False).class_names == ()
 
 
 @pytest.mark.parametrize("null", ["row", "bytes", "binary"])

@@ -100,7 +100,7 @@ def write_form(root: Path, form: str, images: Sequence[bytes | None], texts: lis
 def open_form(root: Path, form: str, split: str = "train") -> Source:
     """A form's pairs."""
     dataset, data_dir, keys = FORMS[form]
-    return open_source(dataset.format(root), data_dir and data_dir.format(root), split, captions=keys)
+    return open_source(dataset.format(root), data_dir and data_dir.format(root), split, labels=keys)
 
 
 @pytest.fixture(scope="module")
@@ -151,10 +151,10 @@ def test_the_index_of_captions(tmp_path, monkeypatch):
     monkeypatch.setattr(shards, "read_index", lambda shard, *args: scanned.append(shard) or read(shard, *args))
     shard = f"wds/{tmp_path}/key/train-000.tar"
     for key, expected in (("said", TEXTS[0]), ("said", TEXTS[0]), ("", ("another",))):
-        assert open_source(shard, None, "train", captions=CaptionKeys(caption=key)).captions(0) == expected
+        assert open_source(shard, None, "train", labels=CaptionKeys(caption=key)).captions(0) == expected
     assert len(scanned) == 2
     write_shard(tmp_path / "key" / "train-000.tar", {"a.png": IMAGES[0], "a.txt": b"a new one"})
-    assert open_source(shard, None, "train", captions=DEFAULT).captions(0) == ("a new one",)
+    assert open_source(shard, None, "train", labels=DEFAULT).captions(0) == ("a new one",)
 
 
 # Pairs that do not match
@@ -247,7 +247,7 @@ def test_pairs_that_do_not_match_are_named(tmp_path, form, number):
 def test_columns_that_are_not_there(forms, keys, message):
     """Would catch a traceback of pyarrow, or numbers as captions."""
     with pytest.raises(UserError, match=message):
-        open_source("hfds/arrow", str(forms), "train", captions=keys)
+        open_source("hfds/arrow", str(forms), "train", labels=keys)
 
 
 # Damage
@@ -322,7 +322,7 @@ def test_missing_captions_are_damaged_pairs(tmp_path, form):
         table = pa.table([images, pa.array(captions, pa.string())], names=["image", "caption"])
         pq.write_table(table, tmp_path / "train-0.parquet")
     dataset = {"folder": "", "csv": f"csv/{tmp_path}/train", "parquet": f"parquet/{tmp_path}"}
-    source = open_source(dataset.get(form, f"wds/{tmp_path}"), str(tmp_path), "train", captions=DEFAULT)
+    source = open_source(dataset.get(form, f"wds/{tmp_path}"), str(tmp_path), "train", labels=DEFAULT)
     assert [source.captions(n) for n in range(len(names))] == [()] * (len(names) - 1) + [("there",)]
 
 
@@ -332,7 +332,7 @@ def test_lines_of_a_caption(tmp_path):
     for name, text in texts.items():
         made(tmp_path / "train" / f"{name}.png").write_bytes(IMAGES[0])
         (tmp_path / "train" / f"{name}.txt").write_bytes(text.encode())
-    source = open_source("", str(tmp_path), "train", captions=DEFAULT)
+    source = open_source("", str(tmp_path), "train", labels=DEFAULT)
     assert [source.captions(n) for n in range(4)] == [*((t,) for t in [*texts.values()][:3]), ("one", "two", "three")]
 
 
@@ -341,7 +341,7 @@ def test_spellings_of_a_file_are_one_image(tmp_path):
     made(tmp_path / "images" / "a.png").write_bytes(IMAGES[0])
     paths = ("images/a.png", "./images/a.png", "images//a.png", "images/../images/a.png", f"{tmp_path}/images/a.png")
     table = write_rows(tmp_path / "train.tsv", ("filepath", "title"), [(path, path) for path in paths])
-    source = open_source(f"csv/{table}", None, "train", captions=DEFAULT)
+    source = open_source(f"csv/{table}", None, "train", labels=DEFAULT)
     assert [source.captions(number) for number in range(len(source))] == [paths]
 
 
@@ -360,21 +360,21 @@ def test_tables_of_several_splits(forms, tmp_path):
         (f"csv/{train}", "train[:50%]", 7),
         (f"csv/{train}", "more.csv", 5),
     ):
-        assert len(open_source(dataset, None, split, captions=DEFAULT)) == number
-    assert len(open_source("csv/train.csv", str(tmp_path), "train", captions=DEFAULT)) == 14
+        assert len(open_source(dataset, None, split, labels=DEFAULT)) == number
+    assert len(open_source("csv/train.csv", str(tmp_path), "train", labels=DEFAULT)) == 14
     with pytest.raises(
         NoSuchSplit, match=r"train.csv is the table of training; name that of validation by --val-split"
     ):
-        open_source(f"csv/{train}", None, "validation", captions=DEFAULT)
+        open_source(f"csv/{train}", None, "validation", labels=DEFAULT)
     with pytest.raises(UserError, match="there is no table"):
-        open_source("csv/nowhere.csv", None, "train", captions=DEFAULT)
+        open_source("csv/nowhere.csv", None, "train", labels=DEFAULT)
 
 
 def test_a_folder_of_parquet_files_is_not_another_split(forms, tmp_path):
     """Would catch a run that trains on its evaluation split."""
     shutil.copy(forms / "parquet" / "data-0.parquet", tmp_path / "test-0.parquet")
     with pytest.raises(NoSuchSplit):
-        open_source(f"parquet/{tmp_path}", None, "train", captions=DEFAULT)
+        open_source(f"parquet/{tmp_path}", None, "train", labels=DEFAULT)
 
 
 class _WithText(Classification):

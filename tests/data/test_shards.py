@@ -262,13 +262,13 @@ def test_numbered_shards_are_named_by_a_pattern_that_works(tmp_path):
     named = re.search(r"'(wds/.*?)'", str(error.value))[1]
     assert len(open_source(named, None, "train")) == 3
     with pytest.raises(UserError, match=rf"3 tar files as WebDataset shards: --dataset wds/{tmp_path}$"):
-        open_source("", str(tmp_path), "train", captions=CaptionKeys())
+        open_source("", str(tmp_path), "train", labels=CaptionKeys())
 
 
 def test_shards_without_labels(folder):
     """Would catch shards of images only, which pretraining without labels refuses, or an index that loses classes."""
     write_shard(folder / "train-001.tar", {"a.png": PNG, "b.png": PNG, "b.cls": b"1"})
-    source = open_source("wds/", str(folder), "train", labelled=False)
+    source = open_source("wds/", str(folder), "train", labels=False)
     assert (source.class_names, source.target(8), len(source)) == ((), 0, 10)
     write_shard(folder / "train-001.tar", {"b.png": PNG, "b.cls": b"1"})
-    assert open_source("wds/", str(folder), "train", labelled=False).class_names == ("0", "1", "2")
+    assert open_source("wds/", str(folder), "train", labels=False).class_names == ("0", "1", "2")

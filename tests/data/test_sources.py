@@ -200,7 +200,7 @@ def test_hidden_files_are_left_out_by_each_reader(tmp_path):
     write_images(tmp_path / "train", "1.png", "._1.png", ".git/2.png", "@eaDir/1.png")
     for name in ("1", "._1", "._3"):
         (tmp_path / "train" / f"{name}.txt").write_text("a cat\n")
-    pairs = open_source("", str(tmp_path), "train", captions=CaptionKeys())
+    pairs = open_source("", str(tmp_path), "train", labels=CaptionKeys())
     assert [pairs.path(n) for n in range(len(pairs))] == ["1.png"]
     named = f"{tmp_path}/train/._1.png"
     assert find_images([tmp_path, named]) == [f"{tmp_path}/train/1.png", named]
@@ -236,7 +236,7 @@ def test_folders_that_would_merge_or_nest_are_refused(tmp_path, names, message, 
         shutil.rmtree(tmp_path / "data" / "train")
     with pytest.raises(UserError, match=message):
         open_source("", str(tmp_path / "data"), "train")
-    source = open_source("", str(tmp_path / "data"), "train", labelled=False)
+    source = open_source("", str(tmp_path / "data"), "train", labels=False)
     assert (source.class_names, len(source), source.target(0)) == ((), len(names), 0)
 
 
@@ -260,7 +260,7 @@ def test_tars_with_one_folder_in_each_are_refused(tmp_path, nested):
         shutil.rmtree(tmp_path / "data" / "train")
     with pytest.raises(UserError, match="ant/images and bee/images would be one class 'images'"):
         open_source("", str(tmp_path / "data"), "train")
-    assert len(open_source("", str(tmp_path / "data"), "train", labelled=False)) == 2
+    assert len(open_source("", str(tmp_path / "data"), "train", labels=False)) == 2
 
 
 @pytest.mark.parametrize("form", ["folder", "shards"])
@@ -298,22 +298,22 @@ UNLABELLED = {
 def test_images_without_classes(tmp_path, form, split):
     """Would catch a tree of images that pretraining without labels refuses, or reads in part."""
     write_images(tmp_path / split, *UNLABELLED[form])
-    source = open_source("", str(tmp_path), "train", labelled=False)
+    source = open_source("", str(tmp_path), "train", labels=False)
     assert (source.class_names, len(source)) == ((), len(UNLABELLED[form]))
     assert {source.target(n) for n in range(len(source))} == {0}
     itself = " --val-split test_images" if form != "nested" and not split else ""
     with pytest.raises(UserError, match=rf"has no validation/.*{itself}"):
-        open_source("", str(tmp_path), "validation", labelled=False)
+        open_source("", str(tmp_path), "validation", labels=False)
 
 
 def test_class_folders_are_classes_without_need_too(tmp_path):
     """Would catch k-NN that has no classes, though the folders name them; and images for evaluation trained on."""
     write_images(tmp_path / "train", "ant/1.png", "bee/1.png")
     (tmp_path / "train" / "cow").mkdir()
-    assert open_source("", str(tmp_path), "train", labelled=False).class_names == ("ant", "bee")
+    assert open_source("", str(tmp_path), "train", labels=False).class_names == ("ant", "bee")
     write_images(tmp_path / "typo" / "val", "ant/1.png")
     with pytest.raises(UserError, match=r"typo has no train/"):
-        open_source("", str(tmp_path / "typo"), "train", labelled=False)
+        open_source("", str(tmp_path / "typo"), "train", labels=False)
 
 
 # Splits

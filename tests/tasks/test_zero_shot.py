@@ -275,14 +275,14 @@ def test_recall_equals_brute_force(folder, evaluated, towers, layout):
     assert row["images"] == NUM_IMAGES
     [trained] = [row for row in read_rows(folder / layout.replace(" ", "-")) if row["kind"] == "train"]
     assert (trained["logit_scale"], trained["logit_bias"]) == pytest.approx((10.0, -10.0), rel=1e-6)
-    source = open_source("", str(folder / "pairs"), "validation", captions=CaptionKeys())
+    source = open_source("", str(folder / "pairs"), "validation", labels=CaptionKeys())
     firsts = towers.encode_text(towers.tokenize([source.captions(at)[0] for at in range(NUM_IMAGES)]), normalize=True)
     own = (towers.encode_image(source)[0] * firsts).sum(dim=1).mean().item()
     assert row["similarity"] == pytest.approx(own, abs=1e-6)
 
 
 def brute_force(folder, towers, without=()):
-    source = open_source("", str(folder / "pairs"), "validation", captions=CaptionKeys())
+    source = open_source("", str(folder / "pairs"), "validation", labels=CaptionKeys())
     kept = [image for image in range(len(source)) if image not in without]
     pairs = [(at, text) for at, image in enumerate(kept) for text in source.captions(image)]
     assert len(pairs) > 1.9 * len(kept)
@@ -342,7 +342,7 @@ def test_pairs_in_the_report(folder, evaluated, towers):
     # Catches: captions of other images, the worst in place of the best, a matrix the other way round.
     evaluated("3 ranks")
     record = Record.read(folder / "3-ranks")
-    source = open_source("", str(folder / "pairs"), "validation", captions=CaptionKeys())
+    source = open_source("", str(folder / "pairs"), "validation", labels=CaptionKeys())
     images = towers.encode_image(source)[0]
     firsts = [source.captions(number)[0] for number in range(len(source))]
     similarities = images @ towers.encode_text(towers.tokenize(firsts), normalize=True).T
@@ -387,7 +387,7 @@ def test_predict_and_embed(folder, evaluated, towers, tmp_path, capsys):
     run, images, texts = folder / "one-rank", folder / "pairs" / "validation", ("a cat", "the digit 7", "b 12")
     assert cli.main(["predict", str(run), str(images), "--labels", *texts, "--json", "--top-k", "3"]) == 0
     found = json.loads(capsys.readouterr().out)
-    source = open_source("", str(folder / "pairs"), "validation", captions=CaptionKeys())
+    source = open_source("", str(folder / "pairs"), "validation", labels=CaptionKeys())
     of_images, of_texts = towers.encode_image(source)[0], towers.encode_text(towers.tokenize(texts), normalize=True)
     expected = (10 * of_images @ of_texts.T - 10).sigmoid()
     assert (found["by"], len(found["images"])) == ("sigmoid", NUM_IMAGES)

@@ -75,8 +75,8 @@ def test_captions_are_packed_with_their_images(folder, tmp_path, capsys):
     told = _told(capsys, folder, out, "--captions", "--per-shard", 5)
     assert told.startswith("train: 12 images in 3 shards")
     for split in ("train", "val"):
-        packed = open_source("wds/", str(out), split, captions=CaptionKeys())
-        plain = open_source("", str(folder), split, captions=CaptionKeys())
+        packed = open_source("wds/", str(out), split, labels=CaptionKeys())
+        plain = open_source("", str(folder), split, labels=CaptionKeys())
         assert packed.fingerprint == plain.fingerprint, "a run of the folder resumes on the shards"
         assert [packed.captions(n) for n in range(len(packed))] == [plain.captions(n) for n in range(len(plain))]
         assert [packed.encoded(n) for n in range(len(packed))] == [plain.encoded(n) for n in range(len(plain))]
@@ -86,7 +86,7 @@ def test_captions_are_packed_with_their_images(folder, tmp_path, capsys):
     next((folder / "train").rglob("*.txt")).unlink()
     assert cli.main(["shards", str(folder), str(tmp_path / "more"), "--captions"]) == 0
     packed, plain = (
-        open_source(dataset, str(where), "train", captions=CaptionKeys())
+        open_source(dataset, str(where), "train", labels=CaptionKeys())
         for dataset, where in (("wds/", tmp_path / "more"), ("", folder))
     )
     assert packed.fingerprint == plain.fingerprint, "an image without a text file stays a damaged pair"

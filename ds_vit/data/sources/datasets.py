@@ -299,8 +299,7 @@ def open_source(
     classes: Sequence[str] | None = None,
     download: bool = False,
     allow_empty: bool = False,
-    captions: CaptionKeys | None = None,
-    labelled: bool = True,
+    labels: CaptionKeys | bool = True,
     partly: bool = False,
 ) -> Source:
     """Open one split of a data set.
@@ -318,15 +317,16 @@ def open_source(
             multi-label split takes its numbering from them and need not have an example of each.
         download: let torchvision fetch a `torch/` data set that is not there.
         allow_empty: a class folder without images is a class all the same.
-        captions: the keys of captions, for a task that reads them; classes are then not read.
-        labelled: False for a task without labels: images at any depth count, and they need no classes. A folder of
-            images without splits is then the training split.
+        labels: True for classes; the keys of captions, for a task that reads those instead; False for a task without
+            labels: images at any depth count, and they need no classes. A folder of images without splits is then the
+            training split.
         partly: whether the split may lack some of `classes`.
 
     Raises:
         UserError: unknown data set, folder missing or without classes or images, classes that differ.
     """
     split, percent = part_of(split)
+    captions = labels if isinstance(labels, CaptionKeys) else None
     if not dataset and data_dir and data_dir.startswith(_IN_DATA_DIR) and not os.path.exists(data_dir):
         dataset, data_dir = data_dir, None
     kind, _, name = dataset.partition("/")
@@ -347,14 +347,14 @@ def open_source(
         if not data_dir:
             raise UserError("no data: pass --data-dir FOLDER (with train/ and val/ in it) or --dataset digits")
         if captions is None:
-            source = open_folder(data_dir, split, classes, allow_empty, labelled)
+            source = open_folder(data_dir, split, classes, allow_empty, bool(labels))
         else:
             source = open_pairs(data_dir, split)
     else:
         known = ["digits", "glyphs", *(f"torch/{name}" for name in TORCH_NAMES), *(f"{k}PATH" for k in _IN_DATA_DIR)]
         near = did_you_mean(dataset, known)
         raise UserError(f"unknown data set {dataset!r}{near}; known are {', '.join(known)}, or --data-dir without it")
-    if labelled and isinstance(source, ArraySource) and source.no_classes_because:
+    if labels and isinstance(source, ArraySource) and source.no_classes_because:
         raise UserError(source.no_classes_because)
     if classes is not None and tuple(classes) != source.class_names:
         _refuse_differing_classes({*classes}, {*source.class_names}, partly=partly)

@@ -302,8 +302,7 @@ def _open_each(
                 classes=classes or None if len(folders) == 1 and labelled else None,
                 download=config.dataset_download,
                 allow_empty=config.allow_empty_classes,
-                captions=keys if TASKS[config.task].has_text else None,
-                labelled=labelled,
+                labels=keys if TASKS[config.task].has_text else labelled,
                 partly=config.eval_only,
             )
             found.append(source)
