@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
+from torch import nn
 
 from ds_vit.config import RunConfig
 from ds_vit.config.schema import names_of_task
 from ds_vit.data.sources.source import Source
 from ds_vit.data.text import Tokenizer, build_tokenizer, default_context_length
-from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.bridge_tower import BridgeTower, create_bridge_tower, model_folder
 from ds_vit.models.layers import MAIN_TOWER
 from ds_vit.models.zoo import ModelSpec
@@ -80,30 +80,30 @@ class BridgeTowerTask(Contrastive):
 
     @classmethod
     def create_model(cls, spec: ModelSpec, config: RunConfig, *, for_training: bool) -> BridgeTower:
-        """As `Task.create_model`.
-
-        Raises:
-            UserError: as `create_bridge_tower`; an image size or token ids that the model does not take.
-        """
+        """As `Task.create_model`; see `create_bridge_tower`."""
         model = create_bridge_tower(spec.name)
+        model.caption_length = cls._build_tokenizer(config).context_length
+        return model
+
+    def supports(self, model: nn.Module) -> str | None:
+        """As `Task.supports`, for the size of images, the ids and the length of captions."""
+        assert isinstance(model, BridgeTower)
+        config, tokenizer, text = self.config, self.tokenizer, model.config.text_config
         side = model.patch_embed.img_size[0]
-        if spec.img_size not in (None, side):
-            raise UserError(f"--img-size {spec.img_size}: {spec.name} takes images of {side} pixels; drop the flag")
-        tokenizer, text = cls._build_tokenizer(config), model.config.text_config
+        if config.img_size not in (None, side):
+            return f"--img-size {config.img_size}: {config.model} takes images of {side} pixels; drop the flag"
         if tokenizer.pad_id != text.pad_token_id or tokenizer.vocab_size > text.vocab_size:
-            raise UserError(
+            return (
                 f"--tokenizer {config.tokenizer} has {tokenizer.vocab_size:,} ids and pads with {tokenizer.pad_id}; "
-                f"{spec.name} has {text.vocab_size:,} and pads with {text.pad_token_id}: pass the folder's "
+                f"{config.model} has {text.vocab_size:,} and pads with {text.pad_token_id}: pass the folder's "
                 "tokenizer.json"
             )
         # Positions are counted from the padding id on.
         longest = text.max_position_embeddings - text.pad_token_id - 1
         if tokenizer.context_length > longest:
-            raise UserError(
-                f"--context-length {tokenizer.context_length}: {spec.name} takes captions of at most {longest} tokens"
-            )
-        model.caption_length = tokenizer.context_length
-        return model
+            length = f"--context-length {tokenizer.context_length}"
+            return f"{length}: {config.model} takes captions of at most {longest} tokens"
+        return super().supports(model)
 
     def weight_files(self) -> dict[str, frozenset[str]]:
         """As `Task.weight_files`: none."""

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from ds_vit.config.schema import names_of_task
 from ds_vit.data.sampler import evaluation_keys
@@ -39,6 +40,12 @@ class Classification(ChainTask):
         if self.num_classes <= 5:  # every one is among the first five
             label = f"top-5 of {self.num_classes}"
             self.figures = tuple(replace(each, label=label) if each.name == "top5" else each for each in self.figures)
+
+    def supports(self, model: nn.Module) -> str | None:
+        """As `Task.supports`."""
+        if self.source.multi_label and not self.config.bce_loss:
+            return "this data set has several labels per image: softmax cannot fit them; add --bce-loss"
+        return super().supports(model)
 
     def identity(self) -> dict[str, Any]:
         """As `Task.identity`: nothing, for its flags are those of distillation."""

@@ -19,7 +19,6 @@ from timm.models import VisionTransformerDistilled
 from torch import nn
 
 from ds_vit.config import RunConfig
-from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.layers import MAIN_TOWER, Layer, TokenCount, copy_to_take_apart, take_apart
 from ds_vit.models.zoo import ModelSpec, create_model, image_size
 from ds_vit.parallel.tensor.class_parallel import SoftmaxCrossEntropy, SoftmaxDivergence, gather_logits, own_classes
@@ -93,9 +92,6 @@ class Distillation(Classification):
         """As `Task.create_model`: the student, with the teacher as a further tower.
 
         The teacher takes images of the student's size: its position embeddings are resampled where it has another one.
-
-        Raises:
-            UserError: as there, or a student without a distillation token for `--kd-distill-type token`.
         """
         student = create_model(spec, for_training=for_training)
         assert spec.teacher is not None, "resolve_model describes the teacher"
@@ -112,13 +108,8 @@ class Distillation(Classification):
             if student.head_hidden_size != teacher.head_hidden_size:
                 student.projection = Projection(student.head_hidden_size, teacher.head_hidden_size)
                 student.further_towers = (TEACHER, PROJECTION)
-        elif config.kd_distill_type == "token":
-            if not isinstance(student, VisionTransformerDistilled):
-                raise UserError(
-                    f"--kd-distill-type token: {spec.name} has no distillation token; use one of timm's "
-                    "deit_*_distilled_* models, for example deit_small_distilled_patch16_224"
-                )
-            student.set_distilled_training(True)
+        elif isinstance(student, VisionTransformerDistilled):
+            student.set_distilled_training(config.kd_distill_type == "token")
         return student
 
     @classmethod
@@ -135,14 +126,19 @@ class Distillation(Classification):
         names = frozenset(name for name, _ in self.model.named_parameters() if name.startswith(f"{PROJECTION}."))
         return {PROJECTION: names} if names else {}
 
-    def check(self) -> None:
-        """As `Task.check`."""
-        super().check()
+    def supports(self, model: nn.Module) -> str | None:
+        """As `Task.supports`; `--kd-distill-type token` needs a distillation token."""
+        if self.config.kd_distill_type == "token" and not isinstance(model, VisionTransformerDistilled):
+            return (
+                f"--kd-distill-type token: {self.config.model} has no distillation token; use one of timm's "
+                "deit_*_distilled_* models, for example deit_small_distilled_patch16_224"
+            )
         if self.config.pp > 1:
-            raise UserError(
+            return (
                 f"--pp {self.config.pp}: a student and its teacher are not split into pipeline stages; use --pp 1, and "
                 "ZeRO-3 or --tp to shard both"
             )
+        return super().supports(model)
 
     def identity(self) -> dict[str, Any]:
         """As `Task.identity`: how the teacher is learnt from; its weights have a fingerprint (`ModelConfig.fixed`)."""

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from timm.loss import BinaryCrossEntropy, SoftTargetCrossEntropy
 
-from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.masked_autoencoder import masked_patches, patchify, unpatchify
 from ds_vit.parallel.tensor.class_parallel import SoftmaxCrossEntropy, own_classes
 from ds_vit.parallel.tensor.collectives import TensorParallel, reduce_from_region
@@ -30,9 +29,6 @@ class LossRule:
         bce_sum: sum the binary cross-entropy over classes instead of averaging.
         bce_target_thresh: binarise the targets of binary cross-entropy above this, after smoothing; None: leave them.
         multi_label: targets are multi-hot [B, C]; smoothing then moves each one towards 1/2 (timm's `smooth_dense`).
-
-    Raises:
-        UserError: multi-label targets without binary cross-entropy.
     """
 
     soft_targets: bool
@@ -41,10 +37,6 @@ class LossRule:
     bce_sum: bool = False
     bce_target_thresh: float | None = None
     multi_label: bool = False
-
-    def __post_init__(self) -> None:
-        if self.multi_label and not self.bce:
-            raise UserError("this data set has several labels per image: softmax cannot fit them; add --bce-loss")
 
     @property
     def number_smoothing(self) -> float:
@@ -62,9 +54,6 @@ def build_loss(**settings: Any) -> Loss:
 
     Args:
         settings: of `LossRule`.
-
-    Raises:
-        UserError: as `LossRule`.
     """
     rule = LossRule(**settings)
     if rule.bce:

@@ -9,13 +9,13 @@ from typing import ClassVar
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torchvision.utils import make_grid
 
 from ds_vit.config import RunConfig
 from ds_vit.config.schema import names_of_task
 from ds_vit.data.sampler import evaluation_keys
 from ds_vit.data.settings import ImageConfig
-from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.masked_autoencoder import AutoencoderSettings, MaskedAutoencoder, create_autoencoder, decoder_names
 from ds_vit.models.zoo import ModelSpec
 from ds_vit.parallel.tensor.collectives import TensorParallel
@@ -52,12 +52,7 @@ class MaskedAutoencoding(ChainTask):
 
     @classmethod
     def create_model(cls, spec: ModelSpec, config: RunConfig, *, for_training: bool) -> MaskedAutoencoder:
-        """As `Task.create_model`; layer decay is refused, for the decoder has no place among its layers."""
-        if config.layer_decay not in (None, 1.0):
-            raise UserError(
-                f"--layer-decay {config.layer_decay} is for fine-tuning a pretrained encoder: it has no rate for the "
-                "decoder of --task mae, and the paper's pretraining has none; drop it"
-            )
+        """As `Task.create_model`."""
         settings = AutoencoderSettings(
             mask_ratio=config.mask_ratio,
             decoder_dim=config.decoder_dim,
@@ -66,6 +61,15 @@ class MaskedAutoencoding(ChainTask):
             norm_pix_loss=config.norm_pix_loss,
         )
         return create_autoencoder(spec, settings, for_training=for_training)
+
+    def supports(self, model: nn.Module) -> str | None:
+        """As `Task.supports`; layer decay is refused, for the decoder has no place among the encoder's layers."""
+        if self.config.layer_decay not in (None, 1.0):
+            return (
+                f"--layer-decay {self.config.layer_decay} is for fine-tuning a pretrained encoder: it has no rate for "
+                "the decoder of --task mae, and the paper's pretraining has none; drop it"
+            )
+        return super().supports(model)
 
     def fields(self, *, training: bool) -> tuple[Field, ...]:
         """As `Task.fields`."""

@@ -314,6 +314,18 @@ class Task(ABC):
         """
         return towers[MAIN_TOWER] if len(towers) == 1 else None
 
+    def supports(self, model: nn.Module) -> str | None:
+        """Why the run cannot train a model with this task, its flags and its data; None where it can.
+
+        Args:
+            model: from `create_model`.
+        """
+        if self.teachers and self.config.model_ema:
+            return f"--model-ema: the teacher of --task {self.name} already is such an average; drop the flag"
+        if self.config.pp > 1 and (self.updates_after_step or self.chain(self.towers(model)) is None):
+            return f"--pp {self.config.pp}: --task {self.name} cannot be split into pipeline stages; use --pp 1"
+        return None
+
     def identity(self) -> dict[str, Any]:
         """Values of flags, by their recipe names, that have to be the same in a run that resumes."""
         values = {name: getattr(self.config, name) for name in sorted(self.flags & FIXED_ON_RESUME)}
@@ -384,14 +396,6 @@ class Task(ABC):
     def fixed_batch(self, batch: Batch) -> Batch:
         """For a CUDA graph: the micro-batch with what `step` and `collect` make of it on the host, in fixed shapes."""
         return batch
-
-    def check(self) -> None:
-        """Raise now what `step` would raise on the ranks.
-
-        Raises:
-            UserError: settings that this task cannot train with.
-        """
-        return
 
     # ---- a step ----------------------------------------------------------------------------------------------------
 
@@ -521,10 +525,6 @@ class ChainTask(Task):
         Args:
             tp: the ranks over which the outputs are sharded by class; None where each has all classes.
         """
-
-    def check(self) -> None:
-        """As `Task.check`: the loss is built once."""
-        self.loss(None)
 
     def setup(self, context: StepContext) -> None:
         """As `Task.setup`."""

@@ -198,9 +198,3 @@ def test_when_it_pays():
     assert not pays(1000, 8)
     assert pays(21841, 2)
     assert not pays(10**6, 1)
-
-
-def test_what_build_loss_refuses_is_refused():
-    """Multi-hot targets under softmax."""
-    with pytest.raises(ValueError, match="--bce-loss"):
-        class_parallel_loss(tp=None, num_classes=3, soft_targets=False, smoothing=0, bce=False, multi_label=True)

@@ -10,8 +10,10 @@ import pytest
 import torch
 import yaml
 from curves import assert_same_curve, read_rows, train_in, train_rows
+from picture_folders import made
+from PIL import Image
 from project import ROOT
-from runs import KINDS, resolved, run_quietly
+from runs import KINDS, ONE_BLOCK, refusal, resolved, run_quietly
 from safetensors.torch import load_file
 
 from ds_vit.fault_tolerance.errors import UserError
@@ -265,3 +267,12 @@ def test_monitors_of_the_json_get_the_same_figures(ranks, tmp_path):
     # By the images seen, as DeepSpeed's own lines are: a monitor may drop what goes back.
     assert losses.keys() == written("Train_Samples_lr").keys() == {32, 64, 96}
     assert written("eval_top1").keys() == {96}
+
+
+def test_several_labels_need_binary_cross_entropy(capsys, tmp_path):
+    """Multi-hot targets under softmax."""
+    for split in ("train", "val"):
+        Image.new("RGB", (16, 16)).save(made(tmp_path / split / "1.png"))
+        (tmp_path / split / "labels.csv").write_text("file,labels\n1.png,a;b\n")
+    data = ["--dataset", "", "--data-dir", tmp_path, "--deepspeed_config", ROOT / "ds_configs/zero1_bf16_auto.json"]
+    assert "softmax cannot fit them; add --bce-loss" in refusal(capsys, [*ONE_BLOCK, *data, "--lr", "0.1"])

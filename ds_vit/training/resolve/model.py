@@ -175,11 +175,8 @@ def _create_task(
 ) -> Task:
     """The task of the run; UserError if it cannot train with these settings."""
     task = task_type(config, image, data.train_source, whole)
-    task.check()
-    if task.teachers and config.model_ema:
-        raise UserError(f"--model-ema: the teacher of --task {task.name} already is such an average; drop the flag")
-    if config.pp > 1 and (task.updates_after_step or task.chain(task.towers(whole)) is None):
-        raise UserError(f"--pp {config.pp}: --task {task.name} cannot be split into pipeline stages; use --pp 1")
+    if reason := task.supports(whole):
+        raise UserError(reason)
     return task
 
 
