@@ -275,4 +275,4 @@ def test_several_labels_need_binary_cross_entropy(capsys, tmp_path):
         Image.new("RGB", (16, 16)).save(made(tmp_path / split / "1.png"))
         (tmp_path / split / "labels.csv").write_text("file,labels\n1.png,a;b\n")
     data = ["--dataset", "", "--data-dir", tmp_path, "--deepspeed_config", ROOT / "ds_configs/zero1_bf16_auto.json"]
-    assert "softmax cannot fit them; add --bce-loss" in refusal(capsys, [*ONE_BLOCK, *data, "--lr", "0.1"])
+    assert "softmax cannot fit them; add --bce-loss" in refusal(capsys, [*ONE_BLOCK, *data, "--lr", "0.1", "-b", "1"])
