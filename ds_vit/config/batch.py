@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ds_vit.fault_tolerance.errors import UserError
+
+if TYPE_CHECKING:
+    from ds_vit.config.deepspeed_keys import DeepSpeedJson
 
 KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
@@ -53,7 +55,7 @@ def nearest_dp(total: int, dp: int) -> int:
 
 
 def batch_sizes(
-    data: Mapping[str, Any],
+    json: DeepSpeedJson,
     path: str,
     *,
     dp: int,
@@ -64,7 +66,7 @@ def batch_sizes(
     """Resolve `train_batch_size = micro-batch x accumulation x dp`, before anything is divided.
 
     Args:
-        data: the JSON; each of the three keys may be a number, "auto" or absent.
+        json: each of its three keys may be a number, "auto" or absent.
         path: named in messages.
         dp: data-parallel degree.
         batch_size: `-b/--batch-size`, for a micro-batch of "auto" (128 where nothing says it, as in timm).
@@ -75,7 +77,8 @@ def batch_sizes(
     Raises:
         UserError: with the three numbers and two ways out.
     """
-    total, micro, accumulation = (number_of(data, key, path) for key in KEYS)
+    total, micro = json.train_batch_size, json.train_micro_batch_size_per_gpu
+    accumulation = json.gradient_accumulation_steps
     for key, flag, value, given in (
         (KEYS[1], "--batch-size", micro, batch_size),
         (KEYS[2], "--grad-accum-steps", accumulation, grad_accum_steps),
@@ -105,16 +108,6 @@ def batch_sizes(
             f"data-parallel {dp} = {product}; set train_batch_size to {product}, or " + _other_way(total, dp)
         )
     return BatchSizes(total, micro, accumulation, dp)
-
-
-def number_of(data: Mapping[str, Any], key: str, path: str) -> int | None:
-    """The number under a key; None for "auto"."""
-    value = data.get(key, "auto")
-    if value is None or value == "auto":
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UserError(f'{path}: {key} must be a whole number >= 1 or "auto", not {value!r}')
-    return value
 
 
 def _followed(path: str, total: int, dp: int, micro_batch: int) -> BatchSizes:

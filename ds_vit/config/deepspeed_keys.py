@@ -1,54 +1,265 @@
-"""The keys of a DeepSpeed JSON: which ones exist, which values are rejected, and which keys have no effect.
+"""DeepSpeed's JSON as one typed object: which keys exist, and which values they take.
 
-Written for DeepSpeed 0.19. tests/config/test_json_walk.py trains with every key, so it compares these tables with
-DeepSpeed itself.
+    json, wrong = read_json(load_json(path), path)     # the blocks that are right, and a line for each wrong key
+    json = DeepSpeedJson.of({"zero_optimization": {"stage": 3}})
+    json.zero_stage, json.zero_optimization.sub_group_size, json.auto, json.dump()
+
+A block that DeepSpeed 0.19 reads by a pydantic model is that model; the others are here. A file that works with
+DeepSpeed works here; DeepSpeed ignores unknown keys of the top level, and crashes on some "auto" values.
 """
 
 from __future__ import annotations
 
 import copy
-import importlib.util
-import pkgutil
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+import math
+import re
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, get_args
 
-from ds_vit.fault_tolerance.errors import did_you_mean
+from deepspeed.comm.config import CommsLoggerConfig
+from deepspeed.monitor.config import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig
+from deepspeed.runtime.config import _REMOVED_TOP_LEVEL_CONFIG_KEYS, _REMOVED_ZERO_CONFIG_KEYS, DtypeEnum
+from deepspeed.runtime.config_utils import DeepSpeedConfigModel
+from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
 
-if TYPE_CHECKING:
-    import pydantic
+from ds_vit.config.deepspeed_json import leaves, overlay, value_of, without
+from ds_vit.config.schema import FIELDS, KEY_OF_FLAG
+from ds_vit.fault_tolerance.errors import UserError, did_you_mean
 
-MONITORS = ("tensorboard", "csv_monitor", "wandb", "comet")
 
-# The top-level keys that runtime/config.py reads; tests/config/test_deepspeed_json.py compares.
-_TOP_LEVEL_NAMES = """
-    train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps managed_gradient_accumulation
-    gradient_clipping optimizer scheduler fp16 bf16 torch_autocast data_types zero_optimization pipeline
-    activation_checkpointing communication_data_type seq_parallel_communication_data_type prescale_gradients
-    gradient_predivide_factor gradient_allreduce_op steps_per_print dump_state disable_python_gc disable_allgather
-    zero_allow_untested_optimizer zero_force_ds_cpu_optimizer flops_profiler wall_clock_breakdown memory_breakdown
-    comms_logger timers aio autotuning hybrid_engine data_efficiency checkpoint datastates_ckpt dataloader_drop_last
-    log_level weight_quantization compile tensor_parallel expert_parallel use_data_before_expert_parallelism
-    vocabulary_size tensorboard csv_monitor wandb comet sequence_parallel_size data_parallel_size
-    """
-TOP_LEVEL = frozenset(_TOP_LEVEL_NAMES.split())
+def _known_type(name: str) -> str:
+    try:
+        DtypeEnum(name)
+    except (KeyError, ValueError):
+        raise ValueError('must be "fp32", "bf16" or "fp16"') from None
+    return name
 
-# The keys of the blocks for which DeepSpeed has no pydantic model; it ignores unknown keys in them.
-_BLOCK_NAMES = {
-    "optimizer": "type params legacy_fusion",
-    "scheduler": "type params",
-    "torch_autocast": "enabled dtype lower_precision_safe_modules",
-    "data_types": "grad_accum_dtype param_dtype buffer_dtype keep_in_fp32_modules",
-    "pipeline": "stages partition seed_layers activation_checkpoint_interval use_reentrant pipe_partitioned "
-    "grad_partitioned",
-    "activation_checkpointing": "partition_activations contiguous_memory_optimization cpu_checkpointing "
-    "number_checkpoints synchronize_checkpoint_boundary profile",
-    "timers": "throughput",
-    "aio": "block_size queue_depth intra_op_parallelism single_submit overlap_events use_gds",
-    "flops_profiler": "enabled recompute_fwd_factor profile_step module_depth top_modules detailed output_file",
-}
 
+# Published files write 1e5 for a whole number.
+Whole = Annotated[int, BeforeValidator(lambda v: int(v) if isinstance(v, float) and v.is_integer() else v)]
+Count = Annotated[Whole, Field(ge=1)]
+Type = Annotated[str, AfterValidator(_known_type)]
+
+
+class Block(BaseModel):
+    """A block without a model in DeepSpeed. Keys of type Any have no effect here, or are rejected whatever they say."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Optimizer(Block):
+    """The optimizer."""
+
+    type: str | None = None
+    params: dict[str, Any] = {}
+    legacy_fusion: Any = None
+
+
+class Scheduler(Block):
+    """DeepSpeed's schedule of the learning rate."""
+
+    type: str | None = None
+    params: dict[str, Any] = {}
+
+
+class Autocast(Block):
+    """torch_autocast."""
+
+    enabled: bool = False
+    dtype: str = "bfloat16"
+    lower_precision_safe_modules: list[str] = []
+
+
+class DataTypes(Block):
+    """The types of sums, parameters and buffers."""
+
+    grad_accum_dtype: Type | None = None
+    param_dtype: Type | None = None
+    buffer_dtype: Type | None = None
+    keep_in_fp32_modules: Any = None
+
+
+class Pipeline(Block):
+    """DeepSpeed's pipeline; ds_vit builds its own, and reads the interval of recomputation."""
+
+    activation_checkpoint_interval: Annotated[Whole, Field(ge=0)] | None = None
+    stages: Any = None
+    partition: Any = None
+    seed_layers: Any = None
+    use_reentrant: Any = None
+    pipe_partitioned: Any = None
+    grad_partitioned: Any = None
+
+
+class ActivationCheckpointing(Block):
+    """Recomputation; the block turns it on."""
+
+    cpu_checkpointing: bool = False
+    partition_activations: bool = False
+    contiguous_memory_optimization: bool = False
+    number_checkpoints: Whole | None = None
+    synchronize_checkpoint_boundary: bool = False
+    profile: bool = False
+
+
+class FlopsProfiler(Block):
+    """DeepSpeed's profiler."""
+
+    enabled: bool = False
+    recompute_fwd_factor: float = 0.0
+    profile_step: Whole = 1
+    module_depth: Whole = -1
+    top_modules: Whole = 1
+    detailed: bool = True
+    output_file: str | None = None
+
+
+class Timers(Block):
+    """DeepSpeed's timers."""
+
+    throughput: dict[str, Any] = {}
+
+
+class AsyncIO(Block):
+    """Files of offload."""
+
+    block_size: Any = None
+    queue_depth: Any = None
+    intra_op_parallelism: Any = None
+    single_submit: Any = None
+    overlap_events: Any = None
+    use_gds: Any = None
+
+
+class DeepSpeedJson(Block):
+    """The file with the values of --set. An "auto" is at its default here, and named in `auto`."""
+
+    train_batch_size: Count | None = None
+    train_micro_batch_size_per_gpu: Count | None = None
+    gradient_accumulation_steps: Count | None = None
+    gradient_clipping: float | None = None
+    optimizer: Optimizer | None = None
+    scheduler: Scheduler | None = None
+    fp16: DeepSpeedFP16Config = Field(default_factory=DeepSpeedFP16Config)
+    bf16: DeepSpeedBF16Config = Field(default_factory=DeepSpeedBF16Config)
+    torch_autocast: Autocast = Autocast()
+    data_types: DataTypes = DataTypes()
+    zero_optimization: DeepSpeedZeroConfig = Field(default_factory=DeepSpeedZeroConfig)
+    pipeline: Pipeline = Pipeline()
+    activation_checkpointing: ActivationCheckpointing | None = None
+    communication_data_type: str | None = None
+    prescale_gradients: bool = False
+    gradient_predivide_factor: Annotated[float, Field(gt=0)] = 1.0
+    gradient_allreduce_op: str = "mean"
+    steps_per_print: Count | None = None
+    dump_state: bool = False
+    disable_python_gc: bool = False
+    wall_clock_breakdown: bool = False
+    memory_breakdown: bool = False
+    flops_profiler: FlopsProfiler = FlopsProfiler()
+    timers: Timers = Timers()
+    tensorboard: TensorBoardConfig = Field(default_factory=TensorBoardConfig)
+    csv_monitor: CSVConfig = Field(default_factory=CSVConfig)
+    wandb: WandbConfig = Field(default_factory=WandbConfig)
+    comet: CometConfig = Field(default_factory=CometConfig)
+    comms_logger: CommsLoggerConfig = Field(default_factory=CommsLoggerConfig)
+    aio: AsyncIO = AsyncIO()
+    managed_gradient_accumulation: Any = None
+    seq_parallel_communication_data_type: Any = None
+    disable_allgather: Any = None
+    zero_allow_untested_optimizer: Any = None
+    zero_force_ds_cpu_optimizer: Any = None
+    autotuning: Any = None
+    hybrid_engine: Any = None
+    data_efficiency: Any = None
+    checkpoint: Any = None
+    datastates_ckpt: Any = None
+    dataloader_drop_last: Any = None
+    log_level: Any = None
+    weight_quantization: Any = None
+    compile: Any = None
+    tensor_parallel: Any = None
+    expert_parallel: Any = None
+    use_data_before_expert_parallelism: Any = None
+    vocabulary_size: Any = None
+    sequence_parallel_size: Any = None
+    data_parallel_size: Any = None
+
+    _given: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any], path: str = "the DeepSpeed JSON") -> DeepSpeedJson:
+        """The typed file.
+
+        Raises:
+            UserError: every unknown key and invalid value.
+        """
+        json, wrong = read_json(data, path)
+        if wrong:
+            raise UserError(*wrong.values())
+        return json
+
+    @property
+    def auto(self) -> frozenset[str]:
+        """The dotted names of the values that the file leaves open."""
+        return frozenset(name for name, value in leaves(self._given).items() if value == "auto")
+
+    @property
+    def zero_stage(self) -> int:
+        """The ZeRO stage, 0 without ZeRO."""
+        return int(self.zero_optimization.stage)
+
+    @property
+    def offloaded(self) -> frozenset[str]:
+        """What is in host memory: "optimizer" and "param"."""
+        blocks = {"optimizer": self.zero_optimization.offload_optimizer, "param": self.zero_optimization.offload_param}
+        return frozenset(name for name, block in blocks.items() if block is not None and block.device == "cpu")
+
+    @property
+    def flat_gradients(self) -> bool:
+        """Whether engine/flat_gradient.py sums the gradients: below ZeRO-3, without offload of the optimizer."""
+        return self.zero_stage < 3 and "optimizer" not in self.offloaded
+
+    def given(self, name: str) -> Any:
+        """The value that the file has under a dotted name, as DeepSpeed reads it, or "auto"; None where it has none."""
+        return value_of(self._given, name)
+
+    def is_on(self, block: str) -> bool:
+        """Whether the file enables a block; "auto" counts as enabled."""
+        return is_on(self.given(block))
+
+    def replace(self, values: Mapping[str, Any], without_keys: Iterable[str] = ()) -> DeepSpeedJson:
+        """The same file with other values, and without some keys, by their dotted names."""
+        return DeepSpeedJson.of(overlay(without(self._given, without_keys), values, "the DeepSpeed JSON"))
+
+    def dump(self) -> dict[str, Any]:
+        """What the file says, with the values that DeepSpeed reads: for DeepSpeed, and for deepspeed.json."""
+        return copy.deepcopy(self._given)
+
+
+def is_on(block: Any) -> bool:
+    """Whether a block of the file is enabled; "auto" counts as enabled."""
+    return isinstance(block, Mapping) and bool(block.get("enabled"))
+
+
+# An "auto" in these is resolved later from the model, the machine and the flags; DeepSpeed's models read the others as
+# the default.
+_RESOLVED_LATER = frozenset(
+    {
+        "bf16.enabled",
+        "fp16.enabled",
+        "zero_optimization.reduce_bucket_size",
+        "zero_optimization.allgather_bucket_size",
+        "zero_optimization.stage3_prefetch_bucket_size",
+        "zero_optimization.stage3_param_persistence_threshold",
+    }
+)
+_OLD_OFFLOAD = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
 # Keys of published files that DeepSpeed never read, and the keys that it reads.
 _READ_ELSEWHERE = {
+    "bfloat16": "bf16",
     "optimizer.adam_w_mode": "optimizer.params.adam_w_mode",
     "gradient_accumulation_dtype": "data_types.grad_accum_dtype",
     "log": "steps_per_print",
@@ -58,312 +269,125 @@ _READ_ELSEWHERE = {
 }
 
 
-_MODELS = {
-    "zero_optimization": "runtime.zero.config:DeepSpeedZeroConfig",
-    "bf16": "runtime.precision_config:DeepSpeedBF16Config",
-    "fp16": "runtime.precision_config:DeepSpeedFP16Config",
-    "comms_logger": "comm.config:CommsLoggerConfig",
-    "tensorboard": "monitor.config:TensorBoardConfig",
-    "csv_monitor": "monitor.config:CSVConfig",
-    "wandb": "monitor.config:WandbConfig",
-    "comet": "monitor.config:CometConfig",
-}
+def read_json(data: Mapping[str, Any], path: str) -> tuple[DeepSpeedJson, dict[str, str]]:
+    """The typed file.
+
+    Args:
+        data: the file with the values of --set.
+        path: named in messages.
+
+    Returns:
+        The blocks in which nothing is wrong; dotted name → what is wrong with it, and what to do.
+    """
+    given = _by_alias(data, DeepSpeedJson)
+    wrong = _wrong_leaves(given, path)
+    try:
+        json = _parse(given)
+    except ValidationError as error:
+        wrong = {**_wrong_keys(error, path), **wrong}
+    if wrong:
+        json = _parse({k: v for k, v in given.items() if not any(f"{name}.".startswith(f"{k}.") for name in wrong)})
+    return json, wrong
 
 
-def block_model(block: str) -> type[pydantic.BaseModel] | None:
-    """The pydantic model by which DeepSpeed reads a block; None where it has none."""
-    return pkgutil.resolve_name(f"deepspeed.{_MODELS[block]}") if block in _MODELS else None
+def _parse(given: Mapping[str, Any]) -> DeepSpeedJson:
+    json = DeepSpeedJson.model_validate(_without_auto(given))
+    read = json.model_dump(mode="json", by_alias=True, exclude_unset=True, warnings=False, fallback=lambda value: value)
+    json._given = _of_keys(read, given)
+    return json
 
 
-def keys_of(block: str) -> frozenset[str] | None:
-    """The keys that DeepSpeed knows in a block, aliases included; None where any key is allowed."""
-    model = block_model(block)
-    if model is None:
-        return frozenset(_BLOCK_NAMES[block].split()) if block in _BLOCK_NAMES else None
-    return frozenset(name for key, field in model.model_fields.items() for name in (key, field.alias) if name)
+def model_of(hint: Any) -> type[BaseModel] | None:
+    """The model in a type, which may be one with None; None where there is none."""
+    kinds = (hint, *get_args(hint))
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
 
 
-def wrong_keys(data: Mapping[str, Any], path: str) -> dict[str, str]:
-    """Keys that DeepSpeed does not know or has removed → the reason, and the nearest key that works."""
-    from deepspeed.runtime.config import _REMOVED_TOP_LEVEL_CONFIG_KEYS, _REMOVED_ZERO_CONFIG_KEYS
-
-    found: dict[str, str] = {}
+def _by_alias(data: Mapping[str, Any], model: type[BaseModel], prefix: str = "") -> dict[str, Any]:
+    """The keys by the names that DeepSpeed writes, without those that say nothing: null, and "auto" for a default."""
+    fields = {
+        name: (field.alias or key, field) for key, field in model.model_fields.items() for name in (key, field.alias)
+    }
+    of_deepspeed, out = issubclass(model, DeepSpeedConfigModel), {}
     for key, value in data.items():
-        known = keys_of(key)
-        if key == "bfloat16":
-            found[key] = f'{path}: "bfloat16" is the old name; call the block "bf16"'
-        elif reason := _why_wrong(key, TOP_LEVEL, _REMOVED_TOP_LEVEL_CONFIG_KEYS, path):
-            found[key] = reason
-        elif known is not None and not isinstance(value, Mapping):
-            found[key] = f'{path}: "{key}" must be a block {{…}}, not {value!r}'
-        elif known is not None:
-            removed = _REMOVED_ZERO_CONFIG_KEYS if key == "zero_optimization" else {}
-            names = {f"{key}.{name}" for name in known}
-            reasons = {name: _why_wrong(name, names, removed, path) for name in (f"{key}.{sub}" for sub in value)}
-            found |= {name: reason for name, reason in reasons.items() if reason}
+        if key not in fields:
+            out[key] = None  # the models reject the name, whatever it says
+            continue
+        name, field = fields[key]
+        if (value == "auto" and f"{prefix}{name}" not in _RESOLVED_LATER) if of_deepspeed else value is None:
+            continue
+        block = model_of(field.annotation)
+        out[name] = _by_alias(value, block, f"{prefix}{name}.") if block and isinstance(value, Mapping) else value
+    return out
+
+
+def _without_auto(data: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_auto(value) if isinstance(value, Mapping) else value
+        for key, value in data.items()
+        if value != "auto"
+    }
+
+
+def _of_keys(read: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The values that the models read, of the given keys only; deprecated keys, which they drop, stay."""
+    out: dict[str, Any] = {}
+    for key, value in given.items():
+        inner = read.get(key, value)
+        if new := _OLD_OFFLOAD.get(key):
+            out |= {new: {"device": "cpu"}} if read.get(new) else {}
+        else:
+            out[key] = _of_keys(inner, value) if isinstance(value, Mapping) and isinstance(inner, Mapping) else inner
+    return out
+
+
+def _wrong_leaves(data: Mapping[str, Any], path: str) -> dict[str, str]:
+    """Numbers that are not finite, quoted, or outside the range of the flag for the same key → what is wrong."""
+    found, fields = {}, {key: FIELDS[name] for name, key in KEY_OF_FLAG.items()}
+    for key, value in leaves(data).items():
+        span = fields[key].metadata["span"] if key in fields else None
+        if span and isinstance(value, (int, float)) and not span.holds(value):
+            found[key] = f"{path}: {key} {span.words}, not {value}"
+        if key == "zero_optimization.stage" and str(value) not in ("0", "1", "2", "3"):  # true and 1.0 are read as 1
+            found[key] = f"{path}: zero_optimization.stage must be 0, 1, 2 or 3, not {value!r}"
+        for item in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(item, float) and not math.isfinite(item):
+                found[key] = f"{path}: {key} must be a finite number, not {item}"
+            is_number = isinstance(item, str) and re.fullmatch(r"[-+]?[\d.]+(e[-+]?\d+)?", item.lower())
+            if is_number and key.startswith(("optimizer.params.", "scheduler.params.")):  # DeepSpeed passes text on
+                found[key] = f'{path}: {key}: "{item}" is text, not a number; write {item}'
     return found
 
 
-def _why_wrong(name: str, known: frozenset[str] | set[str], removed: Mapping[str, str], path: str) -> str:
-    """What is wrong with one dotted name; "" for nothing."""
-    last = name.rpartition(".")[2]
-    if last in removed:
-        return f'{path}: "{name}": {removed[last].partition(" See ")[0].strip()} Delete it'
-    if name not in known:
-        elsewhere = _READ_ELSEWHERE.get(name)
-        hint = (
-            f'; it reads "{elsewhere}"' if elsewhere else did_you_mean(last, {key.rpartition(".")[2] for key in known})
-        )
-        return f'{path}: DeepSpeed 0.19 knows no key "{name}"{hint}'
-    return ""
+def _wrong_keys(error: ValidationError, path: str) -> dict[str, str]:
+    """Dotted name → what the models reject, in one line."""
+    found = {}
+    for detail in error.errors():
+        *blocks, last = map(str, detail["loc"])
+        name, message, value = ".".join((*blocks, last)), detail["msg"], detail.get("input")
+        message = message.removeprefix("Value error, ").removeprefix("Assertion failed, ")
+        if detail["type"] == "extra_forbidden":
+            message = _why_unknown(blocks, last)
+        elif detail["type"] in ("model_type", "dict_type"):
+            message = f'"{name}" must be a block {{…}}, not {value!r}'
+        elif isinstance(value, (Mapping, BaseModel)):  # a rule between keys, whose input is the whole block
+            message = f"{name}: {message}"
+        else:
+            message = f"{name} {message.replace('Input should', 'must')}, not {value!r}"
+        found[name] = f"{path}: {message}"
+    return found
 
 
-def switched_on(block: Any) -> bool:
-    """Whether a block exists and is enabled; "auto" counts as enabled."""
-    if not isinstance(block, Mapping):
-        return False
-    enabled = block.get("enabled", False)
-    if isinstance(enabled, str):
-        return enabled.lower() not in ("false", "0", "no", "n", "off", "f")  # the words that pydantic reads as false
-    return enabled not in (False, None)
-
-
-def value_of(data: Mapping[str, Any], name: str) -> Any:
-    """The value under a dotted name; None where a part of it is missing."""
-    value: Any = data
-    for key in name.split("."):
-        value = value.get(key) if isinstance(value, Mapping) else None
-    return value
-
-
-class BadValue(NamedTuple):
-    """Values of one key that are rejected.
-
-    Attributes:
-        key: its dotted name; ".x" is "zero_optimization.x".
-        matches: whether a value (never None) is one of them.
-        reason: follows the key's name in the message, and ends with what to do; {value} and {stage} are filled in.
-        stages: the ZeRO stages at which the rule holds.
-        when: whether the rest of the file makes the rule hold.
-    """
-
-    key: str
-    matches: Callable[[Any], bool]
-    reason: str
-    stages: tuple[int, ...] = (0, 1, 2, 3)
-    when: Callable[[Mapping[str, Any]], bool] = lambda data: True
-
-    @property
-    def name(self) -> str:
-        """The dotted name of the key."""
-        return f"zero_optimization{self.key}" if self.key.startswith(".") else self.key
-
-
-def _not_positive(value: Any) -> bool:
-    return isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0
-
-
-def _not_one(value: Any) -> bool:
-    return value != 1
-
-
-def _on(value: Any) -> bool:
-    return value != "none"
-
-
-def _is_given(value: Any) -> bool:
-    return True
-
-
-def takes_gradients(data: Mapping[str, Any]) -> bool:
-    """Whether engine/flat_gradient.py sums the gradients: below ZeRO-3, without offload of the optimizer."""
-    offload = value_of(data, "zero_optimization.offload_optimizer.device")
-    return int(value_of(data, "zero_optimization.stage") or 0) < 3 and offload in (None, "none")
-
-
-def _scatters(data: Mapping[str, Any]) -> bool:
-    return value_of(data, "zero_optimization.reduce_scatter") is not False and not takes_gradients(data)
-
-
-def _offloads_masters(data: Mapping[str, Any]) -> bool:
-    return switched_on(data["bf16"]) and value_of(data, "zero_optimization.offload_optimizer.device") == "cpu"
-
-
-def _lacks(key: str) -> Callable[[Mapping[str, Any]], bool]:
-    return lambda data: not value_of(data, key)
-
-
-def _is_missing(package: str) -> Callable[[Any], bool]:
-    """Whether a monitor is on and its package is not installed."""
-    return lambda block: switched_on(block) and importlib.util.find_spec(package) is None
-
-
-_QUANTIZED = "rounds values in transit, which changes the loss curve, and needs a CUDA build; delete it"
-_SECONDARY = "keeps a second copy of the weights near a rank, and ds_vit gathers them by layer; delete it"
-_LEAVES = "frees the weights of a ViT's layers before the backward pass; it is for mixtures of experts: delete it"
-# A compiler changes none of these reasons.
-_CPU_ADAM = "works only with DeepSpeed's CPU Adam, and here torch's fused optimizer steps on the CPU; delete it"
-_RATIO = "below 1 makes DeepSpeed 0.19.8 step a part of the weights at its first learning rate throughout; delete it"
-_SUPER_OFFLOAD = "keeps Adam's moments in a second process, which no checkpoint reaches; delete it"
-_ZENFLOW = "updates most of each weight late, which changes the loss curve; delete the block"
-_NVME_OPTIMIZER = 'moves master weights and moments into files that checkpoints do not read; use "cpu"'
-_NVME_PARAM = "allocates buffer_count x buffer_size elements of host memory (2 GB by default in fp32) for each layer"
-_POSITIVE = "must be a number above 0, not {value}"
-_SCATTER = 'at ZeRO stage {stage} needs "reduce_scatter": false in DeepSpeed 0.19.8; delete it, or use stage 1'
-_MASTERS, _STATES = "bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"
-_MONITORS = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
-REJECTIONS = (
-    BadValue("autotuning", switched_on, "is a launcher mode of DeepSpeed that rewrites the run; delete the block"),
-    BadValue("hybrid_engine", switched_on, "is for generation during RLHF; delete the block"),
-    BadValue("data_efficiency", switched_on, "replaces the data loader and its keyed order; delete the block"),
-    BadValue("expert_parallel", switched_on, "needs a mixture of experts, which no ViT here has; delete the block"),
-    BadValue("tensor_parallel", bool, "is AutoTP, which replaces ds_vit's sharding of the model; use --tp"),
-    BadValue("sequence_parallel_size", _not_one, "is Ulysses, which does not shard a ViT; delete the key"),
-    BadValue("data_parallel_size", _is_given, "follows from the number of ranks, --pp and --tp; delete the key"),
-    BadValue("weight_quantization", bool, "changes the weights during training; delete the block"),
-    BadValue("managed_gradient_accumulation", lambda v: v is False, "leaves accumulation to the caller; delete it"),
-    BadValue(
-        "gradient_allreduce_op",
-        lambda v: str(v).lower() != "mean",
-        'makes the loss curve depend on the number of ranks; delete the key (the default is "mean")',
-    ),
-    BadValue(
-        "compile",
-        lambda v: not isinstance(v, Mapping) or v.get("deepcompile") not in (None, False),
-        "(DeepCompile) hides ZeRO's partitions from optimizers and checkpoints; delete the block and use --compile",
-    ),
-    BadValue("steps_per_print", _not_positive, _POSITIVE),
-    BadValue("prescale_gradients", bool, _SCATTER, (2, 3), _scatters),
-    BadValue("gradient_predivide_factor", _not_positive, _POSITIVE),
-    BadValue("gradient_predivide_factor", _not_one, _SCATTER, (2, 3), _scatters),
-    BadValue(
-        "gradient_predivide_factor",
-        _not_one,
-        "divides the gradients where it equals the number of data-parallel ranks (DeepSpeed 0.19.8); delete it",
-        (3,),
-    ),
-    BadValue(".legacy_stage1", bool, "is the old stage 1, which DeepSpeed removed; delete the key"),
-    BadValue(".round_robin_gradients", bool, "makes DeepSpeed 0.19.8 mix up parameters; delete it"),
-    BadValue(".zenflow", _is_given, _ZENFLOW),
-    BadValue(".offload_param.device", lambda v: v == "nvme", f'"nvme" {_NVME_PARAM}; use "cpu"'),
-    BadValue(".offload_param.device", _on, "needs stage 3; this file has stage {stage}", (0, 1, 2)),
-    BadValue(".offload_optimizer.device", lambda v: v == "nvme", f'"nvme" {_NVME_OPTIMIZER}'),
-    BadValue(".offload_optimizer.device", _on, "needs stage 1, 2 or 3; this file has stage {stage}", (0,)),
-    BadValue(".offload_optimizer.ratio", _not_one, _RATIO),
-    BadValue(".offload_optimizer.super_offload", bool, _SUPER_OFFLOAD),
-    BadValue(".zero_quantized_weights", bool, _QUANTIZED, (3,)),
-    BadValue(".zero_quantized_nontrainable_weights", bool, _QUANTIZED, (3,)),
-    BadValue(".zero_quantized_gradients", bool, _QUANTIZED, (3,)),
-    BadValue(".zero_hpz_partition_size", _not_one, _SECONDARY, (3,)),
-    BadValue(".leaf_module", bool, _LEAVES, (3,)),
-    BadValue(".stage3_module_granularity_threshold", bool, _LEAVES, (3,)),
-    BadValue("fp16.fp16_master_weights_and_grads", bool, f'{_CPU_ADAM}, or use "{_MASTERS}" and "{_STATES}"'),
-    BadValue(_MASTERS, bool, f'works only together with "{_STATES}"; set both, or delete it', when=_lacks(_STATES)),
-    BadValue(_STATES, bool, f'works only together with "{_MASTERS}"; set both, or delete it', when=_lacks(_MASTERS)),
-    BadValue(_MASTERS, bool, f"with offload_optimizer {_CPU_ADAM}, or the offload", when=_offloads_masters),
-    *(
-        BadValue(block, _is_missing(package), f"needs the package {package}: pip install {package}, or delete it")
-        for block, package in _MONITORS.items()
-    ),
-)
-
-
-def wrong_values(data: Mapping[str, Any], path: str) -> list[str]:
-    """The values that the table `REJECTIONS` rejects, and why.
-
-    Args:
-        data: with the values that DeepSpeed reads (`deepspeed_json.as_deepspeed_reads`).
-        path: named in messages.
-    """
-    stage, problems = value_of(data, "zero_optimization.stage") or 0, []
-    for rule in REJECTIONS:
-        value = value_of(data, rule.name)
-        if value is not None and stage in rule.stages and rule.matches(value) and rule.when(data):
-            reason = rule.reason.replace("{value}", repr(value)).replace("{stage}", str(stage))
-            problems.append(f'{path}: "{rule.name}" {reason}')
-    return problems
-
-
-# Keys that have no effect in ds_vit: DeepSpeed's own checkpoints, loaders, optimizers, experts and log level.
-_IDLE_NAMES = """
-    checkpoint datastates_ckpt aio compile disable_allgather dataloader_drop_last vocabulary_size
-    seq_parallel_communication_data_type use_data_before_expert_parallelism zero_allow_untested_optimizer
-    zero_force_ds_cpu_optimizer log_level comms_logger optimizer.legacy_fusion
-    pipeline.stages pipeline.partition pipeline.seed_layers pipeline.use_reentrant pipeline.pipe_partitioned
-    pipeline.grad_partitioned
-    zero_optimization.load_from_fp32_weights zero_optimization.elastic_checkpoint
-    zero_optimization.pipeline_loading_checkpoint zero_optimization.stage3_gather_16bit_weights_on_model_save
-    zero_optimization.gather_16bit_weights_on_model_save zero_optimization.stage3_gather_fp16_weights_on_model_save
-    zero_optimization.allgather_partitions zero_optimization.cpu_offload_use_pin_memory
-    zero_optimization.save_muon_momentum_buffer_in_memory zero_optimization.memory_efficient_linear
-    zero_optimization.stage3_max_reuse_distance zero_optimization.stage3_use_all_reduce_for_fetch_params
-    zero_optimization.log_trace_cache_warnings
-"""
-# These have an effect in tensor-parallel models of DeepSpeed only; false is what holds anyway.
-_IDLE_IF_SET = """
-    partition_activations contiguous_memory_optimization number_checkpoints synchronize_checkpoint_boundary profile
-"""
-_IN_STAGE_3 = """
-    stage3_prefetch_bucket_size stage3_param_persistence_threshold stage3_model_persistence_threshold
-    stage3_max_live_parameters stage3_module_granularity_threshold
-    stage3_allgather_sequential sub_group_size zero_hpz_partition_size
-    zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients
-    override_module_apply enable_sanity_checks leaf_module
-"""
-# runtime/engine.py passes the first four to the optimizer of stages 1 and 2 only; engine/zero3.py has no buckets.
-_IN_STAGES_1_AND_2 = """
-    use_multi_rank_bucket_allreduce allgather_bucket_size ignore_unused_parameters parameter_alignment
-    contiguous_gradients
-"""
-_IN_EVERY_STAGE = "stage offload_param offload_optimizer"
-STAGES_OF: Mapping[str, tuple[int, ...]] = {
-    **dict.fromkeys(_IN_STAGE_3.split(), (3,)),
-    **dict.fromkeys(_IN_STAGES_1_AND_2.split(), (1, 2)),
-    **dict.fromkeys(_IN_EVERY_STAGE.split(), (0, 1, 2, 3)),
-    "reduce_bucket_size": (0, 1, 2),
-}
-"""The ZeRO stages at which a key of `zero_optimization` has an effect; the others have one at stages 1 to 3."""
-# How DeepSpeed sums gradients and checks them: at ZeRO-3 and with offload of the optimizer only.
-_OF_ITS_SUMS = """
-    zero_optimization.overlap_comm zero_optimization.contiguous_gradients zero_optimization.reduce_scatter
-    zero_optimization.use_multi_rank_bucket_allreduce zero_optimization.allgather_bucket_size
-    zero_optimization.ignore_unused_parameters bf16.immediate_grad_update bf16.check_grad_overflow
-"""
-# Blocks with a key "enabled", which is false by default.
-_SWITCHED = (
-    *("fp16", "bf16", "torch_autocast", *MONITORS, "flops_profiler"),
-    *("autotuning", "hybrid_engine", "data_efficiency", "expert_parallel"),
-)
-_FOR_NVME = {
-    "offload_param": "nvme_path buffer_count buffer_size max_in_cpu",
-    "offload_optimizer": "nvme_path buffer_count pipeline_read pipeline_write fast_init cpuadam_cores_perc",
-}
-
-
-def idle_keys(data: Mapping[str, Any]) -> list[str]:
-    """The dotted names of the known keys, or whole blocks, that have no effect in this run."""
-    zero = data.get("zero_optimization", {})
-    stage = zero.get("stage", 0)
-    idle = {name for name in _IDLE_NAMES.split() if value_of(data, name) is not None}
-    idle |= {f"zero_optimization.{key}" for key in zero if stage not in STAGES_OF.get(key, (1, 2, 3))}
-    if takes_gradients(data):
-        idle |= {name for name in _OF_ITS_SUMS.split() if value_of(data, name) is not None}
-    names = [f"activation_checkpointing.{key}" for key in _IDLE_IF_SET.split()]
-    idle |= {name for name in names if value_of(data, name)}
-    for block, names_of_nvme in _FOR_NVME.items():
-        settings = zero.get(block) or {}
-        if settings.get("device") == "cpu":
-            idle |= {f"zero_optimization.{block}.{key}" for key in names_of_nvme.split() if key in settings}
-        elif settings and settings.get("device", "none") == "none":
-            idle.add(f"zero_optimization.{block}")
-    idle |= {block for block in _SWITCHED if set(data.get(block, ())) - {"enabled"} and not switched_on(data[block])}
-    return sorted(name for name in idle if name.rpartition(".")[0] not in idle)
-
-
-def without(data: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """The file without some of its keys, by dotted names."""
-    out = copy.deepcopy(dict(data))
-    for name in names:
-        block, _, last = name.rpartition(".")
-        del (value_of(out, block) if block else out)[last]
-    return out
+def _why_unknown(blocks: list[str], last: str) -> str:
+    """What is wrong with a key that no model has, and the nearest one that works."""
+    model: type[BaseModel] | None = DeepSpeedJson
+    for block in blocks:
+        model = model_of(model.model_fields[block].annotation) if model and block in model.model_fields else None
+    removed = {0: _REMOVED_TOP_LEVEL_CONFIG_KEYS, 1: _REMOVED_ZERO_CONFIG_KEYS}.get(len(blocks), {})
+    name = ".".join((*blocks, last))
+    if last in removed and blocks in ([], ["zero_optimization"]):
+        return f'"{name}": {removed[last].partition(" See ")[0].strip()} Delete it'
+    if name in _READ_ELSEWHERE:
+        return f'DeepSpeed 0.19 knows no key "{name}"; it reads "{_READ_ELSEWHERE[name]}"'
+    known = {field.alias or key for key, field in model.model_fields.items()} if model else set()
+    return f'DeepSpeed 0.19 knows no key "{name}"{did_you_mean(last, known)}'

@@ -7,7 +7,6 @@ tests/engine/test_deepspeed_canaries.py.
 from __future__ import annotations
 
 import contextlib
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ds_vit.config.deepspeed_keys import takes_gradients
+from ds_vit.config.deepspeed_keys import DeepSpeedJson
 from ds_vit.device import has_fused_step
 from ds_vit.engine.flat_gradient import FlatGradient
 from ds_vit.engine.graph import StepGraphs
@@ -86,7 +85,7 @@ class Engine(ABC):
         model: that DeepSpeed trains.
         optimizer: over the model's trained parameters; None for evaluation only.
         task: defines the training step.
-        config: the DeepSpeed JSON with every "auto" resolved.
+        json: without "auto".
         groups: of the run.
         class_parallel: the ranks over which the outputs are sharded by class, or None.
         write_initial: passes initial values in fp32 to `ZeroMap.set_values`; None where the model has them in fp32.
@@ -106,7 +105,7 @@ class Engine(ABC):
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
         task: Task,
-        config: Mapping[str, Any],
+        json: DeepSpeedJson,
         *,
         groups: Groups,
         class_parallel: TensorParallel | None = None,
@@ -114,15 +113,14 @@ class Engine(ABC):
     ) -> None:
         import deepspeed
 
-        own: dict[str, Any] = copy.deepcopy(dict(config))
-        self.stage = int(own.get("zero_optimization", {}).get("stage", 0))
-        self.accumulation = int(own["gradient_accumulation_steps"])
+        self.stage, own = json.zero_stage, json.dump()
+        self.accumulation = json.gradient_accumulation_steps or 1
         self.groups = groups
         self._task = task
         self._sizes: SizeSwitch | None = None
         self._input_names = [field.name for field in task.fields(training=True) if field.stage == "first"]
-        self._clip = float(own["gradient_clipping"])
-        own_sums = optimizer is not None and takes_gradients(own)
+        self._clip = json.gradient_clipping or 0.0
+        own_sums = optimizer is not None and json.flat_gradients
         if own_sums:  # for another type than the model's, DeepSpeed has other wrappers, and another copy of gradients
             own.get("data_types", {}).pop("grad_accum_dtype", None)
         if self.stage == 0:
@@ -134,7 +132,7 @@ class Engine(ABC):
         if self.stage == 3:
             own["zero_optimization"]["contiguous_gradients"] = False  # a bucket that would not be used
         own["zero_force_ds_cpu_optimizer"] = False  # DeepSpeed's own CPU Adam needs a JIT build
-        if "steps_per_print" not in own:
+        if json.steps_per_print is None:
             own["steps_per_print"] = 2**63 - 1
             # DeepSpeed's timer waits for the device twice per step, and only that print reads it.
             own.setdefault("timers", {"throughput": {"enabled": False}})
@@ -148,7 +146,7 @@ class Engine(ABC):
         self.units = ZeroUnits(self.engine, trains=optimizer is not None) if self.stage == 3 else None
         if self.units is not None:
             self.on_close.callback(self.units.close)
-        self.flat = FlatGradient(self.engine, groups, config) if own_sums else None
+        self.flat = FlatGradient(self.engine, groups, json) if own_sums else None
         if optimizer is not None:
             self._adapt_the_optimizer()
             if write_initial is not None:

@@ -17,7 +17,7 @@ DeepSpeed keeps the JSON, its flat weights and masters, `backward`, `step` and t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ds_vit.config.deepspeed_keys import value_of
+from ds_vit.config.deepspeed_keys import DeepSpeedJson
 from ds_vit.config.deepspeed_rules import elements_of_bucket
 from ds_vit.device import is_accelerator
 from ds_vit.engine.patches import autocast_scaler
@@ -126,7 +126,7 @@ class FlatGradient:
     Args:
         engine: DeepSpeed's, initialized; without offload of the optimizer.
         groups: of the run.
-        config: the run's DeepSpeed JSON.
+        json: without "auto".
 
     Attributes:
         flats: the parameter groups, at ZeRO-0 in pieces of a bucket each.
@@ -137,11 +137,11 @@ class FlatGradient:
         on_overflow: called without ZeRO before the step of gradients that overflowed is skipped.
     """
 
-    def __init__(self, engine: Any, groups: Groups, config: Mapping[str, Any]) -> None:
+    def __init__(self, engine: Any, groups: Groups, json: DeepSpeedJson) -> None:
         from deepspeed.runtime.config import DtypeEnum
 
         self._engine, self._optimizer = engine, engine.optimizer
-        self._clip = float(config["gradient_clipping"])
+        self._clip = json.gradient_clipping or 0.0
         self._stage, self._pipeline = engine.zero_optimization_stage(), groups.layout.pp > 1
         self._dp, self._ranks, self._rank = groups.dp, groups.layout.dp, groups.dp_rank
         self._base = getattr(self._optimizer, "optimizer", self._optimizer)
@@ -149,12 +149,12 @@ class FlatGradient:
         self._scaled = self._scaler is not None or engine.fp16_enabled()
         self._measures = self._scaled or getattr(self._optimizer, "compute_grad_norm", True)
         self.releases = self._stage == 0
-        self._most = elements_of_bucket(config, sum(p.numel() for p in engine.module.parameters() if p.requires_grad))
+        self._most = elements_of_bucket(json, sum(p.numel() for p in engine.module.parameters() if p.requires_grad))
         self.flats = flat_groups(self._optimizer) if self._stage else flatten_parameters(self._optimizer, self._most)
         self._masters = [group.master for group in self.flats]
         self._own_weights = [g.weights.chunk(self._ranks)[self._rank] for g in self.flats] if self._stage else []
         self._model_type, wire = self.flats[0].weights.dtype, engine.communication_data_type
-        named = value_of(config, "data_types.grad_accum_dtype")
+        named = json.data_types.grad_accum_dtype
         self._sum_type, self._wire = DtypeEnum(named).value if named else self._model_type, wire
         self._casts = self._stage > 0 and self._masters[0].dtype != self._model_type
         if self._stage and not self._casts:  # the masters become this rank's part of the weights

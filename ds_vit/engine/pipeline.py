@@ -17,6 +17,7 @@ import torch
 from deepspeed.pipe import PipelineModule
 from torch import nn
 
+from ds_vit.config.deepspeed_keys import DeepSpeedJson
 from ds_vit.engine.base import Engine, RankContext, Run
 from ds_vit.engine.patches import keep_training_mode, shared_grid
 from ds_vit.engine.step_guard import StepResult
@@ -148,15 +149,14 @@ class PipeEngine(Engine):
         model: StagedViT,
         optimizer: torch.optim.Optimizer | None,
         task: Task,
-        config: Mapping[str, Any],
+        json: DeepSpeedJson,
         **shared: Any,
     ) -> None:
         self._staged = model
-        config = dict(config)
         # The module recomputes; partitioned transfers do not carry learned rotary frequencies.
-        config["pipeline"] = {"activation_checkpoint_interval": 0, "pipe_partitioned": False, "grad_partitioned": False}
-        config.pop("activation_checkpointing", None)
-        super().__init__(model, optimizer, task, config, **shared)
+        pipeline = {"activation_checkpoint_interval": 0, "pipe_partitioned": False, "grad_partitioned": False}
+        json = json.replace({"pipeline": pipeline}, ["activation_checkpointing"])
+        super().__init__(model, optimizer, task, json, **shared)
 
     def _make_context(self, model: StagedViT, *, trains: bool, **shared: Any) -> StageContext:
         model.context = StageContext(**shared)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ds_vit.config.deepspeed_keys import DeepSpeedJson
 from ds_vit.engine.base import Engine, RankContext, Run
 from ds_vit.engine.graph import Given, Pass, StepGraphs
 from ds_vit.engine.step_guard import StepResult
@@ -54,7 +55,7 @@ class PlainEngine(Engine):
         model: Towers,
         optimizer: torch.optim.Optimizer | None,
         task: Task,
-        config: Mapping[str, Any],
+        json: DeepSpeedJson,
         *,
         replays: bool = False,
         **shared: Any,
@@ -62,7 +63,7 @@ class PlainEngine(Engine):
         """As `Engine`; with `replays` the passes of a micro-batch are captured and replayed."""
         self._total: torch.Tensor | None = None
         self._num_losses = 0
-        super().__init__(model, optimizer, task, config, **shared)
+        super().__init__(model, optimizer, task, json, **shared)
         if replays:
             assert self.flat is not None, "the optimizer is offloaded"
             self.graphs = StepGraphs(self.engine, self.flat, self.context)

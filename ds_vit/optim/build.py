@@ -58,13 +58,16 @@ _UNSUPPORTED = {
 _REMOVED = ("asgd", "rprop")
 
 
-def optimizer_class(block: Mapping[str, Any], path: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+def optimizer_class(
+    name: str | None, params: Mapping[str, Any], path: str
+) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     """The class and arguments of the JSON's `optimizer` block.
 
     Names are read as DeepSpeed reads them: in upper or lower case, and "Adam" is AdamW unless `adam_w_mode` is false.
 
     Args:
-        block: `{"type": …, "params": {…}}`.
+        name: its "type".
+        params: its "params".
         path: the file, named in messages.
 
     Returns:
@@ -73,10 +76,9 @@ def optimizer_class(block: Mapping[str, Any], path: str) -> tuple[type[torch.opt
     Raises:
         UserError: an unknown or unsupported optimizer, or an argument that it does not take.
     """
-    name = block.get("type")
-    if not isinstance(name, str):
+    if name is None:
         raise UserError(f'{path}: "optimizer" has no "type"; AdamW and SGD are the usual ones')
-    params = dict(block.get("params") or {})
+    params = dict(params)
     if "max_grad_norm" in params:
         raise UserError(f'{path}: optimizer.params.max_grad_norm: write "gradient_clipping" at the top level instead')
     cls = _class_named(name, adam_w=params.get("adam_w_mode", True), path=path)
@@ -131,14 +133,13 @@ def states_per_element(cls: type[torch.optim.Optimizer], arguments: Mapping[str,
 
     Args:
         cls: from `optimizer_class`.
-        arguments: keyword arguments of the class; those that are "auto" do not matter here.
+        arguments: keyword arguments of the class.
     """
     if cls in _NUM_STATES:
         return _NUM_STATES[cls]
     parameter = torch.nn.Parameter(torch.zeros(2, 2))
     parameter.grad = torch.ones(2, 2)
-    known = {name: value for name, value in arguments.items() if value != "auto"}  # rate and decay come from the flags
-    optimizer = cls([parameter], **{"lr": 1e-3, **known})
+    optimizer = cls([parameter], **{"lr": 1e-3, **arguments})
     optimizer.step()
     return sum(torch.is_tensor(v) and v.shape == parameter.shape for v in optimizer.state[parameter].values())
 

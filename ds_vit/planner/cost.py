@@ -18,7 +18,7 @@ from ds_vit.config.deepspeed_rules import elements_of_bucket
 from ds_vit.parallel.layout import Layout
 from ds_vit.planner.counting import LayerWork, Pass
 from ds_vit.planner.hardware import Accelerator, Link
-from ds_vit.planner.memory import DEFAULT_BUCKET, MemoryRules
+from ds_vit.planner.memory import MemoryRules
 from ds_vit.planner.pipeline import pipeline_time
 
 _UPDATE_BYTES = 42
@@ -191,10 +191,9 @@ def _layer_time(work: LayerWork, machine: Machine, rules: MemoryRules, micro_bat
 
 def _overlaps(rules: MemoryRules) -> bool:
     """Whether gradients travel during the backward pass: where they are flat, unless a pipeline waits for its end."""
-    overlap = rules.zero.get("overlap_comm")
     if rules.flat:
         return rules.layout.pp == 1
-    return rules.stage >= 2 and bool(rules.stage == 3 if overlap is None else overlap)
+    return rules.stage >= 2 and bool(rules.json.zero_optimization.overlap_comm)
 
 
 def _copied(rules: MemoryRules, m: int) -> float:
@@ -216,15 +215,13 @@ def _copied(rules: MemoryRules, m: int) -> float:
 
 def _traffic(parameters: int, layers: int, rules: MemoryRules, m: int, ring: Link) -> tuple[float, float]:
     """Seconds of traffic between the replicas in a step: (exposed, overlappable)."""
-    n, zero = rules.layout.dp, rules.zero
+    n, zero = rules.layout.dp, rules.json.zero_optimization
     if n == 1:
         return 0.0, 0.0
     around = (n - 1) / n * parameters / ring.reached
     gathered = around * rules.of_type / ring.gather_share
-    bucket = (
-        elements_of_bucket(rules.json, parameters) if rules.flat else zero.get("reduce_bucket_size", DEFAULT_BUCKET)
-    )
-    pieces = math.ceil(parameters / bucket) if rules.stage < 3 and bucket != "auto" else 1
+    bucket = elements_of_bucket(rules.json, parameters) if rules.flat else zero.reduce_bucket_size
+    pieces = math.ceil(parameters / bucket) if rules.stage < 3 else 1
     summed = 2 * (around * rules.sent_as + (n - 1) * ring.latency_seconds * pieces)
     scattered = around * rules.sent_as / ring.scatter_share + (n - 1) * ring.scatter_latency_seconds * pieces
     wait = (n - 1) * ring.gather_latency_seconds
@@ -235,6 +232,6 @@ def _traffic(parameters: int, layers: int, rules: MemoryRules, m: int, ring: Lin
         return 0.0, m * (2 * (gathered + wait * layers) + scattered + waits)
     # Stage 1 sums whole gradients, stage 2 those of each micro-batch, each part to its owner; with offload both by
     # default whole buckets on all ranks. Both gather the weights after the update.
-    to_all = zero.get("use_multi_rank_bucket_allreduce", True) or not zero.get("reduce_scatter", True)
+    to_all = zero.use_multi_rank_bucket_allreduce or not zero.reduce_scatter
     whole = to_all and not rules.flat
     return wait + gathered, (summed if whole else scattered) * (1 if rules.stage == 1 else m)

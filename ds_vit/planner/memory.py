@@ -17,12 +17,11 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from ds_vit.config.batch import BatchSizes
-from ds_vit.config.deepspeed_keys import takes_gradients
 from ds_vit.config.deepspeed_rules import Checkpointing, Precision, elements_of_bucket, sums_in_fp32
 from ds_vit.models.conversions import cast_block_buffers, norms_in_fp32
 from ds_vit.models.layers import BlockLayer, Layer
@@ -35,11 +34,12 @@ from ds_vit.parallel.tensor.collectives import TensorParallel
 from ds_vit.parallel.tensor.shard import shard_layer
 from ds_vit.planner.counting import Kept, Temporary, kept_by_layers, temporary_memory
 
+if TYPE_CHECKING:
+    from ds_vit.config.deepspeed_keys import DeepSpeedJson
+
 # Bytes of activations over those of fp32, at an MLP ratio of 4: under autocast the residual stream stays in fp32.
 _AUTOCAST_OF_FP32 = 36 / 64
-DEFAULT_BUCKET = 500_000_000  # elements; DeepSpeed's reduce_bucket_size
 _ALIGNMENT = 8
-_DEFAULT_PERSISTENT = 1e5  # elements; stage3_param_persistence_threshold
 
 
 def layers_of_rank(
@@ -225,7 +225,6 @@ class MemoryRules:
         loss: micro-batch → the most bytes that its loss takes between the two passes.
 
     Attributes:
-        zero: ZeRO's block of the JSON.
         stage: of ZeRO.
         autocast: the weights are in fp32 and the products in 16 bits.
         of_type: bytes of a weight in the forward pass.
@@ -241,7 +240,7 @@ class MemoryRules:
 
     def __init__(
         self,
-        json: Mapping[str, Any],
+        json: DeepSpeedJson,
         layout: Layout,
         *,
         precision: Precision,
@@ -256,23 +255,22 @@ class MemoryRules:
     ) -> None:
         self.json, self.layout, self.average, self.checkpointing = json, layout, average, checkpointing
         self.rates, self.inputs, self.augmenting, self.graphs, self.loss = rates, inputs, augmenting, graphs, loss
-        zero = self.zero = json.get("zero_optimization") or {}
-        stage = self.stage = int(zero.get("stage", 0))
+        zero, stage = json.zero_optimization, json.zero_stage
+        self.stage = stage
         self.autocast = "autocast" in precision.name
         self.of_type = 4 if precision.compute == "float32" else 2
-        self.of_master = 2 if (json.get("bf16") or {}).get("bf16_master_weights_and_grads") else 4
+        self.of_master = 2 if json.bf16.bf16_master_weights_and_grads else 4
         self.of_gradient = 4 if sums_in_fp32(json) else self.of_type
-        self.flat = takes_gradients(json)
-        self.sent_as = {None: self.of_type, "fp32": 4}.get(json.get("communication_data_type"), 2)
-        bucket = 0 if self.flat else int(zero.get("reduce_bucket_size", DEFAULT_BUCKET))
+        self.flat = json.flat_gradients
+        self.sent_as = {None: self.of_type, "fp32": 4}.get(json.communication_data_type, 2)
+        bucket = 0 if self.flat else zero.reduce_bucket_size
         bucket *= self.of_gradient if stage == 1 else self.of_type
-        bucket *= 2 if zero.get("overlap_comm") else 1
+        bucket *= 2 if zero.overlap_comm else 1
         self.bucket = bucket * (2 if self.autocast and stage == 1 else 1)  # one for each type that it knows
-        self.persists = int(float(zero.get("stage3_param_persistence_threshold", _DEFAULT_PERSISTENT)))
+        self.persists = zero.param_persistence_threshold
         self.whole_matrices = optimizer is not None and issubclass(optimizer, Muon)
         in_host = {"optimizer": ("masters", "optimizer"), "param": ("weights",)}
-        offloaded = [key for key in in_host if (zero.get(f"offload_{key}") or {}).get("device") == "cpu"]
-        self.in_host = frozenset(field for key in offloaded for field in in_host[key])
+        self.in_host = frozenset(field for key in json.offloaded for field in in_host[key])
 
 
 class _Run(NamedTuple):

@@ -11,7 +11,7 @@ import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -37,6 +37,9 @@ from ds_vit.planner.memory import (
     unaligned_matrices,
 )
 from ds_vit.planner.pipeline import balance
+
+if TYPE_CHECKING:
+    from ds_vit.config.deepspeed_keys import DeepSpeedJson
 
 RECOMPUTING: dict[str, Checkpointing] = {
     "": Checkpointing(),
@@ -67,7 +70,7 @@ class PlanRequest:
     spec: ModelSpec
     machine: Machine
     global_batch: int
-    json: Mapping[str, Any]
+    json: DeepSpeedJson
     precision: Precision
     model_ema: bool = False
     fixed_stage: int | None = None
@@ -169,7 +172,7 @@ class Search:
         self.depth = len(self.model.blocks)
         self.degrees = [tp for tp in legal_degrees(self.model) if self._is_legal_tp(tp)]
 
-    def _rules(self, json: Mapping[str, Any], layout: Layout, checkpointing: Checkpointing) -> MemoryRules:
+    def _rules(self, json: DeepSpeedJson, layout: Layout, checkpointing: Checkpointing) -> MemoryRules:
         """What memory and time depend on besides the layers."""
         request = self.request
         return MemoryRules(
@@ -183,10 +186,8 @@ class Search:
 
     @functools.cached_property
     def _optimizer(self) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-        block = dict(self.request.json.get("optimizer") or {"type": "AdamW"})
-        # Neither memory nor time depends on what training's flags fill in.
-        block["params"] = {key: value for key, value in (block.get("params") or {}).items() if value != "auto"}
-        cls, arguments = optimizer_class(block, "the JSON")
+        block = self.request.json.optimizer  # neither memory nor time depends on what training's flags fill in
+        cls, arguments = optimizer_class(block.type, block.params, "the JSON") if block else (torch.optim.AdamW, {})
         return cls, {"lr": 1e-3, **arguments}
 
     def _is_legal_tp(self, tp: int) -> bool:
@@ -309,14 +310,11 @@ class Search:
         return min(tried, key=lambda one: (not one.fits, -one.images_per_second))
 
 
-def json_at_stage(json: Mapping[str, Any], stage: int) -> dict[str, Any]:
+def json_at_stage(json: DeepSpeedJson, stage: int) -> DeepSpeedJson:
     """A DeepSpeed JSON at a ZeRO stage: in bf16 with sums in fp32 at stage 1, with overlap at 3."""
-    zero = {**(json.get("zero_optimization") or {}), "stage": stage}
-    changed = {**json, "zero_optimization": zero}
-    if stage == 3:
-        zero.setdefault("overlap_comm", True)
-    if stage >= 2:
-        changed.pop("data_types", None)
-    elif (json.get("bf16") or {}).get("enabled") is True and stage == 1:
-        changed.setdefault("data_types", {"grad_accum_dtype": "fp32"})
-    return changed
+    values: dict[str, Any] = {"zero_optimization.stage": stage}
+    if stage == 3 and json.given("zero_optimization.overlap_comm") is None:
+        values["zero_optimization.overlap_comm"] = True
+    elif stage == 1 and json.bf16.enabled and json.given("data_types") is None:
+        values["data_types.grad_accum_dtype"] = "fp32"
+    return json.replace(values, ["data_types"] if stage >= 2 else [])

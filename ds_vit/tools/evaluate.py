@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from ds_vit import config as flags
-from ds_vit.config.deepspeed_keys import MONITORS
+from ds_vit.config.deepspeed_json import MONITORS
 from ds_vit.config.flag import Scope
 from ds_vit.config.run_folder import RunFolder, write_json
 from ds_vit.config.schema import names_with
@@ -154,8 +154,7 @@ def evaluate_weights(
     if initial is not None and (missing := _missing(engine_config.model.whole, task, initial.newly_initialised)):
         _evaluate_features_only(task, found, missing)
     _check_classes(found, task.class_names)
-    without_monitors = {key: value for key, value in engine_config.json.items() if key not in MONITORS}
-    engine_config = dataclasses.replace(engine_config, json=without_monitors)
+    engine_config = dataclasses.replace(engine_config, json=engine_config.json.replace({}, MONITORS))
     started = time.perf_counter()
     pictures: dict[str, torch.Tensor] = {}
     with contextlib.ExitStack() as stack:

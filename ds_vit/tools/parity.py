@@ -31,9 +31,8 @@ from rich.console import Console
 
 import ds_vit
 from ds_vit import config as flags
-from ds_vit.config import deepspeed_json
 from ds_vit.config.batch import KEYS as BATCH_KEYS
-from ds_vit.config.deepspeed_json import overlay
+from ds_vit.config.deepspeed_json import load_json, overlay
 from ds_vit.config.parser import at_least
 from ds_vit.config.run_folder import RunFolder
 from ds_vit.config.units import parse_set
@@ -159,7 +158,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         for number in (signal.SIGTERM, signal.SIGUSR1):  # an exit that ends the training too
             signal.signal(number, lambda number, frame: sys.exit(exit_codes.INTERRUPTED))
         options, values = parse(argv)
-        quiet_deepspeed(bool(values.get("verbose")))
         # With a launcher there may be several hosts, which share the working folder.
         parent = "." if options.launcher else None
         with tempfile.TemporaryDirectory(prefix="ds_vit-parity-", dir=parent) as folder:
@@ -200,8 +198,11 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, dict[s
     if options.launcher and not options.ranks:
         raise UserError("--launcher needs -n N: how many ranks it starts")
     config, explicit = flags.from_values(words)
+    quiet_deepspeed(config.verbose)  # it prints while it is imported
+    from ds_vit.config.deepspeed_keys import DeepSpeedJson
+
     path = config.deepspeed_config
-    options.json = overlay(deepspeed_json.load_json(path), parse_set(config.set), path)
+    options.json = DeepSpeedJson.of(overlay(load_json(path), parse_set(config.set), path), path)
     options.layouts = None if options.layouts is None else parse_layouts(options.layouts)
     options.reference = None if options.reference is None else parse_layout(options.reference)
     return options, {name: getattr(config, name) for name in sorted(explicit)}
@@ -298,7 +299,7 @@ def compare(options: argparse.Namespace, values: Mapping[str, Any], folder: Path
     say(f"reference: {reference.name} ({reference.text})")
     legal = [layout for layout in layouts if not layout.problem]
     # Adam scales rounding in gradients that should be zero.
-    compare_weights = not options.own_optimizer or options.json["optimizer"]["type"].lower() == "sgd"
+    compare_weights = not options.own_optimizer or options.json.given("optimizer.type").lower() == "sgd"
     say(f"training the reference and {len(legal)} layouts, each in new processes that import torch first:")
     train(reference, f"training the reference, {reference.name}", launcher, options.steps, verbose=verbose)
     for number, layout in enumerate(legal, 1):
@@ -337,14 +338,14 @@ def resolve_layouts(
     in_fp16 = as_in_json.precision.name.endswith("fp16")
     reference, layouts = options.reference or parse_layout("zero1" if in_fp16 else "zero1 fp32"), []
     engine = resolve_layout(options, values, reference, None, folder / "reference")
-    stage = options.json.get("zero_optimization", {}).get("stage", 0)
+    stage = options.json.zero_stage
     for number, layout in enumerate(options.layouts or default_layouts(options.ranks, stage=stage)):
         try:
-            data = resolve_layout(options, values, layout, engine, folder / str(number)).json
+            json = resolve_layout(options, values, layout, engine, folder / str(number)).json
         except UserError as error:
-            layout.problem, data = str(error), {}
+            layout.problem, json = str(error), None
         # A default layout that is the reference's would be compared with itself.
-        if options.layouts is not None or data != engine.json or layout.text != reference.text:
+        if options.layouts is not None or json != engine.json or layout.text != reference.text:
             layouts.append(layout)
     if options.layouts is not None and any(layout.problem for layout in layouts):
         raise UserError("; ".join(f"layout {layout.name!r}: {layout.problem}" for layout in layouts if layout.problem))
@@ -374,28 +375,30 @@ def resolve_layout(
 
     from ds_vit.training.build import resolve_parts
 
-    data = dict(options.json)
+    changed: dict[str, Any] = {}
+    left_out: list[str] = []
     own, dropped = {**_EVERY_RUN, "max_steps": options.steps}, _WITHOUT_EFFECT
     if not options.own_optimizer:
         own, dropped = own | {"sched": "constant", "warmup_steps": 0}, dropped | _PROBE_REPLACES
-        data = {key: value for key, value in data.items() if key != "scheduler"} | PROBE
+        changed |= PROBE
+        left_out.append("scheduler")
     if layout.stage is not None:
         cannot = {0: ("offload_param", "offload_optimizer"), 1: ("offload_param",), 2: ("offload_param",)}
-        block = {**data.get("zero_optimization", {}), "stage": layout.stage}
-        data["zero_optimization"] = {k: v for k, v in block.items() if k not in cannot.get(layout.stage, ())}
+        changed["zero_optimization.stage"] = layout.stage
+        left_out += [f"zero_optimization.{key}" for key in cannot.get(layout.stage, ())]
     if layout.fp32:
-        data = {key: value for key, value in data.items() if key not in ("bf16", "fp16", "torch_autocast")}
+        left_out += ["bf16", "fp16", "torch_autocast"]
     kept = {name: value for name, value in values.items() if name not in dropped}
     recipe = flags.over_recipe(kept, {**own, **layout.flags})
     if reference is not None:
         batch = reference.batch
         recipe = {name: value for name, value in recipe.items() if name not in ("batch_size", "grad_accum_steps")}
         micro = layout.flags.get("batch_size", batch.micro_batch)
-        data |= dict(zip(BATCH_KEYS, (batch.global_batch, micro, "auto"), strict=True))
+        changed |= dict(zip(BATCH_KEYS, (batch.global_batch, micro, "auto"), strict=True))
     layout.folder = folder
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "layout.json"
-    file.write_text(json.dumps(data))
+    file.write_text(json.dumps(options.json.replace(changed, left_out).dump()))
     recipe |= {"deepspeed_config": str(file), "output": str(layout.run.path)}
     (folder / "layout.yaml").write_text(flags.to_yaml(recipe), encoding="utf-8")
     try:

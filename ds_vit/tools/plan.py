@@ -21,6 +21,7 @@ from ds_vit.config.deepspeed_rules import Checkpointing, precision
 from ds_vit.config.parser import at_least, or_shipped, parse_kwargs
 from ds_vit.config.run_folder import RunFolder, write_json
 from ds_vit.config.units import in_words
+from ds_vit.engine.start import quiet_deepspeed
 from ds_vit.fault_tolerance.errors import UserError, written
 from ds_vit.launching.launchers import RANK_PY
 from ds_vit.launching.process import Process
@@ -36,6 +37,7 @@ from ds_vit.tasks import find_task
 from ds_vit.tasks.classification import Classification
 
 if TYPE_CHECKING:
+    from ds_vit.config.deepspeed_keys import DeepSpeedJson
     from ds_vit.training.cost import Cost
 
 _IMAGENET = 1_281_167
@@ -128,13 +130,17 @@ def request_of(arguments: argparse.Namespace) -> PlanRequest:
             "--gpus-per-node"
         )
     machine = Machine(gpu, arguments.gpus, per_node, link(gpu.inside, "inside"), link(arguments.link))
-    deepspeed: dict[str, Any] = dict(_BF16)
+    deepspeed = _BF16
     stage, source = arguments.zero, arguments.deepspeed_config or "the JSON of a plan"
     if arguments.deepspeed_config:
         deepspeed = load_json(source)
         deepspeed = {k: v for k, v in deepspeed.items() if "batch_size" not in k and "accumulation" not in k}
-        if stage is None:
-            stage = (deepspeed.get("zero_optimization") or {}).get("stage", 0)
+    quiet_deepspeed(False)  # it prints while it is imported
+    from ds_vit.config.deepspeed_keys import DeepSpeedJson
+
+    json = DeepSpeedJson.of(deepspeed, source)
+    if stage is None and arguments.deepspeed_config:
+        stage = json.zero_stage
     spec = ModelSpec(
         arguments.model,
         num_classes=arguments.num_classes or 1000,
@@ -145,8 +151,8 @@ def request_of(arguments: argparse.Namespace) -> PlanRequest:
         spec,
         machine,
         arguments.global_batch,
-        deepspeed,
-        precision(json_at_stage(deepspeed, 1 if stage is None else stage), source, on_cpu=False),
+        json,
+        precision(json_at_stage(json, 1 if stage is None else stage), source, on_cpu=False),
         model_ema=bool(arguments.model_ema),
         fixed_stage=stage,
         pp=arguments.pp,
@@ -186,7 +192,7 @@ class TaskSearch(Search):
         self._unaligned[tp] = unaligned_matrices(self.cost.layers)
         return self.cost.layer_memory, self.cost.works
 
-    def _rules(self, json: Mapping[str, Any], layout: Layout, checkpointing: Checkpointing) -> MemoryRules:
+    def _rules(self, json: DeepSpeedJson, layout: Layout, checkpointing: Checkpointing) -> MemoryRules:
         return self.cost.rules_of(json, layout, checkpointing)
 
     def _training_flops(self) -> int:
@@ -199,7 +205,7 @@ def cost_of_run(arguments: argparse.Namespace, request: PlanRequest) -> Cost:
     from ds_vit.training.cost import Cost
 
     given: dict[str, Any] = {"pp": 1, "tp": 1, "grad_checkpointing": "", "batch_size": 2, "max_steps": 10}
-    given |= {"deepspeed_config": json_at_stage(request.json, 1), "dataset": "digits"}
+    given |= {"deepspeed_config": json_at_stage(request.json, 1).dump(), "dataset": "digits"}
     given |= {name: getattr(arguments, name) for name in ("model", "img_size", "model_ema") if getattr(arguments, name)}
     if isinstance(arguments.model_kwargs, list) and arguments.model_kwargs:
         given["model_kwargs"] = parse_kwargs(arguments.model_kwargs)
@@ -333,7 +339,9 @@ def write(found: Planned, one: Candidate, folder: Path, arguments: argparse.Name
     hosts = "".join(f"node{i + 1} slots={per_host}\n" for i in range(max(1, machine.gpus // machine.per_node)))
     with written(f"--write {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
-        write_json(RunFolder(folder).deepspeed, {**json_at_stage(request.json, one.stage), **one.batch.as_json()})
+        write_json(
+            RunFolder(folder).deepspeed, json_at_stage(request.json, one.stage).replace(one.batch.as_json()).dump()
+        )
         (folder / "hostfile").write_text(hosts)
         (folder / "command.sh").write_text(_script(one, folder, arguments))
 

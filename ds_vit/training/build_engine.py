@@ -16,6 +16,7 @@ import deepspeed
 import torch
 
 from ds_vit.config.batch import BatchSizes
+from ds_vit.config.deepspeed_keys import DeepSpeedJson
 from ds_vit.config.deepspeed_rules import Checkpointing, Precision
 from ds_vit.engine.base import Engine
 from ds_vit.engine.patches import plain_linear_at_zero3, tf32_products, torch_linear_restored
@@ -72,7 +73,7 @@ class EngineConfig:
     stage: int
     local_world_size: int | None
     batch: BatchSizes
-    json: Mapping[str, Any]
+    json: DeepSpeedJson
     precision: Precision
     checkpointing: Checkpointing
     seed: int
@@ -86,7 +87,7 @@ class EngineConfig:
     @property
     def zero_stage(self) -> int:
         """The ZeRO stage, 0 without ZeRO."""
-        return int(self.json.get("zero_optimization", {}).get("stage", 0))
+        return self.json.zero_stage
 
     @property
     def autocast(self) -> bool:
@@ -231,8 +232,7 @@ def _build_optimizer(
     undecayed = no_weight_decay_names(config.model.whole)
     groups = parameter_groups(parameters, wanted.weight_decay, undecayed, wanted.fallback)
     # With the optimizer offloaded, its step runs on the CPU.
-    zero = config.json.get("zero_optimization", {})
-    offloaded = (zero.get("offload_optimizer") or {}).get("device") == "cpu"
+    offloaded = "optimizer" in config.json.offloaded
     return build_optimizer(wanted.cls, groups, wanted.arguments, torch.device("cpu") if offloaded else device)
 
 
@@ -268,8 +268,7 @@ def _sharding(config: EngineConfig, groups: Groups) -> list[Converter]:
 
 def _partition(config: EngineConfig, groups: Groups) -> Converter:
     """ZeRO-3's share of each parameter."""
-    zero = {**config.json["zero_optimization"], "memory_efficient_linear": config.autocast}
-    json = {**config.json, "zero_optimization": zero}
+    json = config.json.replace({"zero_optimization.memory_efficient_linear": config.autocast}).dump()
     return lambda layer: deepspeed.zero.Init(
         module=layer, config_dict_or_path=json, data_parallel_group=groups.dp, mpu=groups.grid
     )

@@ -11,16 +11,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
 import torch.distributed as dist
 
 from ds_vit.config.batch import BatchSizes
+from ds_vit.config.deepspeed_keys import DeepSpeedJson
 from ds_vit.config.deepspeed_rules import Checkpointing
 from ds_vit.config.units import in_words
 from ds_vit.data.augment.on_device import bytes_of_photo
@@ -93,7 +92,7 @@ class Cost:
         """The settings that memory and time depend on."""
         return self.rules_of(self.config.json, self.config.layout, self.config.checkpointing)
 
-    def rules_of(self, json: Mapping[str, Any], layout: Layout, checkpointing: Checkpointing) -> MemoryRules:
+    def rules_of(self, json: DeepSpeedJson, layout: Layout, checkpointing: Checkpointing) -> MemoryRules:
         """The same with other settings of the engine, of the same tensor-parallel degree."""
         config = self.config
         return MemoryRules(

@@ -165,8 +165,7 @@ def _parameters(resolved: Resolved) -> str:
 
 def _update_rows(resolved: Resolved, optimizer: OptimizerConfig) -> Rows:
     """How many steps, and what each does."""
-    block = (resolved.deepspeed.json.get("scheduler") or {}).get("params") or {}
-    schedule, steps = "the JSON's scheduler", block.get("warmup_num_steps")
+    schedule, steps = "the JSON's scheduler", resolved.deepspeed.json.given("scheduler.params.warmup_num_steps")
     if optimizer.schedule is not None:
         schedule, steps = optimizer.schedule.name, optimizer.schedule.warmup_steps
     warmup = f", {steps:,} of warm-up" if steps else ", no warm-up" if steps == 0 else ""
@@ -291,7 +290,7 @@ def _write_settings(resolved: Resolved, folder: RunFolder) -> None:
     with written(f"--output {folder.path} cannot be written to"):
         folder.path.mkdir(parents=True, exist_ok=True)
         folder.config.write_text(flags.to_yaml(resolved_flags(resolved)), encoding="utf-8")
-        write_json(folder.deepspeed, deepspeed.json)
+        write_json(folder.deepspeed, deepspeed.json.dump())
         write_json(derived_path(folder.deepspeed), deepspeed.origins)
         if task.has_classes:
             write_json(folder.classes, task.class_names)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 from pathlib import Path
@@ -13,9 +12,10 @@ from curves import train_in
 from project import ROOT
 from published_files import FILES, RUN, WIDTH, ZERO2, ZERO3
 
-from ds_vit.config import RunConfig, deepspeed_json, deepspeed_keys, deepspeed_rules, parse
+from ds_vit.config import RunConfig, deepspeed_json, deepspeed_rules, deepspeed_verdicts, parse
 from ds_vit.config.batch import BatchSizes, batch_sizes
 from ds_vit.config.deepspeed_json import overlay
+from ds_vit.config.deepspeed_keys import DeepSpeedJson, model_of, read_json
 from ds_vit.config.units import parse_set
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import Process
@@ -32,12 +32,12 @@ def write(folder: Path, data: dict) -> str:
     return str(path)
 
 
-def checked(data: dict, path: str) -> dict:
-    """What DeepSpeed reads of a file that nothing is wrong with."""
-    found, problems = deepspeed_json.check_and_read(data, path)
-    if problems:
-        raise UserError(*problems)
-    return found
+def checked(data: dict, path: str) -> DeepSpeedJson:
+    """A file that nothing is wrong with."""
+    json = DeepSpeedJson.of(data, path)
+    if problems := deepspeed_verdicts.rejected(json, path):
+        raise UserError(*dict(problems).values())
+    return json
 
 
 def resolved(file: str, *words, world: int = 1, on_cpu: bool = True):
@@ -52,16 +52,15 @@ def test_shipped_files_are_legal_for_any_number_of_ranks(path):
     from deepspeed.runtime.config import DeepSpeedConfig
 
     data = deepspeed_json.load_json(path)
-    assert checked(data, path.name) == data
-    assert deepspeed_keys.idle_keys(data) == []
-    deepspeed_rules.precision(data, path.name, on_cpu=False)
+    typed = checked(data, path.name)
+    assert typed.dump() == data
+    assert deepspeed_verdicts.idle_keys(typed) == []
+    deepspeed_rules.precision(typed, path.name, on_cpu=False)
     for dp in (1, 3, 1024):
-        sizes = batch_sizes(data, path.name, dp=dp, batch_size=8, grad_accum_steps=2)
+        sizes = batch_sizes(typed, path.name, dp=dp, batch_size=8, grad_accum_steps=2)
         assert (sizes.global_batch, sizes.micro_batch, sizes.accumulation) == (16 * dp, 8, 2)
-    auto = {"optimizer.params.lr": 1e-3, "optimizer.params.weight_decay": 0.05}
-    sizes = batch_sizes(data, path.name, dp=1, batch_size=8, grad_accum_steps=2)
-    told = deepspeed_json.resolve(data, batch=sizes, gradient_clipping=1.0, auto=auto, path=path.name)
-    parsed = DeepSpeedConfig(told)
+    run = resolved(str(path), "--lr", "1e-3", "-b", 8, "--grad-accum-steps", 2, "--clip-grad", 1.0, on_cpu=False)
+    parsed = DeepSpeedConfig(run.deepspeed.json.dump())
     assert (parsed.train_batch_size, parsed.gradient_clipping) == (16, 1.0)
     assert parsed.zero_optimization_stage == data["zero_optimization"]["stage"]
     assert path.name in (ROOT / "ds_configs" / "README.md").read_text() or path.name.startswith("cpu_zero")
@@ -89,8 +88,8 @@ class _Spy(dict):
         return self
 
 
-def test_our_key_lists_are_deepspeeds():
-    """Canary: an upgrade of DeepSpeed adds or drops a top-level key, or a key of ZeRO that our tables name."""
+def test_our_top_level_is_deepspeeds():
+    """Canary: an upgrade of DeepSpeed adds or drops a top-level key, or a key that a verdict names."""
     from deepspeed.runtime.config import _REMOVED_TOP_LEVEL_CONFIG_KEYS, DeepSpeedConfig
 
     seen: set[str] = set()
@@ -98,14 +97,12 @@ def test_our_key_lists_are_deepspeeds():
     read = {key for key in seen if isinstance(key, str)} - {"bfloat16", *_REMOVED_TOP_LEVEL_CONFIG_KEYS}
     # These are read outside DeepSpeedConfig.
     elsewhere = {"scheduler", "sequence_parallel_size", "data_parallel_size", "log_level"}
-    assert read - deepspeed_keys.TOP_LEVEL == set()
-    assert deepspeed_keys.TOP_LEVEL - read - elsewhere == set()
-    named = [*(f"zero_optimization.{key}" for key in deepspeed_keys.STAGES_OF), *deepspeed_keys._IDLE_NAMES.split()]
-    named += [rule.name for rule in deepspeed_keys.REJECTIONS]
-    for name in named:
-        block, _, key = name.partition(".")
-        assert block in deepspeed_keys.TOP_LEVEL
-        assert not key or key.partition(".")[0] in deepspeed_keys.keys_of(block), name
+    assert read | elsewhere == set(DeepSpeedJson.model_fields)
+    for name in (name for verdict in deepspeed_verdicts.VERDICTS for name in verdict.dotted()):
+        model = DeepSpeedJson
+        for key in name.split("."):
+            field = {field.alias or own: field for own, field in model.model_fields.items()}[key]
+            model = model_of(field.annotation)
 
 
 BF16_STATES = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
@@ -118,15 +115,24 @@ REJECTED = [
     ({"gradient_accumulation_dtype": "fp32"}, 'it reads "data_types.grad_accum_dtype"'),
     ({"optimizer": {"adam_w_mode": True}}, 'no key "optimizer.adam_w_mode"; it reads "optimizer.params.adam_w_mode"'),
     ({"elasticity": {}}, '"elasticity": Elastic training has been removed'),
-    ({"bfloat16": {"enabled": True}}, 'call the block "bf16"'),
-    ({"zero_optimization": {"stage": True}}, "stage True does not exist; it may be 0, 1, 2 or 3"),
+    ({"bfloat16": {"enabled": True}}, 'it reads "bf16"'),
+    ({"zero_optimization": {"stage": True}}, "stage must be 0, 1, 2 or 3, not True"),
+    ({"zero_optimization": {"stge": "auto"}}, 'no key "zero_optimization.stge"; the nearest is stage'),
+    ({"optimizer": {"params": {"eps": "1e-8"}}}, 'optimizer.params.eps: "1e-8" is text, not a number; write 1e-8'),
+    ({"optimizer": {"params": {"betas": ["0.9", 0.999]}}}, 'optimizer.params.betas: "0.9" is text'),
+    ({"scheduler": {"params": {"warmup_max_lr": "1e-3"}}}, '"1e-3" is text, not a number'),
+    ({"data_types": {"buffer_dtype": "fp31"}}, 'must be "fp32", "bf16" or "fp16", not \'fp31\''),
+    ({"pipeline": {"activation_checkpoint_interval": 0.5}}, "interval must be a valid integer, not 0.5"),
+    ({"train_batch_size": 8.5}, "train_batch_size must be a valid integer, not 8.5"),
+    ({"train_batch_size": 0}, "train_batch_size must be greater than or equal to 1, not 0"),
     ({"zero_optimization": {"stage": "1", "round_robin_gradients": "true"}}, "mix up parameters"),
     ({"zero_optimization": {"stage": 1, "offload_param": {"device": "cpu"}}}, "needs stage 3; this file has stage 1"),
     ({"zero_optimization": {"stage": 1, "cpu_offload": True, **OFFLOADED}}, "cpu_offload"),
     ({"zero_optimization": {"stage": 3, "compute_grad_norm": False}}, "supported only with ZeRO Stage 1 or 2"),
     ({"autotuning": {"enabled": True}}, "delete the block"),
+    ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}, "gathers them by layer; delete it"),
     ({"zero_optimization": {"stage": 3}, "prescale_gradients": True}, 'stage 3 needs "reduce_scatter": false'),
-    ({"gradient_predivide_factor": 0}, "must be a number above 0, not 0"),
+    ({"gradient_predivide_factor": 0}, "must be greater than 0, not 0"),
     ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, 'together with "bf16.bf16_master_weights_and_grads"'),
     ({"zero_optimization": {"stage": 3, "offload_optimizer": NVME}}, 'files that checkpoints do not read; use "cpu"'),
     ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}, "its first learning"),
@@ -157,14 +163,14 @@ def test_everything_wrong_is_named_at_once():
         "fp16": 3,
         "a.b": {"c": float("inf")},
     }
-    with pytest.raises(UserError) as caught:
-        checked(data, "c.json")
-    problems = caught.value.problems
+    json, wrong = read_json(data, "c.json")
+    assert json == DeepSpeedJson()
+    problems = wrong.values()
     named = ("trainbatchsize", "gradient_clipping", "stge", "reduce_bucket_size", "overlap_comm", "lr", "fp16", "a.b")
     for name in named:
         assert sum(name in problem.split(";")[0] for problem in problems) >= 1, name
     assert all(problem.startswith("c.json: ") for problem in problems)
-    assert len([problem for problem in problems if "a.b.c" not in problem]) == len(named)
+    assert len(problems) == len(named)
 
 
 def test_a_monitor_whose_package_is_missing(monkeypatch):
@@ -199,7 +205,7 @@ def test_a_monitor_whose_package_is_missing(monkeypatch):
 )
 def test_values_are_those_that_deepspeed_reads(block, expected):
     """A quoted "false" is false for DeepSpeed and was true here; "auto" is its default; old names are new ones."""
-    data = checked({"zero_optimization": block, "bf16": {"enabled": "false"}}, "c.json")
+    data = checked({"zero_optimization": block, "bf16": {"enabled": "false"}}, "c.json").dump()
     assert data == {"zero_optimization": expected, "bf16": {"enabled": False}}
     assert json.loads(json.dumps(data)) == data
 
@@ -209,7 +215,6 @@ def test_values_are_those_that_deepspeed_reads(block, expected):
     [
         ({"data_types": {"param_dtype": "bf16"}}, "param_dtype 'bf16' must be the model's type, float32"),
         ({"data_types": {"grad_accum_dtype": "bf16"}}, "must be the model's type, float32, at ZeRO stage 0"),
-        ({"data_types": {"buffer_dtype": "fp31"}}, 'must be "fp32", "bf16" or "fp16", not \'fp31\''),
         ({"torch_autocast": {"lower_precision_safe_modules": ["no.such.Module"]}}, "there is no 'no.such.Module'"),
         ({"fp16": {"enabled": True}, "zero_optimization": {"stage": 1}}, "fp16 needs a GPU"),
         ({"bf16": {"enabled": True}, "torch_autocast": {"enabled": True}}, "enabled at once; keep one"),
@@ -219,8 +224,9 @@ def test_values_are_those_that_deepspeed_reads(block, expected):
 )
 def test_number_formats_rejected(data, message):
     """DeepSpeed looks these up after the ranks have met, or gets them wrong."""
+    typed = DeepSpeedJson.of(data)
     with pytest.raises(UserError, match=re.escape(message)):
-        deepspeed_rules.check_types(data, deepspeed_rules.precision(data, "c.json", on_cpu=True), "c.json")
+        deepspeed_rules.check_types(typed, deepspeed_rules.precision(typed, "c.json", on_cpu=True), "c.json")
 
 
 @pytest.mark.parametrize(
@@ -235,7 +241,7 @@ def test_number_formats_rejected(data, message):
 )
 def test_precision(data, expected):
     """The name in summary.json is not the one that runs."""
-    assert deepspeed_rules.precision(data, "c.json", on_cpu=False).name == expected
+    assert deepspeed_rules.precision(DeepSpeedJson.of(data), "c.json", on_cpu=False).name == expected
 
 
 @pytest.mark.parametrize("has_bf16", [True, False])
@@ -258,7 +264,7 @@ def test_float16_autocast_without_zero_has_a_scale_for_each_rank(tmp_path):
 
 def test_a_norm_that_is_not_computed():
     """No norm to clip by."""
-    data = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1, "compute_grad_norm": False}}
+    data = DeepSpeedJson.of({"zero_optimization": {"stage": 1, "compute_grad_norm": False}})
     with pytest.raises(UserError, match=r"no norm for gradient_clipping 0\.5"):
         deepspeed_rules.check_grad_norm(data, "c.json", clip=0.5)
     deepspeed_rules.check_grad_norm(data, "c.json", clip=0.0)
@@ -270,7 +276,7 @@ def test_activation_checkpointing():
     def get(flag, interval=None, **block):
         data = {} if interval is None else {"pipeline": {"activation_checkpoint_interval": interval}}
         data |= {"activation_checkpointing": block} if block else {}
-        setting = deepspeed_rules.activation_checkpointing(data, "c.json", flag=flag)
+        setting = deepspeed_rules.activation_checkpointing(DeepSpeedJson.of(data), "c.json", flag=flag)
         return setting.interval, setting.cpu, setting.selective
 
     assert get("") == get("", 0) == (0, False, False)
@@ -284,10 +290,13 @@ def test_activation_checkpointing():
         ("3", 2, {}, "interval 2 contradicts --grad-checkpointing 3"),
         ("selective", 2, {}, "interval 2 contradicts --grad-checkpointing selective"),
         ("selective", None, {"cpu_checkpointing": True}, "use --grad-checkpointing full"),
-        ("", 0.5, {}, "whole number"),
     ):
         with pytest.raises(UserError, match=message):
             get(flag, interval, **block)
+
+
+def idle(data: dict) -> list[str]:
+    return deepspeed_verdicts.idle_keys(DeepSpeedJson.of(data))
 
 
 def test_idle_keys_are_named_and_do_not_reach_deepspeed():
@@ -295,14 +304,12 @@ def test_idle_keys_are_named_and_do_not_reach_deepspeed():
     zero = {"stage": 3, "overlap_comm": True, "elastic_checkpoint": True, "allgather_bucket_size": 1}
     data = {"zero_optimization": zero, "aio": {"use_gds": True}, "activation_checkpointing": {"profile": True}}
     data |= {"fp16": {"enabled": False, "loss_scale": 0}, "comms_logger": {"enabled": True}}
-    before = copy.deepcopy(data)
     names = ["activation_checkpointing.profile", "aio", "comms_logger", "fp16"]
     names += ["zero_optimization.allgather_bucket_size", "zero_optimization.elastic_checkpoint"]
-    assert deepspeed_keys.idle_keys(data) == names
-    told = deepspeed_keys.without(data, names)
-    assert told == {"zero_optimization": {"stage": 3, "overlap_comm": True}, "activation_checkpointing": {}}
-    assert data == before
-    assert deepspeed_keys.idle_keys(told) == []
+    assert idle(data) == names
+    told = DeepSpeedJson.of(data).replace({}, names)
+    assert told.dump() == {"zero_optimization": {"stage": 3, "overlap_comm": True}, "activation_checkpointing": {}}
+    assert deepspeed_verdicts.idle_keys(told) == []
 
 
 @pytest.mark.parametrize(
@@ -314,8 +321,8 @@ def test_keys_of_deepspeeds_sums(stage, offload, is_idle):
     zero = {"stage": stage, "overlap_comm": True, "contiguous_gradients": True, "reduce_bucket_size": 5, **offload}
     data = {"zero_optimization": zero, "bf16": {"enabled": True, "immediate_grad_update": True}}
     own = ["bf16.immediate_grad_update", "zero_optimization.contiguous_gradients", "zero_optimization.overlap_comm"]
-    assert deepspeed_keys.idle_keys(data) == (own if is_idle else [])
-    assert not deepspeed_keys.wrong_values({**data, "prescale_gradients": True} if is_idle else data, "c.json")
+    assert idle(data) == (own if is_idle else [])
+    checked({**data, "prescale_gradients": True} if is_idle else data, "c.json")
 
 
 def test_keys_without_a_meaning_at_stage_3_are_named():
@@ -323,26 +330,21 @@ def test_keys_without_a_meaning_at_stage_3_are_named():
     without = ("contiguous_gradients", "memory_efficient_linear", "reduce_bucket_size", "stage3_max_reuse_distance")
     read = ("overlap_comm", "stage3_prefetch_bucket_size", "stage3_max_live_parameters", "sub_group_size")
     data = {"zero_optimization": {"stage": 3, **dict.fromkeys((*without, *read), 1)}}
-    assert deepspeed_keys.idle_keys(data) == [f"zero_optimization.{key}" for key in without]
+    assert idle(data) == [f"zero_optimization.{key}" for key in without]
 
 
 def test_a_key_of_an_idle_block_is_named_with_it():
     # Catches: a block and a key in it that are both dropped.
-    assert deepspeed_keys.idle_keys({"bf16": {"check_grad_overflow": False}}) == ["bf16"]
-
-
-def test_a_second_partition_is_refused():
-    data = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}
-    [problem] = deepspeed_keys.wrong_values(data, "c.json")
-    assert re.search(r"zero_hpz_partition_size.* gathers them by layer; delete it", problem)
+    assert idle({"bf16": {"check_grad_overflow": False}}) == ["bf16"]
 
 
 def test_deepspeeds_own_complaint_is_one_line():
     """A value without a rule here, at which DeepSpeed's parser raises."""
-    good = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1, "train_batch_size": 64}
-    deepspeed_json.check_with_deepspeed(good, "c.json")
+    sizes = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1, "train_batch_size": 64}
+    good = DeepSpeedJson.of(sizes)
+    deepspeed_rules.check_with_deepspeed(good, "c.json")
     with pytest.raises(UserError, match=r"c.json: DeepSpeed rejects it: Invalid communication_data_type[^\n]*$"):
-        deepspeed_json.check_with_deepspeed({**good, "communication_data_type": "fp8"}, "c.json")
+        deepspeed_rules.check_with_deepspeed(good.replace({"communication_data_type": "fp8"}), "c.json")
 
 
 @pytest.mark.parametrize(
@@ -377,7 +379,7 @@ def test_hjson_has_comments_by_name(tmp_path):
 def sizes_of(total, micro, accumulation, dp, b=None, a=None, follow=False):
     keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     data = {key: number for key, number in zip(keys, (total, micro, accumulation), strict=True) if number is not None}
-    sizes = batch_sizes(data, "c.json", dp=dp, batch_size=b, grad_accum_steps=a, follow=follow)
+    sizes = batch_sizes(DeepSpeedJson.of(data), "c.json", dp=dp, batch_size=b, grad_accum_steps=a, follow=follow)
     assert sizes.global_batch == sizes.micro_batch * sizes.accumulation * dp
     return sizes.global_batch, sizes.micro_batch, sizes.accumulation
 
@@ -406,8 +408,6 @@ def test_batch_arithmetic():
         ((64, 6, 2, 4), {}, "64 is not micro-batch 6 x accumulation 2 x data-parallel 4 = 48; set train_batch_size"),
         ((64, None, None, 3), {}, "set train_batch_size to 63, or start a number of ranks that divides 64, such as 2"),
         (("auto", 8, "auto", 1), {"b": 4}, "c.json fixes train_micro_batch_size_per_gpu to 8 and --batch-size says 4"),
-        ((0, None, None, 1), {}, 'train_batch_size must be a whole number >= 1 or "auto", not 0'),
-        ((8.5, None, None, 1), {}, "not 8.5"),
         ((64, 8, 2, 3), {"follow": True}, "64, which 3 data-parallel ranks cannot share; start 2 data-parallel"),
     ],
 )
@@ -417,42 +417,39 @@ def test_batch_arithmetic_rejected(numbers, flags, message):
         sizes_of(*numbers, **flags)
 
 
-def test_resolve_replaces_every_auto_and_nothing_else():
+def test_every_auto_is_replaced(tmp_path):
     """An "auto" that reaches DeepSpeed crashes it or means "off"; other values must not change."""
-    data = {"optimizer": {"params": {"lr": "auto", "eps": 1e-6}}, "communication_data_type": "auto"}
-    before = copy.deepcopy(data)
-    auto = {"optimizer.params.lr": 0.5, "communication_data_type": None}
-    sizes = BatchSizes(8, 4, 1, 2)
-    out = deepspeed_json.resolve(data, batch=sizes, gradient_clipping=0.0, auto=auto, path="c")
-    assert data == before
-    assert out == {"optimizer": {"params": {"lr": 0.5, "eps": 1e-6}}, "gradient_clipping": 0.0, **sizes.as_json()}
-    with pytest.raises(UserError, match=re.escape('"optimizer.params.lr" cannot be "auto"')):
-        deepspeed_json.resolve(data, batch=sizes, gradient_clipping=0.0, auto={}, path="c")
+    data = {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "eps": 1e-6}}, "communication_data_type": "auto"}
+    told = resolved(write(tmp_path, data), "--lr", 0.5, "-b", 8, world=2).deepspeed.json
+    assert told.auto == frozenset()
+    optimizer = {"type": "AdamW", "params": {"lr": 0.5, "eps": 1e-6}}
+    assert told.dump() == {"optimizer": optimizer, "gradient_clipping": 1.0, **BatchSizes(16, 8, 1, 2).as_json()}
+    with pytest.raises(UserError, match=re.escape('"prescale_gradients" cannot be "auto"; those that can are bf16.')):
+        resolved(write(tmp_path, {**data, "prescale_gradients": "auto"}), "--lr", 0.5)
 
 
 def test_hugging_faces_zero3_file_is_resolved_as_they_do(tmp_path):
     """HfTrainerDeepSpeedConfig: fill_match and fill_only, key by key."""
     file = write(tmp_path, ZERO3)
     run = resolved(file, "--lr", 0.01, "--weight-decay", 0.1, "--warmup-steps", 3, "-b", 4)
-    told = run.deepspeed.json
+    told = run.deepspeed.json.dump()
     assert told["optimizer"]["params"] == {"lr": 0.01, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.1}
     assert (run.optimizer.arguments["betas"], run.optimizer.weight_decay) == ((0.9, 0.999), 0.1)
     warmup = {"warmup_min_lr": 0.0, "warmup_max_lr": 0.01, "warmup_num_steps": 3, "total_num_steps": 4}
     assert told["scheduler"]["params"] == warmup
     words = ["--lr", 0.01, "-b", 14, "--epochs", 4, "--warmup-epochs", 2, "--warmup-lr", 1e-4]
-    params = resolved(file, *words).deepspeed.json["scheduler"]["params"]
+    params = resolved(file, *words).deepspeed.json.scheduler.params
     assert (params["warmup_num_steps"], params["warmup_min_lr"]) == (2 * (1442 // 14), 1e-4)
     # No warm-up at all is one step, as DeepSpeed wants.
-    told = resolved(write(tmp_path, ZERO2), "--lr", 1).deepspeed.json
-    assert told["scheduler"]["params"]["warmup_num_steps"] == 1
+    assert resolved(write(tmp_path, ZERO2), "--lr", 1).deepspeed.json.scheduler.params["warmup_num_steps"] == 1
 
 
 def test_a_file_without_an_optimizer_is_adamw_from_the_flags(tmp_path):
     """A file that trains with another optimizer, or with none."""
     bare = write(tmp_path, {"zero_optimization": {"stage": 1}})
     params = {"lr": 0.01, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.1}
-    told = resolved(bare, "--lr", 0.01, "--weight-decay", 0.1).deepspeed.json["optimizer"]
-    assert told == {"type": "AdamW", "params": params}
+    told = resolved(bare, "--lr", 0.01, "--weight-decay", 0.1).deepspeed.json
+    assert told.given("optimizer") == {"type": "AdamW", "params": params}
     with pytest.raises(UserError, match='has no "optimizer", and AdamW needs --lr'):
         resolved(bare)
 
@@ -462,7 +459,7 @@ def test_a_published_file_is_resolved(tmp_path, source):
     """A file that works elsewhere and ends here in a traceback, in DeepSpeed's own words, or in "auto"."""
     data = FILES[source]
     run = resolved(write(tmp_path, data), "--lr", 0.001, "-b", 4)
-    told, asked = run.deepspeed.json, data["zero_optimization"]
+    told, asked = run.deepspeed.json.dump(), data["zero_optimization"]
     assert '"auto"' not in json.dumps(told)
     assert run.deepspeed.zero_stage == asked["stage"]
     assert run.deepspeed.precision.name == ("bf16" if data["bf16"]["enabled"] is True else "fp32")
@@ -481,30 +478,17 @@ def test_llavas_offloaded_file_trains(ranks, tmp_path):
     assert len(train_in(ranks, 1, [*RUN, "--deepspeed_config", file, "--lr", "0.001", "-b", "4"])) == 4
     run = resolved(file, "--lr", 0.001, "-b", 4, on_cpu=False)
     assert run.deepspeed.precision.name == "bf16"
-    assert run.deepspeed.json["fp16"]["enabled"] is False
-
-
-@pytest.mark.parametrize(
-    ("params", "message"),
-    [
-        ({"eps": "1e-8"}, 'optimizer.params.eps: "1e-8" is text, not a number; write 1e-8'),
-        ({"betas": ["0.9", 0.999]}, 'optimizer.params.betas: "0.9" is text'),
-        ({"amsgrad": "auto"}, '"optimizer.params.amsgrad" cannot be "auto"; those that can are betas, eps, lr, mom'),
-    ],
-    ids=str,
-)
-def test_optimizer_arguments_rejected(params, message):
-    """DeepSpeed passes these to torch, which raises: '<=' not supported between instances of 'float' and 'str'."""
-    with pytest.raises(UserError, match=re.escape(message)):
-        deepspeed_json.with_optimizer({"optimizer": {"type": "AdamW", "params": params}}, "c.json")
+    assert run.deepspeed.json.fp16.enabled is False
 
 
 def test_an_automatic_momentum_is_timms():
     """SGD with a momentum of "auto" is not SGD without one, and a line says its value."""
-    block = {"type": "SGD", "params": {"momentum": "auto"}}
-    data, notes = deepspeed_json.with_optimizer({"optimizer": block}, "c.json")
-    assert data["optimizer"]["params"] == {"momentum": 0.9}
+    file = DeepSpeedJson.of({"optimizer": {"type": "SGD", "params": {"momentum": "auto"}}})
+    filled, notes = deepspeed_rules.with_optimizer(file, "c.json")
+    assert filled.optimizer.params == {"momentum": 0.9}
     assert notes == ['optimizer.params.momentum "auto" is 0.9']
+    with pytest.raises(UserError, match='amsgrad" cannot be "auto"; those that can are betas, eps, lr, mom'):
+        deepspeed_rules.with_optimizer(file.replace({"optimizer.params.amsgrad": "auto"}), "c.json")
 
 
 @pytest.mark.parametrize(
@@ -528,7 +512,6 @@ def test_a_missing_weight_decay(tmp_path, params, flags, notes):
     [
         ({"type": "NoSuchLR"}, "scheduler.type 'NoSuchLR' is unsupported; use one of LRRangeTest, OneCycle, WarmupLR"),
         ({"type": "WarmupLR", "params": {"warmup_steps": 2}}, "unexpected keyword argument 'warmup_steps'"),
-        ({"type": "WarmupLR", "params": {"warmup_max_lr": "1e-3"}}, '"1e-3" is text, not a number'),
         ({"type": "WarmupLR", "params": {"warmup_num_steps": 0}}, "must be a positive integer, got 0"),
         ({"type": "OneCycle", "params": {}}, "scheduler.params of OneCycle"),
     ],
@@ -537,7 +520,7 @@ def test_a_missing_weight_decay(tmp_path, params, flags, notes):
 def test_schedulers_rejected(block, message):
     """DeepSpeed builds the scheduler after the ranks have met."""
     with pytest.raises(UserError, match=message):
-        deepspeed_json.check_scheduler({"scheduler": block}, "c.json")
+        deepspeed_rules.check_scheduler(DeepSpeedJson.of({"scheduler": block}), "c.json")
 
 
 def test_set_values_have_the_types_of_a_file():
@@ -571,7 +554,7 @@ def test_origin_of_values():
     words = ["--set", "zero_optimization.stage=2", "--set", "gradient_clipping=0.25", "--weight-decay", "0.3"]
     run = resolved(CPU, *words)
     assert (run.deepspeed.zero_stage, run.optimizer.clip, run.optimizer.decay) == (2, 0.25, 0.3)
-    assert run.deepspeed.json["optimizer"]["params"]["weight_decay"] == 0.3
+    assert run.deepspeed.json.optimizer.params["weight_decay"] == 0.3
     names = ("zero_optimization.stage", "gradient_clipping", "optimizer.params.weight_decay", "optimizer.params.lr")
     assert [run.deepspeed.origin(name) for name in names] == ["--set", "--set", "--weight-decay", "JSON"]
     assert (
@@ -606,12 +589,12 @@ def test_what_later_checks_find_is_listed_too(tmp_path):
     with pytest.raises(UserError) as error:
         resolved(write(tmp_path, wrong))
     found = [problem.partition("config.json: ")[2] for problem in error.value.problems]
-    said = [
+    said = ["train_batch_size must be a valid", "pipeline.activation_checkpoint_interval must be"]
+    said += [
         'DeepSpeed 0.19 knows no key "foo"',
         "bf16 and fp16 are enabled at once",
-        "train_batch_size must be a whole",
+        "there is no optimizer 'Shampoo'",
     ]
-    said += ["there is no optimizer 'Shampoo'", "pipeline.activation_checkpoint_interval must be"]
     assert [problem[: len(part)] for problem, part in zip(found, said, strict=True)] == said
     with pytest.raises(UserError, match="stge") as error:
         resolved(write(tmp_path, {"zero_optimization": {"stge": 1}, "bf16": {"enabled": True}, **ADAM}))

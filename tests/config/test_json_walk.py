@@ -10,7 +10,7 @@ import pytest
 from curves import assert_same_curve
 from json_walk import CASES, Case, Verdict, run_on_ranks, without_ranks
 
-from ds_vit.config import deepspeed_keys
+from ds_vit.config.deepspeed_keys import DeepSpeedJson, model_of
 
 CHUNK = 16
 
@@ -37,12 +37,11 @@ AT_THEIR_DEFAULT = ("cpu_offload", "cpu_offload_param", "dtype", "grad_accum_dty
 
 def keys_of_deepspeed() -> Iterator[str]:
     """The dotted names of the keys that DeepSpeed knows, to a depth of two."""
-    for block in deepspeed_keys.TOP_LEVEL:
+    for block, hint in DeepSpeedJson.model_fields.items():
         yield block
-        model = deepspeed_keys.block_model(block)
-        fields = {field.alias or name for name, field in model.model_fields.items()} if model else ()
-        for key in fields or deepspeed_keys.keys_of(block) or ():
-            yield f"{block}.{key}"
+        model = model_of(hint.annotation)
+        for name, field in model.model_fields.items() if model else ():
+            yield f"{block}.{field.alias or name}"
 
 
 def tried(case: Case) -> Iterator[str]:

@@ -288,5 +288,5 @@ def test_optimizers_of_timm_are_ours():
     """A type or an argument that the JSON does not take."""
     for name in timm_flags.OPTIMIZERS:
         block = overlay({}, timm_flags.timm_answer("opt", [name]).values, "")["optimizer"]
-        optimizer_class({**block, "params": {k: v for k, v in block["params"].items() if v != "auto"}}, "x")
+        optimizer_class(block["type"], {k: v for k, v in block["params"].items() if v != "auto"}, "x")
         assert get_optimizer_info(name)

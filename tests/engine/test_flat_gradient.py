@@ -35,6 +35,7 @@ def start(config, ours):
     """On a rank: DeepSpeed's engine, with flat gradients or without, and those."""
     import deepspeed
 
+    from ds_vit.config.deepspeed_keys import DeepSpeedJson
     from ds_vit.engine.flat_gradient import FlatGradient
     from ds_vit.parallel.groups import build_groups
     from ds_vit.parallel.layout import Layout
@@ -53,7 +54,7 @@ def start(config, ours):
     if not ours:
         return engine, None
     groups = build_groups(Layout(1, dist.get_world_size(), 1))
-    flat = FlatGradient(engine, groups, config)
+    flat = FlatGradient(engine, groups, DeepSpeedJson.of(config))
     names = {name: name for name, _ in model.named_parameters()}
     zero_map = build_zero_map(engine, groups, names, flats=flat.flats, gradients=flat.shares)
     flat.count(zero_map.shards, first=True)

@@ -118,7 +118,7 @@ def test_counts_come_back_where_the_optimizer_keeps_them(kind):
 
     def optimizer():
         parameter = torch.nn.Parameter(torch.empty(4, device="meta"))  # it stands for another device than the CPU
-        cls, arguments = optimizer_class({**BLOCKS[kind], "params": {**BLOCKS[kind]["params"]}}, "c")
+        cls, arguments = optimizer_class(BLOCKS[kind]["type"], BLOCKS[kind]["params"], "c")
         return parameter, build_optimizer(cls, [{"params": [parameter]}], arguments, parameter.device)
 
     def zero_map():

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from ds_vit.config.batch import BatchSizes
+from ds_vit.config.deepspeed_keys import DeepSpeedJson
 from ds_vit.config.deepspeed_rules import Checkpointing, Precision
 from ds_vit.parallel.layout import Layout
 from ds_vit.planner.cost import Machine, step_time
@@ -27,7 +28,7 @@ def work(is_block):
 
 
 def step(deepspeed, stage, layout, recomputed=(), layers=(True,)):
-    json = json_at_stage(deepspeed, stage) if deepspeed is not None else {"zero_optimization": {"stage": stage}}
+    json = json_at_stage(DeepSpeedJson.of(deepspeed or {}), stage)
     rules = MemoryRules(
         json,
         layout,

@@ -338,7 +338,7 @@ def _write(folder: Path, case_data: Mapping[str, Any], place: int | str) -> list
 
 def _essence(plan: Resolved) -> tuple[Any, ...]:
     """All of a plan that a JSON file decides."""
-    told = {key: value for key, value in plan.deepspeed.json.items() if value != {}}
+    told = {key: value for key, value in plan.deepspeed.json.dump().items() if value != {}}
     text = json.dumps(told, sort_keys=True, default=str)
     return (
         text,

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from ds_vit.config.deepspeed_keys import DeepSpeedJson
 from ds_vit.parallel.groups import Groups
 from ds_vit.parallel.layout import Layout
 from ds_vit.training.build_engine import EngineConfig, layer_converters
@@ -34,7 +35,7 @@ def test_what_is_done_to_a_layer_in_order(stage, compute, norms, tp, compiled, b
         zero_stage=stage,
         dtype=getattr(torch, compute),
         autocast=False,
-        json={"zero_optimization": {}},
+        json=DeepSpeedJson.of({"zero_optimization": {"stage": stage}}),
     )
     assert not {*vars(config)} - {*EngineConfig.__dataclass_fields__, "zero_stage", "dtype", "autocast"}
     groups = Groups(Layout(tp=tp), rank=0, tp=object() if tp > 1 else None)

@@ -172,7 +172,7 @@ class Resolved:
         """The source of the learning rate, as a checkpoint stores it: the flags' schedule, or the JSON's scheduler."""
         if self.training.schedule is not None:
             return dataclasses.asdict(self.training.schedule)
-        block = dict(self.deepspeed.json["scheduler"])
+        block = dict(self.deepspeed.json.given("scheduler"))
         if block.get("type") == "WarmupCosineLR":  # the one whose rates are shares of the optimizer's
             block["lr"] = self.training.lr
         return block

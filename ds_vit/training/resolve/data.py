@@ -73,7 +73,7 @@ def resolve_data(
     """
     if config.auto_batch:
         _check_nothing_fixed(deepspeed)
-    of_json = deepspeed.json.get("train_batch_size")
+    of_json = deepspeed.json.train_batch_size
     resumes = resume is not None and of_json == resume.global_batch and not config.allow_batch_change
     batch = batch_sizes(
         deepspeed.json,
@@ -84,13 +84,10 @@ def resolve_data(
         follow=deepspeed.of_a_run or resumes,
     )
     notes: list[str] = []
-    if any(
-        of_json and isinstance(deepspeed.json.get(k), int) and deepspeed.json[k] != n
-        for k, n in batch.as_json().items()
-    ):
+    if any(of_json and getattr(deepspeed.json, key) not in (None, number) for key, number in batch.as_json().items()):
         notes.append(f"the global batch of {deepspeed.path} is kept: {batch}")
     if resume is not None:
-        fixed = isinstance(of_json, int)
+        fixed = of_json is not None
         batch, kept = keep_global_batch(batch, resume, fixed=fixed, allow=config.allow_batch_change)
         check_micro_batch(batch, resume, config.batch_size)
         notes += [*resume.notes, *kept]
@@ -161,10 +158,10 @@ def _check_nothing_fixed(deepspeed: DeepSpeedSettings) -> None:
     """Reject a JSON that fixes what --auto-batch chooses; in a JSON that a run wrote, the two numbers follow."""
     for key in KEYS:
         is_followed = key == "train_batch_size" or (deepspeed.of_a_run and key not in deepspeed.origins)
-        if isinstance(deepspeed.json.get(key), int) and not is_followed:
+        if getattr(deepspeed.json, key) is not None and not is_followed:
             raise UserError(
-                f'{deepspeed.path} fixes {key} to {deepspeed.json[key]}, which --auto-batch is to find; write "auto" '
-                f"there or say --set {key}=auto, or drop --auto-batch"
+                f"{deepspeed.path} fixes {key} to {getattr(deepspeed.json, key)}, which --auto-batch is to find; write "
+                f'"auto" there or say --set {key}=auto, or drop --auto-batch'
             )
 
 
@@ -173,13 +170,13 @@ def _batch_origins(config: RunConfig, deepspeed: DeepSpeedSettings, batch: Batch
     flag_of = {key: name for name, key in KEY_OF_FLAG.items()}
     origins = {}
     for key, number in batch.as_json().items():
-        if deepspeed.json.get(key) == number:
+        if getattr(deepspeed.json, key) == number:
             continue
         flag = flag_of.get(key)
         if flag is not None and getattr(config, flag) == number:
             origins[key] = spelling(flag)
         else:
-            computed = flag is None or isinstance(deepspeed.json.get("train_batch_size"), int)
+            computed = flag is None or deepspeed.json.train_batch_size is not None
             origins[key] = "batch arithmetic" if computed else "default"
     return origins
 

@@ -7,7 +7,6 @@ import sysconfig
 from pathlib import Path
 
 from ds_vit.config import RunConfig
-from ds_vit.config.deepspeed_keys import takes_gradients, value_of
 from ds_vit.device import has_graphs
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import Process
@@ -79,11 +78,11 @@ def replays_steps(config: RunConfig, deepspeed: DeepSpeedSettings, layout: Layou
         (not on_cpu and not has_graphs(), "this accelerator has no CUDA graphs"),
         (deepspeed.zero_stage == 3, "ZeRO stage 3 gathers weights by hooks, which a replay does not run"),
         (layout.pp > 1, f"--pp {layout.pp} exchanges activations between replays"),
-        (not takes_gradients(deepspeed.json), "the JSON offloads the optimizer to the host"),
+        (not deepspeed.json.flat_gradients, "the JSON offloads the optimizer to the host"),
         (deepspeed.checkpointing.cpu, "the JSON keeps activations in the host's memory"),
-        (bool(value_of(deepspeed.json, "flops_profiler.enabled")), "the JSON's flops_profiler counts by hooks"),
-        (bool(value_of(deepspeed.json, "wall_clock_breakdown")), "the JSON's wall_clock_breakdown times by hooks"),
-        (bool(value_of(deepspeed.json, "steps_per_print")), "the JSON's steps_per_print waits for the device"),
+        (deepspeed.json.flops_profiler.enabled, "the JSON's flops_profiler counts by hooks"),
+        (deepspeed.json.wall_clock_breakdown, "the JSON's wall_clock_breakdown times by hooks"),
+        (deepspeed.json.steps_per_print is not None, "the JSON's steps_per_print waits for the device"),
         (bool(reason), f"--task {task.name} is not replayed: {reason}"),
     )
     found = next((words for is_so, words in obstacles if is_so), "")

@@ -11,16 +11,17 @@ import torch
 
 from ds_vit import config as flags
 from ds_vit.config import RunConfig
+from ds_vit.config.deepspeed_keys import DeepSpeedJson
 from ds_vit.config.deepspeed_rules import check_grad_norm
 from ds_vit.config.schema import KEY_OF_FLAG
 from ds_vit.config.units import parse_steps
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.optim.build import check_rate_factors, describe_default_decay, optimizer_class, rules_of
+from ds_vit.optim.build import check_rate_factors, describe_default_decay, rules_of
 from ds_vit.optim.rate_factors import rate_factors
 from ds_vit.optim.schedules import Schedule, check_warmup
 from ds_vit.tasks.task import Horizon
 from ds_vit.training.resolve.data import DataConfig
-from ds_vit.training.resolve.deepspeed import DeepSpeedSettings
+from ds_vit.training.resolve.deepspeed import DeepSpeedSettings, optimizer_of
 from ds_vit.training.resolve.model import ModelConfig
 
 DEFAULT_WEIGHT_DECAY = 2e-5  # timm's, for an "auto" in the JSON
@@ -98,18 +99,19 @@ def resolve_optimizer(
         UserError: an unsupported optimizer, or flags and a JSON that contradict each other.
     """
     path, notes = deepspeed.path, []
-    cls, arguments = optimizer_class(deepspeed.json.get("optimizer") or {}, path)
+    json = deepspeed.json
+    cls, arguments = optimizer_of(json, path)
     notes += rules_of(cls).notes(arguments)
     origins: dict[str, str] = {}
-    lr = _base_rate(config, cls, arguments, path)
+    lr = _base_rate(config, cls, arguments, json, path)
     if config.lr is not None or "lr" not in arguments:
         origins[KEY_OF_FLAG["lr"]] = "--lr" if config.lr is not None else f"{cls.__name__}'s default"
     lr, scaling = _scale_by_batch(config, lr, data.batch.global_batch)
     notes += scaling
     if scaling:
         origins[KEY_OF_FLAG["lr"]] = "--lr-scale-by-batch"
-    clip = _resolve_clip(config, deepspeed.json, path, origins, notes)
-    decay = _resolve_decay(config, arguments, path, origins)
+    clip = _resolve_clip(config, json, path, origins, notes)
+    decay = _resolve_decay(config, json, path, origins)
     notes += describe_default_decay(cls, decay, path)
     per_epoch = data.order.steps_per_epoch
     total_steps, scheduled_steps = _count_steps(config, per_epoch)
@@ -117,9 +119,9 @@ def resolve_optimizer(
     horizon = Horizon(scheduled_steps, per_epoch, decay or 0.0)
     factors = _rate_factors(config, cls, arguments, model, horizon)
     schedule, scheduler = None, {}
-    if block := deepspeed.json.get("scheduler"):
-        _check_one_schedule(config, explicit, block, path)
-        scheduler = {"warmup_max_lr": lr, **_fill_scheduler(config, explicit, block, per_epoch, scheduled_steps, notes)}
+    if json.scheduler is not None:
+        _check_one_schedule(config, explicit, json, path)
+        scheduler = {"warmup_max_lr": lr, **_fill_scheduler(config, explicit, json, per_epoch, scheduled_steps, notes)}
     else:
         schedule = Schedule(
             name=config.sched,
@@ -148,10 +150,10 @@ def resolve_optimizer(
 
 
 def _resolve_clip(
-    config: RunConfig, json: Mapping[str, Any], path: str, origins: dict[str, str], notes: list[str]
+    config: RunConfig, json: DeepSpeedJson, path: str, origins: dict[str, str], notes: list[str]
 ) -> float:
     """The gradient norm above which gradients are scaled down, 0 for never; adds its origin and a note."""
-    clip = _from_json_or_flag(config, "clip_grad", json.get("gradient_clipping"), 0.0, path, origins)
+    clip = _from_json_or_flag(config, "clip_grad", json, 0.0, path, origins)
     if clip is None:
         clip = 1.0  # DeepSpeed's own default; written down, so that it can be seen
         origins["gradient_clipping"] = "DeepSpeed's default"
@@ -160,10 +162,9 @@ def _resolve_clip(
     return clip
 
 
-def _resolve_decay(config: RunConfig, arguments: Mapping[str, Any], path: str, origins: dict[str, str]) -> float | None:
+def _resolve_decay(config: RunConfig, json: DeepSpeedJson, path: str, origins: dict[str, str]) -> float | None:
     """The weight decay, None for the optimizer's default; UserError for an end of a schedule that has no start."""
-    decay = arguments.get("weight_decay")
-    decay = _from_json_or_flag(config, "weight_decay", decay, DEFAULT_WEIGHT_DECAY, path, origins)
+    decay = _from_json_or_flag(config, "weight_decay", json, DEFAULT_WEIGHT_DECAY, path, origins)
     if config.weight_decay_end is not None and not decay:
         raise UserError(
             f"--weight-decay-end {config.weight_decay_end:g} has no effect: there is no weight decay to begin with in "
@@ -191,13 +192,14 @@ def _rate_factors(
 
 
 def _from_json_or_flag(
-    config: RunConfig, flag: str, value: Any, fallback: float, path: str, origins: dict[str, str]
+    config: RunConfig, flag: str, json: DeepSpeedJson, fallback: float, path: str, origins: dict[str, str]
 ) -> float | None:
     """The flag's number, else the JSON's, else (for "auto") the fallback; None where neither gives one.
 
     Where it is not the JSON's, its origin is added to `origins`.
     """
     given, key = getattr(config, flag), KEY_OF_FLAG[flag]
+    value = json.given(key)
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
     if value not in (None, "auto") and not is_number:
         raise UserError(f'{path}: {key} must be a number >= 0 or "auto", not {value!r}')
@@ -210,7 +212,9 @@ def _from_json_or_flag(
     return None if value is None else float(value)
 
 
-def _base_rate(config: RunConfig, optimizer: type, arguments: Mapping[str, Any], path: str) -> float:
+def _base_rate(
+    config: RunConfig, optimizer: type, arguments: Mapping[str, Any], json: DeepSpeedJson, path: str
+) -> float:
     """--lr, else the JSON's, else the optimizer's own default.
 
     Raises:
@@ -219,7 +223,7 @@ def _base_rate(config: RunConfig, optimizer: type, arguments: Mapping[str, Any],
     if config.lr is not None:
         return config.lr
     lr = arguments.get("lr")
-    if lr == "auto":
+    if KEY_OF_FLAG["lr"] in json.auto:
         raise UserError(f'{path}: optimizer.params.lr is "auto" and there is no --lr; give one')
     if lr is None:
         lr = inspect.signature(optimizer.__init__).parameters["lr"].default
@@ -268,21 +272,20 @@ def _unreached(config: RunConfig, steps_per_epoch: int, run: int) -> list[str]:
     ]
 
 
-def _check_one_schedule(config: RunConfig, explicit: frozenset[str], block: Mapping[str, Any], path: str) -> None:
+def _check_one_schedule(config: RunConfig, explicit: frozenset[str], json: DeepSpeedJson, path: str) -> None:
     """Reject flags of a schedule next to the JSON's scheduler, except those that fill an "auto" of its parameters."""
-    params = block.get("params") or {}
-    names = (*_EXCLUDED, *(name for name, parameter in _FILLS.items() if params.get(parameter) != "auto"))
+    fixed = (name for name, parameter in _FILLS.items() if f"scheduler.params.{parameter}" not in json.auto)
+    names = (*_EXCLUDED, *fixed)
     both = [flags.spelling(n) for n in names if n in explicit and getattr(config, n) != flags.default_of(n)]
     if both:
-        raise UserError(
-            f'{path} has a "scheduler" ({block.get("type")}) and {", ".join(both)} asks for another; keep one'
-        )
+        kind = json.given("scheduler.type")
+        raise UserError(f'{path} has a "scheduler" ({kind}) and {", ".join(both)} asks for another; keep one')
 
 
 def _fill_scheduler(
     config: RunConfig,
     explicit: frozenset[str],
-    block: Mapping[str, Any],
+    json: DeepSpeedJson,
     per_epoch: int,
     horizon: int,
     notes: list[str],
@@ -293,7 +296,7 @@ def _fill_scheduler(
         UserError: a warm-up that does not fit into the run.
     """
     warmup = 1
-    if (block.get("params") or {}).get("warmup_num_steps") == "auto":
+    if "scheduler.params.warmup_num_steps" in json.auto:
         warmup = _warmup_steps(config, per_epoch, horizon, notes)
         check_warmup(warmup, horizon)
         if warmup < 2:
