@@ -1,5 +1,6 @@
 """Settings: the schema of flags, its parser, the rules between them, and DeepSpeed's JSON."""
 
+from ds_vit.config.flag import spelling
 from ds_vit.config.parser import (
     build_parser,
     from_values,
@@ -11,10 +12,10 @@ from ds_vit.config.parser import (
     to_yaml,
 )
 from ds_vit.config.rules import idle_flags
-from ds_vit.config.schema import FIELDS, RunConfig, default_of, spelling
+from ds_vit.config.schema import FLAGS, RunConfig, default_of
 
 __all__ = [
-    "FIELDS",
+    "FLAGS",
     "RunConfig",
     "build_parser",
     "default_of",

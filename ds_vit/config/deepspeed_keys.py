@@ -25,7 +25,8 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
 
 from ds_vit.config.deepspeed_json import leaves, overlay, value_of, without
-from ds_vit.config.schema import FIELDS, KEY_OF_FLAG
+from ds_vit.config.flag import spelling
+from ds_vit.config.schema import KEY_OF_FLAG, describe_range, what_is_wrong
 from ds_vit.fault_tolerance.errors import UserError, did_you_mean
 
 
@@ -343,11 +344,12 @@ def _of_keys(read: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any
 
 def _wrong_leaves(data: Mapping[str, Any], path: str) -> dict[str, str]:
     """Numbers that are not finite, quoted, or outside the range of the flag for the same key → what is wrong."""
-    found, fields = {}, {key: FIELDS[name] for name, key in KEY_OF_FLAG.items()}
+    found, flags = {}, {key: name for name, key in KEY_OF_FLAG.items() if describe_range(name)}
     for key, value in leaves(data).items():
-        span = fields[key].metadata["span"] if key in fields else None
-        if span and isinstance(value, (int, float)) and not span.holds(value):
-            found[key] = f"{path}: {key} {span.words}, not {value}"
+        if (flag := flags.get(key)) and isinstance(value, (int, float)):
+            whole = int(value) if isinstance(value, float) and value.is_integer() else value
+            for problem in what_is_wrong({flag: whole})[1].get(flag, ()):
+                found[key] = f"{path}: {key}{problem.removeprefix(spelling(flag))}"
         if key == "zero_optimization.stage" and str(value) not in ("0", "1", "2", "3"):  # true and 1.0 are read as 1
             found[key] = f"{path}: zero_optimization.stage must be 0, 1, 2 or 3, not {value!r}"
         for item in value if isinstance(value, (list, tuple)) else (value,):

@@ -1,14 +1,23 @@
-"""One flag: a dataclass field with its spelling, help, valid values and scope."""
+"""One flag: a typed field of `RunConfig` with its help, its scope and the conditions under which it has an effect.
+
+A condition is text, which the check and its message read: `"compile"` (it is on), `"sched=wsd"`, `"dataset=torch/*"`,
+`"tp!=1"`, `"dataset=digits|glyphs"`, several joined by " or ". Where text cannot say it, it is a function of the
+settings. Either may come with words of its own for the message.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import enum
-from collections.abc import Callable, Mapping, Sequence
-from numbers import Real
-from typing import Any, NamedTuple
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Integral, Real
+from types import NoneType, UnionType
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Union, get_args, get_origin
 
-from ds_vit.fault_tolerance.errors import UserError, did_you_mean
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+
+from ds_vit.config.units import MOST_PIXELS, MOST_SECONDS, MOST_STEPS
 
 
 class Scope(enum.Flag):
@@ -30,138 +39,233 @@ class Scope(enum.Flag):
     """Readers of trained weights (predict, embed, export) take it from the run's config.yaml."""
 
 
-FREE, NOTED, START, EVALUATION = Scope.FREE, Scope.NOTED, Scope.START | Scope.FREE, Scope.EVALUATION
+IDENTITY, FREE, NOTED, EVALUATION = Scope.IDENTITY, Scope.FREE, Scope.NOTED, Scope.EVALUATION
+START = Scope.START | FREE
 RECORDED = Scope.RECORDED | EVALUATION
 WEIGHTS = Scope.WEIGHTS | RECORDED
 
-
-class Rule(NamedTuple):
-    """A condition on a flag's value: its words, as in "--epochs must be at least 1, not 0", and its test."""
-
-    words: str
-    holds: Callable[[Any], bool]
+Condition = str | tuple[str | Callable[[Any], Any], str]
+"""Text as above; or text or a function, and the end of "--flag has no effect …"."""
 
 
-class Range(NamedTuple):
-    """The numbers that a flag takes: finite ones between two bounds, and optionally one word."""
+@dataclass(frozen=True)
+class Flag:
+    """The metadata of one field.
 
-    low: float
-    high: float
-    above: bool = False
-    below: bool = False
-    word: str = ""
-
-    @property
-    def words(self) -> str:
-        """As in "--epochs must be at least 1 and at most 1,000,000, not 0"."""
-        low = f"{'above' if self.above else 'at least'} {_format(self.low)}"
-        high = f"{'below' if self.below else 'at most'} {_format(self.high)}"
-        return f"must be {self.word and f'{self.word}, or '}{low} and {high}"
-
-    def holds(self, value: Any) -> bool:
-        """Whether a number, or each of several, lies within the bounds."""
-        if isinstance(value, (tuple, list)):
-            return all(self.holds(item) for item in value)
-        is_number: bool = isinstance(value, Real) and not isinstance(value, bool)
-        if not is_number:
-            return bool(self.word) and value == self.word
-        over = self.low < value if self.above else self.low <= value
-        return over and (value < self.high if self.below else value <= self.high)
-
-
-def _format(number: float) -> str:
-    return f"{number:,}" if isinstance(number, int) else f"{number:g}"
-
-
-PROBABILITY = Range(0, 1)
-FROM_0_BELOW_1 = Range(0, 1, below=True)
-ABOVE_0_TO_1 = Range(0, 1, above=True)
-SHARE = Range(0, 1, above=True, below=True)
-STEPS = Range(0, 10**9)
-STEPS_FROM_1 = Range(1, 10**9)
-EPOCHS = Range(0, 10**6)
-EPOCHS_FROM_1 = Range(1, 10**6)
-IMAGES = Range(1, 10**6)
-PIXELS = Range(1, 2**14)
-RATE = Range(0, 10**9)
-SECONDS = Range(0, 10**8)
-_ASCENDING = Rule("takes two numbers, the smaller first", lambda pair: len(pair) == 2 and pair[0] <= pair[1])
-PAIR: Mapping[str, Any] = {"rule": _ASCENDING, "nargs": 2}
-"""Of a flag that takes two numbers, the smaller first."""
-
-
-def flag(
-    default: Any,
-    text: str,
-    scope: Scope = Scope.IDENTITY,
-    *,
-    section: str = "",
-    span: Range | None = None,
-    rule: Rule | None = None,
-    read: Callable[[str, str], Any] | None = None,
-    short: Sequence[str] = (),
-    neutral: Sequence[Any] = (),
-    nargs: int | str | None = None,
-    choices: Sequence[str] | None = None,
-    metavar: str | None = None,
-    const: Any = None,
-    task: str = "",
-    key: str = "",
-) -> Any:
-    """A dataclass field that is also a flag; its default and `neutral` values are valid even where it has no effect.
-
-    Args:
-        default: its value if not given; it need not lie in `span` nor follow `rule`.
+    Attributes:
         text: its help.
         scope: see `Scope`.
-        section: its group in --help, if not the one of its class.
-        span: the numbers it takes, each of several; every flag of numbers has one.
-        rule: a further condition.
-        read: reads its text; it receives the flag's spelling too, for the `UserError` of an invalid text.
-        short: further spellings.
-        neutral: values that ask for nothing.
-        nargs: as argparse's.
-        choices: its valid words.
-        metavar: as argparse's.
-        const: the value of a flag that is written without one, and of a recipe's `true`.
+        section: its group in --help and in config.yaml.
         task: the tasks that it belongs to, separated by spaces; empty for all.
+        needs: conditions that must all hold for it to have an effect.
+        idle_if: conditions of which none may hold.
+        excludes: condition on another flag that is an error with this one → why. Without a reason, the flag that is
+            given replaces the other in a recipe.
         key: the dotted key of the DeepSpeed JSON that holds the same value.
+        short: further spellings.
+        neutral: values that ask for nothing, in addition to the default.
+        const: the value of a flag that is written without one, and of a recipe's `true`.
+        metavar: as argparse's.
     """
-    meta: dict[str, Any] = {"help": text, "scope": scope, "section": section, "span": span, "rule": rule, "read": read}
-    meta |= {"short": tuple(short), "neutral": tuple(neutral), "nargs": nargs, "choices": choices}
-    meta |= {"metavar": metavar, "const": const, "task": task, "key": key}
-    if isinstance(default, (dict, list)):
-        return dataclasses.field(default_factory=lambda: default.copy(), metadata=meta)
-    return dataclasses.field(default=default, metadata=meta)
+
+    text: str
+    scope: Scope = IDENTITY
+    section: str = ""
+    task: str = ""
+    needs: Sequence[Condition] = ()
+    idle_if: Sequence[Condition] = ()
+    excludes: Mapping[str, str] = field(default_factory=dict)
+    key: str = ""
+    short: Sequence[str] = ()
+    neutral: Sequence[Any] = ()
+    const: Any = None
+    metavar: str | None = None
 
 
-def flag_of(task: str, default: Any, text: str, scope: Scope = Scope.IDENTITY, **more: Any) -> Any:
-    """`flag` of some tasks only, which its help begins with."""
-    return flag(default, f"--task {', '.join(task.split())}: {text}", scope, task=task, **more)
+def flag(default: Any, text: str, scope: Scope | None = None, **more: Any) -> Any:
+    """A field that is also a flag.
+
+    Args:
+        default: its value if not given.
+        text: its help.
+        scope: see `Scope`; None for that of its class.
+        more: further attributes of `Flag`; of conditions, one or a list.
+    """
+    own = {"text": text, **({} if scope is None else {"scope": scope}), **more}
+    return Field(default, json_schema_extra=own)
 
 
-def spelling_of(field: dataclasses.Field) -> str:
+def spelling(name: str) -> str:
     """A flag as it is written on the command line: `drop_path` → `--drop-path`."""
     # DeepSpeed's launchers and documentation write this one with an underscore.
-    return "--" + (field.name if field.name == "deepspeed_config" else field.name.replace("_", "-"))
+    return "--" + (name if name == "deepspeed_config" else name.replace("_", "-"))
 
 
-def problem_of(field: dataclasses.Field, value: Any) -> str:
-    """Why a flag rejects a value of its type, for people; empty if it is valid, as None and the default are."""
-    if value is None or value == field.default:
-        return ""
-    choices = field.metadata["choices"]
-    if choices and value not in choices:
-        near = did_you_mean(str(value), choices)
-        return f"{spelling_of(field)} {value} is none of {', '.join(choices)}{near}"
-    for rule in (field.metadata["span"], field.metadata["rule"]):
-        if rule and not rule.holds(value):
-            items = value if isinstance(value, (tuple, list)) else [value]
-            shown = " ".join(f"{item:g}" if isinstance(item, float) else str(item) for item in items)
-            return f"{spelling_of(field)} {rule.words}, not {shown}"
+# ---- what a flag takes, from its annotation --------------------------------------------------------------------------
+
+
+class Kind(NamedTuple):
+    """One alternative of an annotation.
+
+    Attributes:
+        item: the type of a value, or of each of several.
+        length: how many values: None for one that stands by itself, 0 for any number.
+        words: the words that it takes; empty for all.
+        bounds: "ge", "gt", "le", "lt" → the number.
+    """
+
+    item: type
+    length: int | None
+    words: tuple[str, ...]
+    bounds: Mapping[str, float]
+
+    @property
+    def in_words(self) -> str:
+        """For messages: "a whole number", "2 numbers"."""
+        if self.words:
+            return " or ".join(self.words)
+        if self.item is bool:
+            return "true or false"
+        kind = {int: "whole number", float: "number", dict: "key=value piece"}.get(self.item, "word")
+        return f"a {kind}" if self.length is None else f"{self.length or ''} {kind}s".strip()
+
+    @property
+    def range(self) -> str:
+        """As in "--epochs must be at least 1 and at most 1,000,000, not 0"; empty if all are valid."""
+        words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+        shown = (f"{words[name]} {low:,}" if isinstance(low, int) else f"{words[name]} {low:g}"
+                 for name, low in self.bounds.items())  # fmt: skip
+        return " and ".join(shown)
+
+
+def kinds_of(hint: Any, constraints: Sequence[Any] = ()) -> Iterator[Kind]:
+    """The alternatives of an annotation: `Annotated[int, Field(ge=0)] | Literal["auto"]` has two."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        own = (one for item in arguments[1:] for one in getattr(item, "metadata", [item]))
+        yield from kinds_of(arguments[0], (*constraints, *own))
+    elif origin in (Union, UnionType):
+        for one in arguments:
+            yield from kinds_of(one, constraints)
+    elif origin is tuple:
+        for kind in kinds_of(arguments[0], constraints):
+            yield kind._replace(length=0 if arguments[-1] is ... else len(arguments))
+    elif origin is Literal:
+        yield Kind(str, None, tuple(word for word in arguments if word), {})
+    elif hint is not NoneType:
+        found = {name: bound for one in constraints for name in ("ge", "gt", "le", "lt")
+                 if (bound := getattr(one, name, None)) is not None}  # fmt: skip
+        yield Kind(origin or hint, None, (), found)
+
+
+# ---- the base of all settings ----------------------------------------------------------------------------------------
+
+
+class Settings(BaseModel):
+    """Flags of one kind; what all of them share is said on the class: `class Loss(Settings, section="loss")`."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=(), defer_build=True
+    )
+    shared: ClassVar[Mapping[str, Any]] = {}
+    """Attributes of `Flag` that the class's flags have in common."""
+
+    def __init_subclass__(cls, **shared: Any) -> None:
+        super().__init_subclass__()
+        cls.shared = shared
+
+    @classmethod
+    def flags(cls) -> dict[str, Flag]:
+        """The flags of this class and its bases."""
+        found: dict[str, Flag] = {}
+        for base in (one for one in cls.__mro__ if issubclass(one, Settings)):
+            for name in inspect.get_annotations(base).keys() & cls.model_fields.keys():
+                own: Any = cls.model_fields[name].json_schema_extra
+                conditions: dict[str, Any] = {}
+                for key in ("needs", "idle_if"):
+                    common, more = base.shared.get(key, ""), own.get(key, [])
+                    read = common if isinstance(common, str) else common[0]
+                    is_exempt = not common or name in read.split(" or ")  # a flag that its class's condition reads
+                    conditions[key] = [*([] if is_exempt else [common]), *(more if isinstance(more, list) else [more])]
+                found[name] = Flag(**{**base.shared, **own, **conditions})
+        return {name: found[name] for name in cls.model_fields}
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _typed(cls, value: Any, info: ValidationInfo) -> Any:
+        """A word of a command line, or a value of YAML or a program, with the type of its flag; None is the default.
+
+        A value that has no such form is left to the checks of its type.
+        """
+        about = cls.model_fields[str(info.field_name)]
+        kinds, default = [*kinds_of(about.annotation, about.metadata)], about.get_default(call_default_factory=True)
+        own: Any = about.json_schema_extra
+        if value is None:
+            return default
+        if isinstance(value, bool) and own.get("const") is not None:
+            return own["const"] if value else default
+        if isinstance(value, bool) and "on" in kinds[0].words:
+            return "on" if value else "off"  # what YAML makes of them without quotes
+        if isinstance(value, Mapping) or kinds[0].item is dict:
+            return value
+        several = any(kind.length is not None for kind in kinds)
+        if not isinstance(value, (list, tuple)):
+            item = _convert(kinds[0].item, value)
+            return item if kinds[0].length is None else (item,)
+        if not several:
+            return value
+        items = tuple(_convert(kinds[0].item, item) for item in value)
+        return items if kinds[0].length is not None or len(items) > 1 else items[0] if items else default
+
+
+def _convert(kind: type, value: Any) -> Any:
+    if isinstance(value, (bool, list, tuple, Mapping)):
+        return value
     try:
-        if field.metadata["read"]:
-            field.metadata["read"](value, spelling_of(field))
-    except UserError as error:
-        return str(error)
-    return ""
+        if kind is str:
+            return str(value)
+        if kind is int and isinstance(value, (str, Integral)):
+            return int(value)
+        return float(value) if kind is float and isinstance(value, (str, Real)) else value
+    except (ValueError, OverflowError):
+        return value
+
+
+def checked(words: str, holds: Callable[[Any], Any]) -> AfterValidator:
+    """A further condition on a value: "--scale takes two numbers, the smaller first, not 1 0"."""
+
+    def check(value: Any, info: ValidationInfo) -> Any:
+        if value is not None and not holds(value):
+            items = value if isinstance(value, tuple) else [value]
+            shown = " ".join(f"{item:g}" if isinstance(item, float) else str(item) for item in items)
+            raise ValueError(f"{spelling(str(info.field_name))} {words}, not {shown}")
+        return value
+
+    return AfterValidator(check)
+
+
+def read_by(read: Callable[[Any, str], Any], *, empty: bool = False) -> AfterValidator:
+    """A value, or also an empty one, that this function reads; it receives the flag's spelling for its `UserError`."""
+
+    def check(value: Any, info: ValidationInfo) -> Any:
+        if value or empty:
+            read(value, spelling(str(info.field_name)))
+        return value
+
+    return AfterValidator(check)
+
+
+# ---- types that several flags have -----------------------------------------------------------------------------------
+
+Probability = Annotated[float, Field(ge=0, le=1)]
+Below1 = Annotated[float, Field(ge=0, lt=1)]
+UpTo1 = Annotated[float, Field(gt=0, le=1)]
+Share = Annotated[float, Field(gt=0, lt=1)]
+Steps = Annotated[int, Field(ge=0, le=MOST_STEPS)]
+StepsFrom1 = Annotated[int, Field(ge=1, le=MOST_STEPS)]
+Epochs = Annotated[int, Field(ge=0, le=10**6)]
+Images = Annotated[int, Field(ge=1, le=10**6)]
+Pixels = Annotated[int, Field(ge=1, le=MOST_PIXELS)]
+Rate = Annotated[float, Field(ge=0, le=10**9)]
+Seconds = Annotated[float, Field(ge=0, le=MOST_SECONDS)]
+ASCENDING = checked("takes two numbers, the smaller first", lambda pair: pair[0] <= pair[1])

@@ -6,7 +6,6 @@ All of it is generated from the schema (`schema.py`); `rules.py` checks the resu
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import math
 import re
@@ -19,23 +18,11 @@ from typing import Any, NoReturn
 import yaml
 
 import ds_vit
-from ds_vit.config.flag import problem_of
+from ds_vit.config.flag import spelling
 from ds_vit.config.rules import REPLACES, find_problems, idle_flags
-from ds_vit.config.schema import (
-    FIELDS,
-    KEY_OF_FLAG,
-    MULTI_VALUED,
-    SECTION_OF,
-    SECTIONS,
-    SINGLE_VALUED,
-    TYPES,
-    RunConfig,
-    default_of,
-    describe_values,
-    spelling,
-)
+from ds_vit.config.schema import FLAGS, KEY_OF_FLAG, SECTIONS, RunConfig, default_of, kinds_of_flag, what_is_wrong
 from ds_vit.config.timm_flags import Given, split_words, timm_answer
-from ds_vit.config.units import parse_literal, parse_set
+from ds_vit.config.units import parse_set
 from ds_vit.fault_tolerance.errors import UserError, did_you_mean, first_line, read_text
 
 FIRST = (
@@ -106,7 +93,7 @@ class ShortHelp(argparse.Action):
         formatter.start_section("all others, explained by --help-all")
         explained = {by_flag[flag].dest for flag in FIRST}
         for section in SECTIONS:
-            names = [spelling(name) for name in FIELDS if SECTION_OF[name] == section and name not in explained]
+            names = [spelling(name) for name in FLAGS if FLAGS[name].section == section and name not in explained]
             # A name is not broken at its dashes.
             words = textwrap.fill(" ".join(names), _WIDTH - 20, break_on_hyphens=False, break_long_words=False)
             formatter.add_text(f"{section:<13} " + words.replace("\n", "\n" + " " * 14))
@@ -154,34 +141,40 @@ def build_parser(
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
     parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)
     groups = {section: parser.add_argument_group(section) for section in SECTIONS}
-    for name in FIELDS:
+    for name, meta in FLAGS.items():
         if only is None or name in only:
-            _add_flag(groups[SECTION_OF[name]], name, show_defaults)
+            _add_flag(groups[meta.section], name, show_defaults)
     return parser
 
 
-def _add_flag(group: argparse._ArgumentGroup, name: str, show_defaults: bool) -> None:
-    """Add a field's flag, and its opposite."""
-    field = FIELDS[name]
-    meta, is_switch = field.metadata, isinstance(field.default, bool)
+def _add_flag(group: argparse._ArgumentGroup, name: str, show_default: bool) -> None:
+    """Add a flag, and its opposite."""
+    meta, default, kinds = FLAGS[name], default_of(name), kinds_of_flag(name)
     dashed = "--" + name.replace("_", "-")
-    names = [*meta["short"], *dict.fromkeys((spelling(name), dashed))]
-    options: dict[str, Any] = {"help": _help(name, show_defaults), "dest": name}
-    if is_switch or meta["const"] is not None:
+    names = [*meta.short, *dict.fromkeys((spelling(name), dashed))]
+    text = help_of(name, show_default).replace("%", "%%")
+    if isinstance(default, bool) or meta.const is not None:
         # The opposite overrides a recipe's "true".
         opposite = "--aug" if name == "no_aug" else f"--no{dashed[1:]}"
-        off = {"action": "store_const", "const": default_of(name)}
-        group.add_argument(opposite, dest=name, help=argparse.SUPPRESS, **off)
-    if is_switch:
-        group.add_argument(*names, action="store_true", **options)
+        group.add_argument(opposite, dest=name, action="store_const", const=default, help=argparse.SUPPRESS)
+    if isinstance(default, bool):
+        group.add_argument(*names, dest=name, action="store_true", help=text)
         return
-    options |= {key: meta[key] for key in ("nargs", "metavar", "const") if meta[key] is not None}
-    if meta["choices"]:  # shown only: `read_values` rejects other words, with all other problems
-        options["metavar"] = f"{{{','.join(meta['choices'])}}}"
-    if meta["const"] is not None:
-        options["nargs"] = "?"
+    metavar = f"{{{','.join(kinds[0].words)}}}" if kinds[0].words else None
+    options = {"const": meta.const, "nargs": _nargs(name), "metavar": meta.metavar or metavar}
+    given = {key: value for key, value in options.items() if value is not None}
     # --set may be given several times.
-    group.add_argument(*names, action="extend" if name == "set" else "store", **options)
+    group.add_argument(*names, dest=name, action="extend" if name == "set" else "store", help=text, **given)
+
+
+def _nargs(name: str) -> int | str | None:
+    """How many words follow a flag, as argparse writes it."""
+    if FLAGS[name].const is not None:
+        return "?"
+    if name == "color_jitter":
+        return None  # several numbers only from a recipe or a program, as in timm
+    lengths = {kind.length for kind in kinds_of_flag(name)} - {None}
+    return "*" if kinds_of_flag(name)[0].item is dict else (lengths.pop() or "+") if lengths else None
 
 
 def show_examples(text: str) -> str:
@@ -190,31 +183,14 @@ def show_examples(text: str) -> str:
     return "\n".join(["examples:", *commands]) if commands else ""
 
 
-def _help(name: str, show_default: bool) -> str:
-    default = default_of(name) if show_default else None
+def help_of(name: str, show_default: bool = True) -> str:
+    """The text of a flag: its tasks, its meaning, its default."""
+    meta, default = FLAGS[name], default_of(name) if show_default else None
     if isinstance(default, tuple):
         default = " ".join(f"{value:g}" for value in default)
     shown = "" if default in (None, "", {}, False) else f" [{default}]"
-    return (FIELDS[name].metadata["help"] + shown).replace("%", "%%")
-
-
-def parse_kwargs(pairs: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
-    """`["patch_size=4", "act_layer=gelu"]` → `{"patch_size": 4, "act_layer": "gelu"}`, as timm's --model-kwargs.
-
-    true and false are booleans in any case; timm reads "false" as a true string.
-
-    Raises:
-        UserError: a piece without `=`.
-    """
-    if isinstance(pairs, Mapping):
-        return dict(pairs)
-    out: dict[str, Any] = {}
-    for pair in pairs if isinstance(pairs, (list, tuple)) else [pairs]:
-        key, equals, text = str(pair).partition("=")
-        if not equals or not key:
-            raise UserError(f"--model-kwargs takes key=value pieces, not {pair!r}")
-        out[key.replace("-", "_")] = parse_literal(text.title() if text.lower() in ("true", "false") else text)
-    return out
+    task = f"--task {', '.join(meta.task.split())}: " if meta.task else ""
+    return f"{task}{meta.text}{shown}"
 
 
 @functools.cache
@@ -257,8 +233,8 @@ def load_recipe(path: str) -> dict[str, Any]:
         return str(file.parent / path) if path and (file.parent / path).exists() else path
 
     for name in ("deepspeed_config", "data_dir", "initial_checkpoint"):
-        if folders := out.get(name):
-            out[name] = relative_to_file(folders) if isinstance(folders, str) else tuple(map(relative_to_file, folders))
+        if isinstance(given := out.get(name), (str, tuple)):
+            out[name] = relative_to_file(given) if isinstance(given, str) else tuple(map(relative_to_file, given))
     return out
 
 
@@ -270,54 +246,13 @@ def read_values(values: Mapping[str, Any], where: str = "") -> tuple[dict[str, A
         where: what each problem begins with.
     """
     words = {name: _words(value) for name, value in values.items()}
-    valid, problems = {}, []
-    for name, value in values.items():
-        try:
-            if name not in FIELDS:
-                raise UserError(f'there is no flag "{name}"{_instead(name, words)}')
-            typed = _typed(name, value)
-            if problem := problem_of(FIELDS[name], typed):
-                raise UserError(problem)
-            valid[name] = typed
-        except UserError as error:
-            problems += [where + problem for problem in error.problems]
-    return valid, problems
-
-
-def _typed(name: str, value: Any) -> Any:
-    """A value of any source with the type of its flag; None is the default.
-
-    Raises:
-        UserError: it has another type, or not as many items as the flag takes.
-    """
-    meta, default = FIELDS[name].metadata, default_of(name)
-    if value is None or (name == "aa" and value == "none"):
-        return default
-    if name == "model_kwargs":
-        return parse_kwargs(value)
-    if name == "deepspeed_config" and isinstance(value, Mapping):
-        return value
-    if isinstance(value, bool) and meta["const"] is not None:
-        return meta["const"] if value else default
-    if isinstance(value, bool) and "on" in (meta["choices"] or ()):
-        return "on" if value else "off"  # what YAML makes of them without quotes
-    kind = TYPES[name]
-    is_list = isinstance(value, (list, tuple)) and name in MULTI_VALUED
-    items = list(value) if is_list else [value]
-    try:
-        if any(isinstance(item, bool) != (kind is bool) or isinstance(item, (list, tuple, Mapping)) for item in items):
-            raise TypeError
-        out = tuple(kind(item) for item in items)
-        if kind is int and out != tuple(items) and not any(isinstance(item, str) for item in items):
-            raise ValueError  # 1.5 steps
-        if isinstance(meta["nargs"], int) and len(out) != meta["nargs"]:
-            raise ValueError
-    except (TypeError, ValueError, OverflowError):
-        shown = " ".join(map(str, items)) if is_list else repr(value)
-        raise UserError(f"{spelling(name)} takes {describe_values(name)}, not {shown}") from None
-    if name in SINGLE_VALUED and len(out) < 2:
-        return out[0] if out else default
-    return out
+    config, wrong = what_is_wrong(values)
+    problems = [
+        where + problem
+        for name in values
+        for problem in (wrong.get(name, ()) if name in FLAGS else [f'there is no flag "{name}"{_instead(name, words)}'])
+    ]
+    return {name: getattr(config, name) for name in values if name in config.model_fields_set}, problems
 
 
 def _instead(name: str, typed: Given, known: Collection[str] = ()) -> str:
@@ -333,7 +268,7 @@ def _instead(name: str, typed: Given, known: Collection[str] = ()) -> str:
     answer = timm_answer(name, typed[name], typed)
     if answer is not None:
         return f"; {answer.text}"
-    return did_you_mean("--" + name.replace("_", "-"), known or map(spelling, FIELDS), cutoff=0.6)
+    return did_you_mean("--" + name.replace("_", "-"), known or map(spelling, FLAGS), cutoff=0.6)
 
 
 def _words(value: Any) -> list[str]:
@@ -387,7 +322,7 @@ def read_words(
     """
     given, recipe, problems = _split(parser, argv)
     # A program converts and checks its own arguments, which may have the name of a flag.
-    of_flags = {action.dest for action in parser._actions if action.type is None and action.dest in FIELDS}
+    of_flags = {action.dest for action in parser._actions if action.type is None and action.dest in FLAGS}
     own, invalid = read_values({name: value for name, value in given.items() if name in of_flags})
     problems += invalid
     stored = _load_with(recipe, problems)
@@ -465,7 +400,7 @@ def over_recipe(recipe: Mapping[str, Any], given: Mapping[str, Any], *, eval_onl
     own = {**recipe, **valid}
     if eval_only:
         own["eval_only"] = True
-    dropped |= {*idle_flags(RunConfig(**own))} - {*idle_flags(RunConfig(**recipe))}
+    dropped |= {*idle_flags(RunConfig.model_construct(**own))} - {*idle_flags(RunConfig.model_construct(**recipe))}
     chosen = {name for name, value in given.items() if value is not False}  # --no-pretrained excludes nothing
     dropped |= {other for name, other in (*REPLACES, *((b, a) for a, b in REPLACES)) if name in chosen}
     return {name: value for name, value in values.items() if name in given or name not in dropped}
@@ -480,15 +415,15 @@ def from_values(values: Mapping[str, Any], recipe: str | None = None) -> tuple[R
     given, problems = read_values(values)
     # An invalid value still turns on the flags that need it.
     invalid: dict[str, Any] = {
-        name: str(value) for name, value in values.items() if name in FIELDS and name not in given
+        name: str(value) for name, value in values.items() if name in FLAGS and name not in given
     }
     if recipe:
         given = over_recipe(_load_with(recipe, problems), given)
     if isinstance(given.get("deepspeed_config"), str):
         given["deepspeed_config"] = or_shipped(given["deepspeed_config"])
-    config = RunConfig(**given)
-    explicit = frozenset(given)
-    problems += find_problems(config, explicit, idle_flags(dataclasses.replace(config, **invalid)))
+    config = RunConfig.model_validate(given)
+    explicit = frozenset(config.model_fields_set)
+    problems += find_problems(config, explicit, idle_flags(config.model_copy(update=invalid)))
     if problems:
         raise UserError(*problems)
     return config, explicit

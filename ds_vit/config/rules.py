@@ -1,34 +1,89 @@
-"""Rules between flags: values out of range, contradictions, and flags without effect."""
+"""Rules between flags: flags without effect, exclusions and numbers that must fit; most are read from `Flag`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields
+from collections.abc import Callable, Collection, Iterator, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
-from ds_vit.config.augmentation import AugmentConfig, all_sizes
-from ds_vit.config.flag import Scope
-from ds_vit.config.schema import FIELDS, KEY_OF_FLAG, RunConfig, default_of, is_requested, names_with, spelling
-from ds_vit.config.units import Interval, parse_set
+from ds_vit.config.flag import Condition, Scope, spelling
+from ds_vit.config.schema import FLAGS, RunConfig, default_of, is_requested
+from ds_vit.config.units import Interval, all_sizes, parse_set
 
-EXCLUSIVE = (
-    ("warmup_steps", "warmup_epochs"),
-    ("freeze", "linear_probe"),
-    ("pretrained", "initial_checkpoint"),
-    ("img_size_schedule", "train_img_sizes"),
-    ("auto_batch", "batch_size"),
-    ("auto_batch", "grad_accum_steps"),
+REPLACES = (
+    *((name, other) for name, meta in FLAGS.items() for other, why in meta.excludes.items() if not why),
+    *(("val_fraction", "val_split"), ("memory", "batch_size"), ("memory", "grad_accum_steps")),
 )
-"""Pairs of flags of which a run takes one."""
-REPLACES = (*EXCLUSIVE, ("val_fraction", "val_split"), ("memory", "batch_size"), ("memory", "grad_accum_steps"))
 """Pairs of flags of which one on the command line replaces the other in a recipe."""
 
 
-def find_problems(config: RunConfig, explicit: frozenset[str], idle: Mapping[str, str]) -> Iterator[str]:
+# ---- conditions ------------------------------------------------------------------------------------------------------
+
+
+def _read(part: str) -> tuple[str, bool, list[str]]:
+    """`tp!=1` → its flag, whether it asks for a difference, and the patterns; no pattern asks for the flag to be on."""
+    name, _, patterns = part.replace("!=", "=").partition("=")
+    return name, "!=" in part, patterns.split("|") if patterns else []
+
+
+def _holds(part: str, config: RunConfig) -> bool:
+    name, differs, patterns = _read(part)
+    if not patterns:
+        return bool(getattr(config, name))
+    return any(fnmatchcase(text, pattern) for text in _texts(name, config) for pattern in patterns) != differs
+
+
+def _texts(name: str, config: RunConfig) -> list[str]:
+    value = getattr(config, name)
+    items = value if isinstance(value, tuple) else (value,)
+    return [f"{item:g}" if isinstance(item, float) else str(item) for item in items]
+
+
+def _why_idle(condition: Condition, config: RunConfig, *, is_needed: bool) -> str:
+    """The end of "--flag has no effect …" under a condition; empty if it has one."""
+    asked, words = (condition, "") if isinstance(condition, str) else condition
+    if not isinstance(asked, str):
+        return "" if bool(asked(config)) is is_needed else words
+    parts = asked.split(" or ")
+    holding = [part for part in parts if _holds(part, config)]
+    if bool(holding) is is_needed or words:
+        return "" if bool(holding) is is_needed else words
+    if not is_needed:
+        return f"with {_or([_written(_read(part)[0], config) for part in holding])}"
+    read = [_read(part) for part in parts]
+    names = any(patterns and not differs for _, differs, patterns in read)
+    shown = [
+        f"{spelling(name)} {'' if differs else _or(patterns).replace('*', '…')}".strip()
+        for name, differs, patterns in read
+    ]
+    return f"{'unless' if names else 'without'} {_or(shown)}"
+
+
+def _or(words: Sequence[str]) -> str:
+    return " or ".join([", ".join(words[:-1]), *words[-1:]] if len(words) > 1 else words)
+
+
+def idle_flags(config: RunConfig) -> dict[str, str]:
+    """Each flag without effect in this combination, by its recipe name → why."""
+    idle: dict[str, str] = {}
+    for name, meta in FLAGS.items():
+        reasons = ["with --eval-only (weights are given by --initial-checkpoint)"]
+        reasons *= config.eval_only and Scope.EVALUATION not in meta.scope
+        reasons += [_why_idle(condition, config, is_needed=False) for condition in meta.idle_if]
+        reasons += [_why_idle(condition, config, is_needed=True) for condition in meta.needs]
+        if reason := next(filter(None, reasons), ""):
+            idle[name] = reason
+    return idle
+
+
+# ---- problems --------------------------------------------------------------------------------------------------------
+
+
+def find_problems(config: RunConfig, explicit: Collection[str], idle: dict[str, str]) -> Iterator[str]:
     """Missing flags, contradictions and flags without effect, for people.
 
     Args:
-        config: values that are valid by themselves (`parser.read_values`).
+        config: the settings.
         explicit: the names of those that were given.
         idle: from `idle_flags`.
     """
@@ -37,154 +92,70 @@ def find_problems(config: RunConfig, explicit: frozenset[str], idle: Mapping[str
         yield f"--deepspeed_config FILE is missing; begin with {shipped}"
     if not config.dataset and not config.data_dir:
         yield "no data: give --data-dir DIR with train/ and val/ in it, or --dataset digits"
-    yield from _contradictions(config)
+    keys = parse_set(config.set)
+    for name, meta in FLAGS.items():
+        if getattr(config, name) == default_of(name):
+            continue
+        for condition, why in meta.excludes.items():
+            other, _, patterns = _read(condition)
+            if _holds(condition, config) if patterns else getattr(config, other) != default_of(other):
+                both = f"{_written(name, config)} and {_written(other, config)} are both given"
+                yield f"{both}{why and f': {why}'}; keep one"
+        if meta.key in keys:
+            yield f"{_written(name, config)} and --set {meta.key} are both given; keep one"
+    yield from filter(None, (rule(config) for rule in _RULES))
     for name, reason in idle.items():
         if is_requested(name, config, explicit):
             yield f"{spelling(name)} has no effect {reason}; drop it"
 
 
-def _contradictions(config: RunConfig) -> Iterator[str]:
-    """Problems between valid flags."""
+def _written(name: str, config: RunConfig) -> str:
+    """A flag with its value, as it is typed."""
+    value = getattr(config, name)
+    shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
+    return spelling(name) + ("" if value is True else f" {shown}")
 
-    def written(name: str) -> str:
-        value = getattr(config, name)
-        shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
-        return spelling(name) + ("" if value is True else f" {shown}")
 
-    for pair in EXCLUSIVE:
-        if all(getattr(config, name) != default_of(name) for name in pair):
-            yield f"{written(pair[0])} and {written(pair[1])} are both given; keep one"
-    values = parse_set(config.set)
-    for name, key in KEY_OF_FLAG.items():
-        if key in values and getattr(config, name) != default_of(name):
-            yield f"{written(name)} and --set {key} are both given; keep one"
-    if config.drop and "drop_rate" in config.model_kwargs:
-        rate = config.model_kwargs["drop_rate"]
-        yield f"--drop {config.drop} and --model-kwargs drop_rate={rate} are both given; keep one"
-    if config.resume == "auto" and not config.output:
-        yield "--resume auto looks for checkpoints in the run's folder: give it by --output DIR"
-    if config.rollback and Interval.parse(config.checkpoint_interval, "--checkpoint-interval").seconds:
-        interval = f"--checkpoint-interval {config.checkpoint_interval}"
-        yield f"--rollback {config.rollback} does not work with {interval}; give it in steps, or epoch"
+def _dropout_once(config: RunConfig) -> str:
+    if not config.drop or "drop_rate" not in config.model_kwargs:
+        return ""
+    rate = config.model_kwargs["drop_rate"]
+    return f"--drop {config.drop} and --model-kwargs drop_rate={rate} are both given; keep one"
+
+
+def _resumes_in_a_folder(config: RunConfig) -> str:
+    if config.resume != "auto" or config.output:
+        return ""
+    return "--resume auto looks for checkpoints in the run's folder: give it by --output DIR"
+
+
+def _rolls_back_to_a_step(config: RunConfig) -> str:
+    if not config.rollback or not Interval.parse(config.checkpoint_interval, "--checkpoint-interval").seconds:
+        return ""
+    interval = f"--checkpoint-interval {config.checkpoint_interval}"
+    return f"--rollback {config.rollback} does not work with {interval}; give it in steps, or epoch"
+
+
+def _one_weight_per_folder(config: RunConfig) -> str:
     num_folders = 1 if isinstance(config.data_dir, str) else len(config.data_dir)
-    if num_folders > 1 and len(config.data_weights) not in (0, num_folders):
-        yield f"--data-weights has {len(config.data_weights)} numbers for the {num_folders} folders of --data-dir"
-    sizes_flag = "--img-size-schedule" if config.img_size_schedule else "--train-img-sizes"
+    if num_folders == 1 or len(config.data_weights) in (0, num_folders):
+        return ""
+    return f"--data-weights has {len(config.data_weights)} numbers for the {num_folders} folders of --data-dir"
+
+
+def _last_size_is_the_models(config: RunConfig) -> str:
+    flag = "--img-size-schedule" if config.img_size_schedule else "--train-img-sizes"
     sizes = all_sizes(config.img_size_schedule, config.train_img_sizes)
-    if sizes and config.img_size not in (None, sizes[-1]):
-        yield f"{sizes_flag} ends at {sizes[-1]}, and --img-size is {config.img_size}; make them equal, or drop it"
-    if config.compile:
-        for is_set, words in (
-            (config.grad_checkpointing == "selective", "--grad-checkpointing selective needs single operations"),
-            (bool(sizes), f"{sizes_flag} changes the shapes"),
-        ):
-            if is_set:
-                yield f"{words}, and --compile makes one graph of fixed shapes; drop one of them"
+    if not sizes or config.img_size in (None, sizes[-1]):
+        return ""
+    return f"{flag} ends at {sizes[-1]}, and --img-size is {config.img_size}; make them equal, or drop it"
 
 
-_AUGMENT_NAMES = " ".join(f.name for f in fields(AugmentConfig) if f.name != "no_aug")
-_NOT_OF_EVALUATION = " ".join(name for name in FIELDS if name not in names_with(Scope.EVALUATION))
-_OF_VALIDATION = (
-    "val_fraction eval_interval eval_metric validation_batch_size crop_pct crop_mode eval_knn eval_linear_probe "
-    "interpolation"
+_RULES: tuple[Callable[[RunConfig], Any], ...] = (
+    _dropout_once,
+    _resumes_in_a_folder,
+    _rolls_back_to_a_step,
+    _one_weight_per_folder,
+    _last_size_is_the_models,
 )
-
-
-def _reads(config: RunConfig, *forms: str) -> bool:
-    """Whether --dataset or --data-dir names data in one of these forms."""
-    folders = [config.data_dir] if isinstance(config.data_dir, str) else config.data_dir
-    return any(name.startswith(forms) for name in (config.dataset, *folders))
-
-
-# (flags, the condition under which they have no effect, the end of "--flag has no effect …"); the first reason counts.
-_IDLE: tuple[tuple[str, Callable[[RunConfig], Any], str], ...] = (
-    (_AUGMENT_NAMES, lambda c: c.no_aug, "under --no-aug"),
-    # 3-Augment is the one policy that keeps the jitter.
-    (
-        "color_jitter color_jitter_prob",
-        lambda c: c.aa and "3a" not in c.aa,
-        "under --aa, which replaces the colour jitter",
-    ),
-    ("decode", lambda c: c.train_crop_mode in ("rkrc", "rkrr"), "with --train-crop-mode rkrc or rkrr: whole images"),
-    ("max_bad_images", lambda c: c.on_bad_image == "error", "with --on-bad-image error"),
-    ("mixup_prob mixup_switch_prob mixup_off_epoch", lambda c: not c.active, "without --mixup or --cutmix"),
-    (
-        "mixup_switch_prob",
-        lambda c: c.active and (c.mixup == 0 or (c.cutmix == 0 and c.cutmix_minmax is None)),
-        "unless --mixup and --cutmix are both on",
-    ),
-    ("cutmix", lambda c: c.cutmix_minmax is not None, "with --cutmix-minmax, which draws the box itself"),
-    (
-        "rollback",
-        lambda c: c.checkpoint_interval == "0" and c.resume == "none",
-        "with --checkpoint-interval 0: there is no checkpoint to return to",
-    ),
-    ("allow_batch_change allow_schedule_change", lambda c: c.resume == "none", "without --resume"),
-    (_NOT_OF_EVALUATION, lambda c: c.eval_only, "with --eval-only (weights are given by --initial-checkpoint)"),
-    (
-        _OF_VALIDATION,
-        lambda c: not (c.eval_only or c.val_split or c.zeroshot),
-        "with --val-split '': nothing is evaluated",
-    ),
-    (
-        "val_fraction eval_knn eval_linear_probe",
-        lambda c: c.zeroshot and not c.val_split,
-        "with --val-split '': only --zeroshot is evaluated",
-    ),
-    ("val_split", lambda c: c.val_fraction is not None, "with --val-fraction, which splits --train-split"),
-    ("sequence_parallel class_parallel tp_across_hosts", lambda c: c.tp == 1, "without --tp"),
-    ("pp_partition", lambda c: c.pp == 1, "without --pp"),
-    ("data_weights", lambda c: isinstance(c.data_dir, str), "with one --data-dir"),
-    ("data_dir val_split dataset_download exif_rotation", lambda c: c.dataset == "digits", "with --dataset digits"),
-    ("data_dir val_split dataset_download exif_rotation", lambda c: c.dataset == "glyphs", "with --dataset glyphs"),
-    ("csv_separator", lambda c: not _reads(c, "csv/"), "without csv/…"),
-    (
-        "csv_img_key",
-        lambda c: not _reads(c, "csv/", "hfds/", "parquet/"),
-        "without csv/…, hfds/… or parquet/…",
-    ),
-    (
-        "csv_caption_key",
-        lambda c: not _reads(c, "csv/", "hfds/", "parquet/", "wds/"),
-        "without csv/…, hfds/…, parquet/… or wds/…",
-    ),
-    ("dataset_download", lambda c: not c.dataset.startswith("torch/"), "unless --dataset is a torch/… name"),
-    ("warmup_lr", lambda c: 0 in (c.warmup_steps, c.warmup_epochs), "without warm-up"),
-    ("min_lr", lambda c: c.sched == "constant", "with --sched constant"),
-    ("wsd_decay_fraction", lambda c: c.sched != "wsd", "unless --sched wsd"),
-    (
-        "resample_patch_embed",
-        lambda c: not (c.pretrained or c.initial_checkpoint),
-        "without --pretrained or --initial-checkpoint",
-    ),
-    ("lr_base_size", lambda c: c.lr_scale_by_batch == "none", "without --lr-scale-by-batch"),
-    (
-        "kd_distill_type kd_loss_type kd_temperature kd_token_distill_type distill_loss_weight task_loss_weight",
-        lambda c: not (c.kd_model_name or c.kd_checkpoint),
-        "without a teacher: --kd-model-name or --kd-checkpoint",
-    ),
-    ("kd_loss_type", lambda c: c.kd_distill_type != "logit", "unless --kd-distill-type logit"),
-    ("kd_token_distill_type", lambda c: c.kd_distill_type != "token", "unless --kd-distill-type token"),
-    ("kd_temperature", lambda c: c.kd_distill_type == "feature", "with --kd-distill-type feature"),
-    ("kd_temperature", lambda c: c.kd_loss_type == "hard", "with --kd-loss-type hard"),
-    ("kd_temperature", lambda c: c.kd_token_distill_type == "hard", "with --kd-token-distill-type hard"),
-    ("remode recount", lambda c: not c.reprob, "without --reprob"),
-    ("bce_sum bce_target_thresh", lambda c: not c.bce_loss, "without --bce-loss"),
-    ("model_ema_decay model_ema_warmup", lambda c: not c.model_ema, "without --model-ema"),
-    ("compile_mode", lambda c: not c.compile, "without --compile"),
-    ("memory", lambda c: not c.auto_batch, "without --auto-batch"),
-    ("zeroshot_templates", lambda c: not c.zeroshot, "without --zeroshot"),
-    ("color_jitter_prob", lambda c: not c.color_jitter, "without --color-jitter"),
-    ("lock_image_unlocked_groups", lambda c: not c.lock_image, "without --lock-image"),
-)
-
-
-def idle_flags(config: RunConfig) -> dict[str, str]:
-    """Each flag without effect in this combination, by its recipe name → why."""
-    idle: dict[str, str] = {}
-    for names, applies, reason in _IDLE:
-        if applies(config):
-            idle = {**dict.fromkeys(names.split(), reason), **idle}
-    if config.no_aug:
-        idle.pop("interpolation", None)  # training without augmentation resizes by it
-    return idle
+"""Values of several flags that must fit; each gives a problem, or nothing."""

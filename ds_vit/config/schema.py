@@ -1,562 +1,653 @@
-"""The schema of settings: `RunConfig` has one typed field per flag, with the flag's metadata (`flag.py`).
+"""The settings of a run: `RunConfig` has one typed field per flag, with the flag's metadata (`flag.py`).
 
-Flags that timm has keep timm's spelling, meaning and default. The command line, recipes and every list of flag names
-are generated from these fields.
+Flags that timm has keep timm's spelling, meaning and default. The command line, recipes, the checks between flags and
+every list of flag names are generated from it.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+import functools
+from collections.abc import Collection, Mapping, Sequence
+from typing import Annotated, Any, Literal
 
-from ds_vit.config.augmentation import AugmentConfig, MixConfig, parse_schedule
+from pydantic import BeforeValidator, Field, ValidationError
+
+from ds_vit.config.augmentation import AugmentConfig, MixConfig
 from ds_vit.config.flag import (
-    ABOVE_0_TO_1,
-    EPOCHS,
-    EPOCHS_FROM_1,
+    ASCENDING,
     EVALUATION,
     FREE,
-    FROM_0_BELOW_1,
-    IMAGES,
+    IDENTITY,
     NOTED,
-    PAIR,
-    PIXELS,
-    PROBABILITY,
-    RATE,
     RECORDED,
-    SECONDS,
-    SHARE,
     START,
-    STEPS,
-    STEPS_FROM_1,
     WEIGHTS,
-    Range,
-    Rule,
+    Below1,
+    Epochs,
+    Flag,
+    Images,
+    Kind,
+    Pixels,
+    Probability,
+    Rate,
     Scope,
+    Seconds,
+    Settings,
+    Share,
+    Steps,
+    StepsFrom1,
+    UpTo1,
+    checked,
     flag,
-    flag_of,
-    spelling_of,
+    kinds_of,
+    read_by,
+    spelling,
 )
-from ds_vit.config.units import Interval, parse_bytes, parse_seconds, parse_set, parse_steps
+from ds_vit.config.units import (
+    Interval,
+    parse_bytes,
+    parse_kwargs,
+    parse_schedule,
+    parse_seconds,
+    parse_set,
+    parse_steps,
+)
+from ds_vit.fault_tolerance.errors import did_you_mean
 
-COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-"""Modes of torch.compile."""
-CUDA_GRAPH = ("auto", "on", "off")
-SCHEDULES = ("cosine", "linear", "constant", "wsd")
 PROGRAM_DATASET = "python"
 """The value of `dataset` in a run whose images a Python program passes (`ds_vit.api.train`)."""
 
-# Flags that only some tasks have.
-_of_mae = partial(flag_of, "mae")
-_of_pairs = partial(flag_of, "clip siglip")
-_of_texts = partial(flag_of, "clip siglip bridgetower")
-_of_tables = partial(flag, scope=FREE | RECORDED, task="clip siglip bridgetower")
-_of_classifiers = partial(flag, task="classification")
-_of_dino = partial(flag_of, "dino")
-_of_crops = partial(_of_dino, section="augmentation")
-_of_optimizer = partial(_of_dino, section="optimizer")
-_of_head = partial(_of_dino, section="model")
-
-# Ranges and rules that several flags share, or that are too long for one line.
-_LOSS_WEIGHT = Range(0, 10**6)
-_TEMPERATURE = Range(0, 100, above=True)
-_DEGREE = Range(1, 4096)
-_WIDTH = Range(1, 2**16)
-_BLOCKS = Range(1, 1000)
-_RECOMPUTED = Rule(
+# Types that several flags share, and conditions that are too long for one line.
+Degree = Annotated[int, Field(ge=1, le=4096)]
+Width = Annotated[int, Field(ge=1, le=2**16)]
+Blocks = Annotated[int, Field(ge=1, le=1000)]
+Weight = Annotated[float, Field(ge=0, le=10**6)]
+Temperature = Annotated[float, Field(gt=0, le=100)]
+FOLDER_NAME = checked("must name a folder", lambda text: not text.isspace())
+ONE_CHARACTER = checked("must be one character", lambda text: len(text.replace("\\t", "\t")) <= 1)
+CHANNELS = checked("must be one number or three", lambda x: len(x) in (1, 3))
+SEVERAL_SIZES = checked("must be two sizes or more, each once", lambda x: not x or len({*x}) == len(x) > 1)
+RECOMPUTED = checked(
     "must be full, selective or a number of blocks, at least 1 and at most 1,000",
-    lambda word: word in ("full", "selective") or (word.isdecimal() and len(word) < 5 and _BLOCKS.holds(int(word))),
+    lambda word: word in ("", "full", "selective") or (word.isdecimal() and len(word) < 5 and 1 <= int(word) <= 1000),
 )
-_WORKERS = Range(0, 1024, word="auto")
-_SEVERAL_SIZES = Rule("must be two sizes or more, each once", lambda x: len({*x}) == len(x) > 1)
-_NAME = Rule("must name a folder", lambda text: not text.isspace())
-_SEPARATOR = Rule("must be one character", lambda text: len(text.replace("\\t", "\t")) <= 1)
-_CHANNELS = Rule("must be one number or three", lambda x: len(x) in (1, 3))
+NO_CHECKPOINT = (
+    lambda c: c.checkpoint_interval == "0" and c.resume == "none",
+    "with --checkpoint-interval 0: there is no checkpoint to return to",
+)
+SEVERAL_FOLDERS = (lambda c: not isinstance(c.data_dir, str), "with one --data-dir")
+_NOTHING = "with --val-split '': nothing is evaluated"
+EVALUATES = ("eval_only or val_split or zeroshot", _NOTHING)
+RESIZES = ("no_aug or eval_only or val_split or zeroshot", _NOTHING)  # training without augmentation does, too
+NOT_ONLY_ZEROSHOT = (lambda c: c.val_split or not c.zeroshot, "with --val-split '': only --zeroshot is evaluated")
+WITH_TEACHER = ("kd_model_name or kd_checkpoint", "without a teacher: --kd-model-name or --kd-checkpoint")
+ONE_GRAPH = "--compile makes one graph of fixed shapes"
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunSettings:
-    """The layout, the output folder, checkpoints, logs and evaluation of a run."""
+class LayoutSettings(Settings, section="run", scope=FREE | EVALUATION):
+    """The DeepSpeed JSON and the layout of the ranks."""
 
-    deepspeed_config: str = flag("", "DeepSpeed JSON file", FREE | RECORDED, metavar="FILE")
-    set: Sequence[str] = flag(
-        (),
-        "override values of the DeepSpeed JSON: zero_optimization.stage=2",
-        FREE | EVALUATION,
-        read=parse_set,
-        nargs="+",
-        metavar="K=V",
+    deepspeed_config: str | dict[str, Any] = flag("", "DeepSpeed JSON file", FREE | RECORDED, metavar="FILE")
+    set: Annotated[tuple[str, ...], read_by(parse_set)] = flag(
+        (), "override values of the DeepSpeed JSON: zero_optimization.stage=2", metavar="K=V"
     )
-    pp: int = flag(1, "pipeline stages", FREE | EVALUATION, span=_DEGREE)
-    tp: int = flag(1, "tensor-parallel ranks", FREE | EVALUATION, span=_DEGREE)
-    tp_across_hosts: bool = flag(False, "let tensor-parallel groups span two hosts", FREE | EVALUATION)
-    sequence_parallel: bool = flag(False, "shard the tokens between the layers that --tp shards", FREE | EVALUATION)
-    class_parallel: str = flag(
-        "auto", "shard the classifier over classes under --tp", FREE | EVALUATION, choices=("auto", "on", "off")
+    pp: Degree = flag(1, "pipeline stages")
+    tp: Degree = flag(1, "tensor-parallel ranks")
+    tp_across_hosts: bool = flag(False, "let tensor-parallel groups span two hosts", needs="tp!=1")
+    sequence_parallel: bool = flag(False, "shard the tokens between the layers that --tp shards", needs="tp!=1")
+    class_parallel: Literal["auto", "on", "off"] = flag(
+        "auto", "shard the classifier over classes under --tp", needs="tp!=1"
     )
-    check_replicas: int = flag(0, "steps between bitwise comparisons of replicas", FREE, span=STEPS)
     pp_partition: str = flag(
-        "", "first layer of each stage and the number of layers: 0,7,14; auto: the fastest", FREE | EVALUATION
+        "", "first layer of each stage and the number of layers: 0,7,14; auto: the fastest", needs="pp!=1"
     )
+    check_replicas: Steps = flag(0, "steps between bitwise comparisons of replicas", FREE)
 
-    output: str = flag(
-        "", "folder of the run (default: runs/<time>-<model>)", FREE | EVALUATION, rule=_NAME, metavar="DIR"
+
+class OutputSettings(Settings, section="run", scope=FREE):
+    """The output folder, checkpoints and logs."""
+
+    output: Annotated[str, FOLDER_NAME] = flag(
+        "", "folder of the run (default: runs/<time>-<model>)", FREE | EVALUATION, metavar="DIR"
     )
-    seed: int = flag(42, "random seed", EVALUATION, span=Range(-(2**63), 2**63 - 1))
-    resume: str = flag("none", "checkpoint to resume from: none, auto or a path", START)
-    allow_batch_change: bool = flag(False, "resume with another global batch", START)
-    allow_schedule_change: bool = flag(False, "resume with another schedule, augmentation, loss or optimizer", START)
-    checkpoint_interval: str = flag(
-        "epoch",
-        "500 (steps), 30m or epoch between checkpoints (0: only when interrupted)",
-        FREE,
-        read=Interval.parse,
-        neutral=("0",),
+    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] = flag(42, "random seed", EVALUATION)
+    checkpoint_interval: Annotated[str, read_by(Interval.parse, empty=True)] = flag(
+        "epoch", "500 (steps), 30m or epoch between checkpoints (0: only when interrupted)", neutral=("0",)
     )
-    keep_checkpoints: int = flag(2, "checkpoints to keep in addition to the best one (0: all)", FREE, span=STEPS)
-    stop_before_seconds: float | None = flag(None, "save and stop this long before the time limit", START, span=SECONDS)
-    time_limit: str = flag("", "save and stop after this time: 90m, 24h", START, read=parse_seconds)
-    log_samples: bool = flag(False, "write the samples of each step to samples/ in the output folder", FREE)
-    log_images: int = flag(16, "images of the first step in augmented.png (0: none)", FREE, span=Range(0, 4096))
-    profile_steps: str = flag("", "profile the steps A to B - 1 into profile/", FREE, read=parse_steps, metavar="A:B")
-    log_interval: int | None = flag(
-        None,
-        "steps between lines of metrics.jsonl (default: a fiftieth of the run, at most 50)",
-        FREE,
-        span=STEPS_FROM_1,
+    keep_checkpoints: Steps = flag(2, "checkpoints to keep in addition to the best one (0: all)")
+    log_samples: bool = flag(False, "write the samples of each step to samples/ in the output folder")
+    log_images: Annotated[int, Field(ge=0, le=4096)] = flag(16, "images of the first step in augmented.png (0: none)")
+    profile_steps: Annotated[str, read_by(parse_steps)] = flag(
+        "", "profile the steps A to B - 1 into profile/", metavar="A:B"
+    )
+    log_interval: StepsFrom1 | None = flag(
+        None, "steps between lines of metrics.jsonl (default: a fiftieth of the run, at most 50)"
     )
     wandb: bool = flag(
-        False, "also log to Weights & Biases", FREE | EVALUATION, short=("--log-wandb",), key="wandb.enabled"
+        False, "also log to Weights & Biases", FREE | EVALUATION, key="wandb.enabled", short=("--log-wandb",)
     )
     wandb_project: str = flag("", "--wandb: project of the run", FREE | EVALUATION, key="wandb.project")
-    eval_interval: int = flag(1, "epochs between evaluations (0: only at the end)", NOTED, neutral=(0,), span=EPOCHS)
-    eval_metric: str = flag("", "metric that decides which weights are best (default: the task's first)", NOTED)
-    validation_batch_size: int | None = flag(
-        None, "images per rank in evaluation", FREE | EVALUATION, short=("-vb",), span=IMAGES
+    stall_seconds: Seconds | None = flag(
+        None, "end a run after so long without progress (several ranks: 300; 0: never)", FREE | EVALUATION
     )
+    verbose: bool = flag(False, "show all of DeepSpeed's log", FREE | EVALUATION)
     eval_only: bool = flag(False, "evaluate the initial weights and stop", EVALUATION)
-    eval_knn: int = flag(
+
+
+class StartSettings(Settings, section="run", scope=START):
+    """One start of the run."""
+
+    resume: str = flag("none", "checkpoint to resume from: none, auto or a path")
+    allow_batch_change: bool = flag(False, "resume with another global batch", needs="resume!=none")
+    allow_schedule_change: bool = flag(
+        False, "resume with another schedule, augmentation, loss or optimizer", needs="resume!=none"
+    )
+    stop_before_seconds: Seconds | None = flag(None, "save and stop this long before the time limit")
+    time_limit: Annotated[str, read_by(parse_seconds)] = flag("", "save and stop after this time: 90m, 24h")
+    dry_run: bool = flag(False, "show the run, its memory and its files without starting it", START | EVALUATION)
+
+
+class EvaluationSettings(Settings, section="run", scope=NOTED, needs=EVALUATES):
+    """Evaluation."""
+
+    eval_interval: Epochs = flag(1, "epochs between evaluations (0: only at the end)", neutral=(0,))
+    eval_metric: str = flag("", "metric that decides which weights are best (default: the task's first)")
+    validation_batch_size: Images | None = flag(
+        None, "images per rank in evaluation", FREE | EVALUATION, short=("-vb",)
+    )
+    eval_knn: Annotated[int, Field(ge=0, le=10**6)] = flag(
         0,
         "evaluate the features by N nearest neighbours",
         NOTED | EVALUATION,
+        needs=NOT_ONLY_ZEROSHOT,
         short=("--knn",),
-        span=Range(0, 10**6),
         const=20,
     )
-    eval_linear_probe: bool = flag(False, "also evaluate the features by a linear classifier", NOTED | EVALUATION)
-    zeroshot: str = _of_pairs(
-        "",
-        "data to classify by the names of its classes, as --dataset or --data-dir name it",
-        NOTED | EVALUATION,
-        metavar="NAME|DIR",
+    eval_linear_probe: bool = flag(
+        False, "also evaluate the features by a linear classifier", NOTED | EVALUATION, needs=NOT_ONLY_ZEROSHOT
+    )
+
+
+class ZeroShotSettings(Settings, section="run", scope=NOTED | EVALUATION, task="clip siglip"):
+    """Classification by captions."""
+
+    zeroshot: str = flag(
+        "", "data to classify by the names of its classes, as --dataset or --data-dir name it", metavar="NAME|DIR"
     )
     zeroshot_templates: str = flag(
         "simple",
         "--zeroshot: sentences of a class: none, simple, openai or a file",
-        NOTED | EVALUATION,
-        task="clip siglip",
+        needs="zeroshot",
         metavar="none|simple|openai|FILE",
     )
-    stall_seconds: float | None = flag(
-        None, "end a run after so long without progress (several ranks: 300; 0: never)", FREE | EVALUATION, span=SECONDS
+
+
+class ModelSettings(Settings, section="model", scope=WEIGHTS):
+    """The task and the model."""
+
+    task: str = flag("classification", "training task")
+    model: str = flag("vit_base_patch16_224", "timm name, hf-hub:ORG/NAME or local-dir:FOLDER")
+    model_kwargs: Annotated[dict[str, Any], BeforeValidator(parse_kwargs)] = flag(
+        {}, "arguments of the constructor", metavar="K=V"
     )
-    dry_run: bool = flag(False, "show the run, its memory and its files without starting it", START | EVALUATION)
-    verbose: bool = flag(False, "show all of DeepSpeed's log", FREE | EVALUATION)
+    num_classes: Annotated[int, Field(ge=1, le=10**7)] | None = flag(None, "classes of the head (default: the data's)")
+    img_size: Pixels | None = flag(None, "image side in pixels (default: the model's)")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelSettings:
-    """The task, the model and its initial weights."""
+class MaskedAutoencoderSettings(Settings, section="model", scope=RECORDED, task="mae"):
+    """The masks and the decoder of a masked autoencoder."""
 
-    task: str = flag("classification", "training task", WEIGHTS)
-    mask_ratio: float = _of_mae(0.75, "share of the patches that are masked", RECORDED, span=SHARE)
-    decoder_dim: int = _of_mae(512, "width of the decoder", RECORDED, span=_WIDTH)
-    decoder_depth: int = _of_mae(8, "blocks of the decoder", RECORDED, span=_BLOCKS)
-    decoder_heads: int = _of_mae(16, "attention heads of the decoder", RECORDED, span=_BLOCKS)
-    text_model: str = _of_pairs("", "text tower (clip_base, siglip_base)", WEIGHTS, metavar="NAME")
-    text_width: int | None = _of_pairs(None, "width of the text tower", WEIGHTS, span=_WIDTH)
-    text_depth: int | None = _of_pairs(None, "blocks of the text tower", WEIGHTS, span=_BLOCKS)
-    text_heads: int | None = _of_pairs(None, "attention heads of the text tower", WEIGHTS, span=_BLOCKS)
-    text_pool: str = _of_pairs(
+    mask_ratio: Share = flag(0.75, "share of the patches that are masked")
+    decoder_dim: Width = flag(512, "width of the decoder")
+    decoder_depth: Blocks = flag(8, "blocks of the decoder")
+    decoder_heads: Blocks = flag(16, "attention heads of the decoder")
+    norm_pix_loss: bool = flag(False, "predict pixels normalised per patch")
+
+
+class TextTowerSettings(Settings, section="model", scope=WEIGHTS, task="clip siglip"):
+    """The text tower and the features of both towers."""
+
+    text_model: str = flag("", "text tower (clip_base, siglip_base)", metavar="NAME")
+    text_width: Width | None = flag(None, "width of the text tower")
+    text_depth: Blocks | None = flag(None, "blocks of the text tower")
+    text_heads: Blocks | None = flag(None, "attention heads of the text tower")
+    text_pool: Literal["", "end", "last", "map"] = flag(
+        "", "feature of a caption: its end token, its last token, or attention pooling"
+    )
+    embed_dim: Width | None = flag(None, "width of the features of both towers")
+
+
+class LockSettings(Settings, section="model", task="clip siglip"):
+    """Towers that are not trained."""
+
+    lock_image: bool = flag(False, "freeze the image tower except its projection")
+    lock_image_unlocked_groups: Annotated[int, Field(ge=0, le=10_000)] = flag(
+        0, "--lock-image: groups of layers at its end that are trained", needs="lock_image"
+    )
+    lock_text: bool = flag(False, "freeze the text tower")
+
+
+class TokenSettings(Settings, section="model", scope=WEIGHTS, task="clip siglip bridgetower"):
+    """Captions as tokens."""
+
+    tokenizer: str = flag("bytes", "bytes (UTF-8), clip or a tokenizer.json", metavar="bytes|clip|PATH")
+    context_length: Annotated[int, Field(ge=2, le=2**16)] | None = flag(
+        None, "tokens of a caption (bytes: 256, else 77, 64 and 50)"
+    )
+
+
+class HeadSettings(Settings, section="model", scope=WEIGHTS, task="dino"):
+    """The heads of DINO and iBOT, with the defaults of DINOv2 (facebookresearch/dinov2, dinov2/configs)."""
+
+    prototypes: Annotated[int, Field(ge=2, le=2**24)] = flag(65536, "prototypes of a head")
+    head_hidden_dim: Width = flag(2048, "hidden width of a head")
+    head_bottleneck_dim: Width = flag(256, "width before the prototypes")
+
+
+class TrainedModelSettings(Settings, section="model"):
+    """The model as it is trained."""
+
+    img_size_schedule: Annotated[str, read_by(parse_schedule)] = flag(
         "",
-        "feature of a caption: its end token, its last token, or attention pooling",
-        WEIGHTS,
-        choices=("end", "last", "map"),
+        "sides of the images, and when each starts",
+        excludes={"train_img_sizes": ""},
+        metavar="128:0,160:0.4,224:0.8",
     )
-    embed_dim: int | None = _of_pairs(None, "width of the features of both towers", WEIGHTS, span=_WIDTH)
-    lock_image: bool = _of_pairs(False, "freeze the image tower except its projection")
-    lock_image_unlocked_groups: int = flag(
-        0, "--lock-image: groups of layers at its end that are trained", span=Range(0, 10_000), task="clip siglip"
+    train_img_sizes: Annotated[tuple[Pixels, ...], SEVERAL_SIZES] = flag(
+        (), "sides from which each step draws one", metavar="SIZE"
     )
-    lock_text: bool = _of_pairs(False, "freeze the text tower")
-    norm_pix_loss: bool = _of_mae(False, "predict pixels normalised per patch", RECORDED)
-    tokenizer: str = _of_texts("bytes", "bytes (UTF-8), clip or a tokenizer.json", WEIGHTS, metavar="bytes|clip|PATH")
-    context_length: int | None = _of_texts(
-        None, "tokens of a caption (bytes: 256, else 77, 64 and 50)", WEIGHTS, span=Range(2, 2**16)
+    drop: Below1 = flag(0.0, "dropout before the head")
+    drop_path: Below1 = flag(0.0, "stochastic depth rate of the last block")
+    freeze: tuple[str, ...] = flag(
+        (), "patterns of timm parameter names to freeze", NOTED, excludes={"linear_probe": ""}
     )
-    model: str = flag("vit_base_patch16_224", "timm name, hf-hub:ORG/NAME or local-dir:FOLDER", WEIGHTS)
-    model_kwargs: Mapping[str, Any] = flag({}, "arguments of the constructor", WEIGHTS, nargs="*", metavar="K=V")
-    num_classes: int | None = flag(None, "classes of the head (default: the data's)", WEIGHTS, span=Range(1, 10**7))
-    img_size: int | None = flag(None, "image side in pixels (default: the model's)", WEIGHTS, span=PIXELS)
-    img_size_schedule: str = flag(
-        "", "sides of the images, and when each starts", read=parse_schedule, metavar="128:0,160:0.4,224:0.8"
+    linear_probe: bool = flag(False, "train only the classifier head", NOTED)
+
+
+class ComputationSettings(Settings, section="model", scope=FREE | EVALUATION):
+    """Initial weights, and how the model is computed."""
+
+    pretrained: bool = flag(
+        False, "start from the weights of this --model (cache, Hub or folder)", excludes={"initial_checkpoint": ""}
     )
-    train_img_sizes: Sequence[int] = flag(
-        (), "sides from which each step draws one", nargs="+", span=PIXELS, rule=_SEVERAL_SIZES, metavar="SIZE"
+    initial_checkpoint: str = flag("", "weights to start from: a run, or a file in timm's names", metavar="RUN|FILE")
+    resample_patch_embed: bool = flag(
+        False, "resample patch kernels of another patch size", needs="pretrained or initial_checkpoint"
     )
-    drop: float = flag(0.0, "dropout before the head", span=FROM_0_BELOW_1)
-    drop_path: float = flag(0.0, "stochastic depth rate of the last block", span=FROM_0_BELOW_1)
-    pretrained: bool = flag(False, "start from the weights of this --model (cache, Hub or folder)", FREE | EVALUATION)
-    initial_checkpoint: str = flag(
-        "", "weights to start from: a run, or a file in timm's names", FREE | EVALUATION, metavar="RUN|FILE"
-    )
-    resample_patch_embed: bool = flag(False, "resample patch kernels of another patch size", FREE | EVALUATION)
-    grad_checkpointing: str = flag(
+    grad_checkpointing: Annotated[str, RECOMPUTED] = flag(
         "",
         "recompute activations in the backward pass: full (each block; the default word), selective (all except "
         "matrix products and attention), or N blocks together",
         FREE,
-        rule=_RECOMPUTED,
         const="full",
         metavar="full|selective|N",
     )
-    compile: bool = flag(False, "run the blocks through torch.compile", FREE | EVALUATION)
-    compile_mode: str = flag("default", "mode of torch.compile", FREE | EVALUATION, choices=COMPILE_MODES)
-    cuda_graph: str = flag(
-        "auto",
-        "replay a micro-batch's passes as CUDA graphs; auto: in layouts verified on a GPU",
-        FREE,
-        choices=CUDA_GRAPH,
+    compile: bool = flag(
+        False,
+        "run the blocks through torch.compile",
+        excludes={
+            "grad_checkpointing=selective": ONE_GRAPH,
+            "img_size_schedule": ONE_GRAPH,
+            "train_img_sizes": ONE_GRAPH,
+        },
     )
-    freeze: Sequence[str] = flag((), "patterns of timm parameter names to freeze", NOTED, nargs="+")
-    linear_probe: bool = flag(False, "train only the classifier head", NOTED)
+    compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = flag(
+        "default", "mode of torch.compile", needs="compile"
+    )
+    cuda_graph: Literal["auto", "on", "off"] = flag(
+        "auto", "replay a micro-batch's passes as CUDA graphs; auto: in layouts verified on a GPU", FREE
+    )
 
 
-@dataclass(frozen=True, kw_only=True)
-class DataSettings:
-    """The images and how they are read."""
+class DataSettings(Settings, section="data", scope=NOTED | RECORDED):
+    """The images."""
 
     dataset: str = flag(
-        "",
-        "digits, glyphs, torch/cifar10, wds/SHARDS, hfds/FOLDER, csv/FILE, …; empty: folders in --data-dir",
-        NOTED | RECORDED,
+        "", "digits, glyphs, torch/cifar10, wds/SHARDS, hfds/FOLDER, csv/FILE, …; empty: folders in --data-dir"
     )
-    data_dir: str | Sequence[str] = flag(
-        "", "folder with train/ and val/ (or .tar files); several are mixed", FREE | RECORDED, nargs="+", metavar="DIR"
+    train_split: str = flag("train", "name of the training split")
+    val_split: str = flag(
+        "validation",
+        "name of the evaluation split; '': none",
+        idle_if=[("val_fraction", "with --val-fraction, which splits --train-split"), "dataset=digits|glyphs"],
+        neutral=("",),
     )
-    csv_img_key: str = _of_tables("", "column of images (csv/: filepath)", metavar="NAME")
-    csv_caption_key: str = _of_tables("", "column of captions, or key in .json files (csv/: title)", metavar="NAME")
-    csv_separator: str = _of_tables(
+    val_fraction: Share | None = flag(
+        None, "share of the training split to evaluate on", needs=[EVALUATES, NOT_ONLY_ZEROSHOT]
+    )
+    on_bad_image: Literal["error", "skip"] = flag("skip", "replace an image that cannot be decoded, or end the run")
+    data_weights: tuple[Annotated[float, Field(gt=0, le=10**9)], ...] = flag(
+        (), "share of an epoch for each --data-dir (default: each image once)", NOTED, needs=SEVERAL_FOLDERS
+    )
+
+
+class ReadingSettings(Settings, section="data", scope=FREE | RECORDED):
+    """How images are read."""
+
+    data_dir: str | tuple[str, ...] = flag(
         "",
-        "--dataset csv/…: separator of the columns, such as \\t or , (default: the one in the header)",
-        rule=_SEPARATOR,
+        "folder with train/ and val/ (or .tar files); several are mixed",
+        idle_if="dataset=digits|glyphs",
+        metavar="DIR",
+    )
+    workers: Annotated[int, Field(ge=0, le=1024)] | Literal["auto"] = flag(
+        4, "loader processes per rank (0: none; auto)", short=("-j",), metavar="auto|N"
+    )
+    allow_empty_classes: bool = flag(False, "allow class folders without images")
+    dataset_download: bool = flag(
+        False,
+        "let torchvision download the dataset",
+        FREE | EVALUATION,
+        needs="dataset=torch/*",
+        idle_if="dataset=digits|glyphs",
+    )
+    exif_rotation: Literal["on", "off"] = flag(
+        "off", "turn images as their EXIF orientation says", WEIGHTS, idle_if="dataset=digits|glyphs"
+    )
+    max_bad_images: Probability = flag(
+        0.01,
+        "save and stop if a larger share of an epoch's images cannot be decoded",
+        FREE,
+        idle_if="on_bad_image=error",
+    )
+
+
+class TableSettings(Settings, section="data", scope=FREE | RECORDED, task="clip siglip bridgetower"):
+    """Columns of images and captions."""
+
+    csv_img_key: str = flag(
+        "",
+        "column of images (csv/: filepath)",
+        needs="dataset=csv/*|hfds/*|parquet/* or data_dir=csv/*|hfds/*|parquet/*",
+        metavar="NAME",
+    )
+    csv_caption_key: str = flag(
+        "",
+        "column of captions, or key in .json files (csv/: title)",
+        needs="dataset=csv/*|hfds/*|parquet/*|wds/* or data_dir=csv/*|hfds/*|parquet/*|wds/*",
+        metavar="NAME",
+    )
+    csv_separator: Annotated[str, ONE_CHARACTER] = flag(
+        "",
+        "--dataset csv/…: separator of the columns, such as \t or , (default: the one in the header)",
+        needs="dataset=csv/* or data_dir=csv/*",
         metavar="CHAR",
     )
-    data_weights: Sequence[float] = flag(
-        (),
-        "share of an epoch for each --data-dir (default: each image once)",
-        NOTED,
-        nargs="+",
-        span=Range(0, 10**9, above=True),
-    )
-    train_split: str = flag("train", "name of the training split", NOTED | RECORDED)
-    val_split: str = flag("validation", "name of the evaluation split; '': none", NOTED | RECORDED, neutral=("",))
-    val_fraction: float | None = flag(None, "share of the training split to evaluate on", NOTED | RECORDED, span=SHARE)
-    dataset_download: bool = flag(False, "let torchvision download the dataset", FREE | EVALUATION)
-    workers: int | str = flag(
-        4, "loader processes per rank (0: none; auto)", FREE | RECORDED, short=("-j",), span=_WORKERS, metavar="auto|N"
-    )
-    allow_empty_classes: bool = flag(False, "allow class folders without images", FREE | RECORDED)
-    on_bad_image: str = flag(
-        "skip", "replace an image that cannot be decoded, or end the run", NOTED | RECORDED, choices=("error", "skip")
-    )
-    exif_rotation: str = flag("off", "turn images as their EXIF orientation says", WEIGHTS, choices=("on", "off"))
-    max_bad_images: float = flag(
-        0.01, "save and stop if a larger share of an epoch's images cannot be decoded", FREE, span=PROBABILITY
-    )
 
 
-@dataclass(frozen=True, kw_only=True)
-class ImageSettings:
+class ImageSettings(Settings, section="augmentation", scope=NOTED | WEIGHTS):
     """The input of the model and of evaluation."""
 
-    mean: Sequence[float] | None = flag(None, "pixel mean", WEIGHTS, nargs="+", span=Range(0, 1), rule=_CHANNELS)
-    std: Sequence[float] | None = flag(
-        None, "pixel standard deviation", WEIGHTS, nargs="+", span=ABOVE_0_TO_1, rule=_CHANNELS
+    interpolation: str = flag("", "resize filter of evaluation (default: the model's)", needs=RESIZES)
+    crop_pct: UpTo1 | None = flag(None, "evaluation crop: share of a side (default: the model's)", needs=EVALUATES)
+    crop_mode: Literal["", "center", "squash", "border"] = flag("", "mode of the evaluation crop", needs=EVALUATES)
+    mean: Annotated[tuple[Probability, ...], CHANNELS] | None = flag(None, "pixel mean", WEIGHTS)
+    std: Annotated[tuple[UpTo1, ...], CHANNELS] | None = flag(None, "pixel standard deviation", WEIGHTS)
+    aug_repeats: Annotated[int, Field(ge=0, le=1000)] = flag(
+        0, "repeated augmentation: copies of a sample", IDENTITY, neutral=(1,)
     )
-    interpolation: str = flag("", "resize filter of evaluation (default: the model's)", NOTED | WEIGHTS)
-    crop_pct: float | None = flag(
-        None, "evaluation crop: share of a side (default: the model's)", NOTED | WEIGHTS, span=ABOVE_0_TO_1
-    )
-    crop_mode: str = flag("", "mode of the evaluation crop", NOTED | WEIGHTS, choices=("center", "squash", "border"))
-    aug_repeats: int = flag(0, "repeated augmentation: copies of a sample", neutral=(1,), span=Range(0, 1000))
 
 
-@dataclass(frozen=True, kw_only=True)
-class LossSettings:
+class CropSettings(Settings, section="augmentation", task="dino"):
+    """The crops of DINO."""
+
+    global_crops_scale: Annotated[tuple[UpTo1, UpTo1], ASCENDING] = flag((0.32, 1.0), "area of a global crop")
+    local_crops_scale: Annotated[tuple[UpTo1, UpTo1], ASCENDING] = flag((0.05, 0.32), "area of a local crop")
+    local_crops_number: Annotated[int, Field(ge=0, le=2**6)] = flag(8, "local crops of an image (0: none)")
+    local_crops_size: Pixels | None = flag(
+        None, "side of a local crop (default: the multiple of the patch size nearest 96)"
+    )
+
+
+class LossSettings(Settings, section="loss"):
     """The loss of a classifier."""
 
     bce_loss: bool = flag(False, "binary cross-entropy instead of softmax", WEIGHTS)
-    bce_sum: bool = flag(False, "sum the binary cross-entropy over classes")
-    bce_target_thresh: float | None = flag(None, "binarise soft targets above this", span=FROM_0_BELOW_1)
+    bce_sum: bool = flag(False, "sum the binary cross-entropy over classes", needs="bce_loss")
+    bce_target_thresh: Below1 | None = flag(None, "binarise soft targets above this", needs="bce_loss")
 
 
-@dataclass(frozen=True, kw_only=True)
-class DistillationSettings:
+class SelfDistillationSettings(Settings, section="loss", task="dino"):
+    """The masks, teacher and losses of DINO and iBOT."""
+
+    mask_sample_probability: Probability = flag(0.5, "probability that a global crop has masked patches")
+    mask_ratio_min_max: Annotated[tuple[Probability, Probability], ASCENDING] = flag(
+        (0.1, 0.5), "smallest and largest share of a masked crop's patches"
+    )
+    centering: Literal["ema", "sinkhorn"] = flag(
+        "ema", "keep assignments balanced by a running mean or by Sinkhorn-Knopp"
+    )
+    ibot_weight: Weight = flag(1.0, "weight of the loss over masked patches (0: no masks)")
+    koleo_weight: Weight = flag(0.1, "weight of the KoLeo loss")
+    student_temp: Temperature = flag(0.1, "temperature of the student")
+    teacher_temp: Temperature = flag(0.07, "temperature of the teacher")
+    warmup_teacher_temp: Temperature = flag(0.04, "temperature of the teacher at the start")
+    warmup_teacher_temp_epochs: Epochs = flag(30, "epochs until the teacher reaches --teacher-temp")
+    teacher_momentum: Probability = flag(0.992, "share of its weights that the teacher keeps at a step")
+    teacher_momentum_end: Probability = flag(1.0, "--teacher-momentum at the end of the run")
+    freeze_last_layer_epochs: Epochs = flag(
+        1, "epochs in which the prototypes have a learning rate of 0", section="optimizer"
+    )
+    patch_embed_lr_mult: Rate = flag(0.2, "factor on the learning rate of the patch embedding", section="optimizer")
+    weight_decay_end: Rate | None = flag(
+        None, "weight decay at the end of the run, reached along a cosine", section="optimizer"
+    )
+
+
+class DistillationSettings(Settings, section="distillation", task="classification", needs=WITH_TEACHER):
     """A fixed teacher, and the loss against it."""
 
-    kd_model_name: str = _of_classifiers(
-        "", "teacher to distil from: timm name, hf-hub:ORG/NAME or local-dir:FOLDER", NOTED
-    )
-    kd_checkpoint: str = _of_classifiers(
+    kd_model_name: str = flag("", "teacher to distil from: timm name, hf-hub:ORG/NAME or local-dir:FOLDER", NOTED)
+    kd_checkpoint: str = flag(
         "", "weights of the teacher: a run, or a file for --kd-model-name", NOTED, metavar="RUN|FILE"
     )
-    kd_distill_type: str = _of_classifiers(
+    kd_distill_type: Literal["logit", "feature", "token"] = flag(
         "logit",
         "what the student learns from the teacher: its logits, its features, or its logits by a distillation token",
-        choices=("logit", "feature", "token"),
     )
-    kd_loss_type: str = _of_classifiers(
+    kd_loss_type: Literal["kl", "hard"] = flag(
         "kl",
         "--kd-distill-type logit: the teacher's probabilities (kl), or its most probable class (hard)",
-        choices=("kl", "hard"),
+        needs="kd_distill_type=logit",
     )
-    kd_temperature: float = _of_classifiers(
-        4.0, "temperature of both softmaxes under kl", span=Range(0, 10**4, above=True)
+    kd_temperature: Annotated[float, Field(gt=0, le=10_000)] = flag(
+        4.0,
+        "temperature of both softmaxes under kl",
+        idle_if="kd_distill_type=feature or kd_loss_type=hard or kd_token_distill_type=hard",
     )
-    distill_loss_weight: float | None = _of_classifiers(
-        None, "weight of the loss against the teacher (1, or 1 - --task-loss-weight)", span=RATE
+    distill_loss_weight: Rate | None = flag(
+        None, "weight of the loss against the teacher (1, or 1 - --task-loss-weight)"
     )
-    task_loss_weight: float | None = _of_classifiers(None, "weight of the loss against the labels (1)", span=RATE)
-    kd_token_distill_type: str = _of_classifiers(
+    task_loss_weight: Rate | None = flag(None, "weight of the loss against the labels (1)")
+    kd_token_distill_type: Literal["soft", "hard"] = flag(
         "soft",
         "--kd-distill-type token: the teacher's probabilities (soft), or its most probable class (hard)",
-        choices=("soft", "hard"),
+        needs="kd_distill_type=token",
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class OptimizerSettings:
-    """The optimizer, the batch and bad steps."""
+class OptimizerSettings(Settings, section="optimizer"):
+    """The numbers of the optimizer."""
 
-    lr: float | None = flag(None, "base learning rate (default: the JSON's)", span=RATE, key="optimizer.params.lr")
-    weight_decay: float | None = flag(None, "weight decay", span=RATE, key="optimizer.params.weight_decay")
-    clip_grad: float | None = flag(None, "largest norm after clipping", span=Range(0, 10**9), key="gradient_clipping")
-    layer_decay: float | None = flag(None, "layer-wise learning-rate decay", neutral=(1.0,), span=ABOVE_0_TO_1)
-    lr_scale_by_batch: str = flag("none", "scale --lr with the global batch", NOTED, choices=("none", "linear", "sqrt"))
-    lr_base_size: int = flag(256, "global batch of the unscaled learning rate", NOTED, span=IMAGES)
-    model_ema: bool = flag(False, "keep an exponential moving average of the weights, and evaluate it too", NOTED)
-    model_ema_decay: float = flag(0.9998, "decay of the average", NOTED, span=FROM_0_BELOW_1)
-    model_ema_warmup: bool = flag(False, "let the decay of the average grow from 0", NOTED)
-    norm_dtype: str = flag(
-        "float32", "precision of the norm layers in a 16-bit model", NOTED | EVALUATION, choices=("float32", "model")
+    lr: Rate | None = flag(None, "base learning rate (default: the JSON's)", key="optimizer.params.lr")
+    weight_decay: Rate | None = flag(None, "weight decay", key="optimizer.params.weight_decay")
+    clip_grad: Rate | None = flag(None, "largest norm after clipping", key="gradient_clipping")
+    layer_decay: UpTo1 | None = flag(None, "layer-wise learning-rate decay", neutral=(1.0,))
+
+
+class StepSettings(Settings, section="optimizer", scope=NOTED):
+    """The learning rate's scale, the moving average, and bad steps."""
+
+    lr_scale_by_batch: Literal["none", "linear", "sqrt"] = flag("none", "scale --lr with the global batch")
+    lr_base_size: Images = flag(256, "global batch of the unscaled learning rate", needs="lr_scale_by_batch!=none")
+    model_ema: bool = flag(False, "keep an exponential moving average of the weights, and evaluate it too")
+    model_ema_decay: Below1 = flag(0.9998, "decay of the average", needs="model_ema")
+    model_ema_warmup: bool = flag(False, "let the decay of the average grow from 0", needs="model_ema")
+    norm_dtype: Literal["float32", "model"] = flag(
+        "float32", "precision of the norm layers in a 16-bit model", NOTED | EVALUATION
     )
     tf32: bool = flag(False, "let fp32 matrix products use a GPU's TF32 cores", NOTED | EVALUATION)
-    on_nonfinite: str = flag("stop", "at a step whose gradient is not finite", NOTED, choices=("stop", "skip"))
-    spike_factor: float | None = flag(
-        None,
-        "reject a step whose loss or gradient norm exceeds this multiple of its recent mean",
-        NOTED,
-        span=Range(1, 10**9, above=True),
+    on_nonfinite: Literal["stop", "skip"] = flag("stop", "at a step whose gradient is not finite")
+    spike_factor: Annotated[float, Field(gt=1, le=10**9)] | None = flag(
+        None, "reject a step whose loss or gradient norm exceeds this multiple of its recent mean"
     )
-    rollback: int = flag(0, "times to return to the last checkpoint at a rejected step", NOTED, span=STEPS)
-    grad_stats_interval: int = flag(0, "steps between gradient statistics by layer (0: none)", FREE, span=STEPS)
-    batch_size: int | None = flag(
+    rollback: Steps = flag(0, "times to return to the last checkpoint at a rejected step", idle_if=NO_CHECKPOINT)
+
+
+class BatchSettings(Settings, section="optimizer", scope=FREE):
+    """The batch of a rank."""
+
+    grad_stats_interval: Steps = flag(0, "steps between gradient statistics by layer (0: none)")
+    batch_size: Images | None = flag(
         None,
         'micro-batch per rank where the JSON says "auto" (128)',
         FREE | EVALUATION,
-        span=IMAGES,
-        short=("-b",),
         key="train_micro_batch_size_per_gpu",
+        short=("-b",),
     )
-    grad_accum_steps: int | None = flag(
-        None, 'micro-batches per step where the JSON says "auto"', span=IMAGES, key="gradient_accumulation_steps"
+    grad_accum_steps: Images | None = flag(
+        None, 'micro-batches per step where the JSON says "auto"', IDENTITY, key="gradient_accumulation_steps"
     )
     auto_batch: bool = flag(
-        False, "use the largest micro-batch that fits, and keep the global batch by accumulation", FREE
+        False,
+        "use the largest micro-batch that fits, and keep the global batch by accumulation",
+        excludes={"batch_size": "", "grad_accum_steps": ""},
     )
-    memory: str = flag(
-        "", "--auto-batch: memory of a rank (default: what is free)", FREE, read=parse_bytes, metavar="BYTES"
+    memory: Annotated[str, read_by(parse_bytes)] = flag(
+        "", "--auto-batch: memory of a rank (default: what is free)", needs="auto_batch", metavar="BYTES"
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class ScheduleSettings:
+class ScheduleSettings(Settings, section="schedule", scope=NOTED):
     """The length of the run and the learning rate."""
 
-    epochs: int | None = flag(None, "length of training and of the schedule (300)", NOTED, span=EPOCHS_FROM_1)
-    max_steps: int | None = flag(None, "stop after this many optimizer steps", FREE, span=STEPS_FROM_1)
-    sched: str = flag("cosine", "learning-rate schedule", NOTED, neutral=("constant",), choices=SCHEDULES)
-    warmup_steps: int | None = flag(None, "warm-up in optimizer steps", NOTED, neutral=(0,), span=STEPS)
-    warmup_epochs: float | None = flag(
-        None, "warm-up in epochs (5, at most a tenth of the run)", NOTED, neutral=(0.0,), span=EPOCHS
+    epochs: Annotated[int, Field(ge=1, le=10**6)] | None = flag(None, "length of training and of the schedule (300)")
+    max_steps: StepsFrom1 | None = flag(None, "stop after this many optimizer steps", FREE)
+    sched: Literal["cosine", "linear", "constant", "wsd"] = flag(
+        "cosine", "learning-rate schedule", neutral=("constant",)
     )
-    warmup_lr: float = flag(1e-5, "learning rate that warm-up starts from", NOTED, neutral=(0.0,), span=RATE)
-    min_lr: float = flag(0.0, "learning rate that the schedule ends at", NOTED, span=RATE)
-    wsd_decay_fraction: float = flag(0.1, "share of the run in which wsd decays", NOTED, span=ABOVE_0_TO_1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SelfDistillationSettings:
-    """The heads, crops, teacher and losses of DINO and iBOT.
-
-    Defaults follow DINOv2 (facebookresearch/dinov2, dinov2/configs).
-    """
-
-    prototypes: int = _of_head(65536, "prototypes of a head", WEIGHTS, span=Range(2, 2**24))
-    head_hidden_dim: int = _of_head(2048, "hidden width of a head", WEIGHTS, span=Range(1, 2**16))
-    head_bottleneck_dim: int = _of_head(256, "width before the prototypes", WEIGHTS, span=Range(1, 2**16))
-    global_crops_scale: Sequence[float] = _of_crops((0.32, 1.0), "area of a global crop", span=ABOVE_0_TO_1, **PAIR)
-    local_crops_scale: Sequence[float] = _of_crops((0.05, 0.32), "area of a local crop", span=ABOVE_0_TO_1, **PAIR)
-    local_crops_number: int = _of_crops(8, "local crops of an image (0: none)", span=Range(0, 64))
-    local_crops_size: int | None = _of_crops(
-        None, "side of a local crop (default: the multiple of the patch size nearest 96)", span=PIXELS
+    warmup_steps: Steps | None = flag(None, "warm-up in optimizer steps", excludes={"warmup_epochs": ""}, neutral=(0,))
+    warmup_epochs: Weight | None = flag(None, "warm-up in epochs (5, at most a tenth of the run)", neutral=(0.0,))
+    warmup_lr: Rate = flag(
+        1e-5, "learning rate that warm-up starts from", idle_if="warmup_steps=0 or warmup_epochs=0", neutral=(0.0,)
     )
-    mask_sample_probability: float = _of_dino(
-        0.5, "probability that a global crop has masked patches", span=PROBABILITY
-    )
-    mask_ratio_min_max: Sequence[float] = _of_dino(
-        (0.1, 0.5), "smallest and largest share of a masked crop's patches", span=PROBABILITY, **PAIR
-    )
-    centering: str = _of_dino(
-        "ema", "keep assignments balanced by a running mean or by Sinkhorn-Knopp", choices=("ema", "sinkhorn")
-    )
-    ibot_weight: float = _of_dino(1.0, "weight of the loss over masked patches (0: no masks)", span=_LOSS_WEIGHT)
-    koleo_weight: float = _of_dino(0.1, "weight of the KoLeo loss", span=_LOSS_WEIGHT)
-    student_temp: float = _of_dino(0.1, "temperature of the student", span=_TEMPERATURE)
-    teacher_temp: float = _of_dino(0.07, "temperature of the teacher", span=_TEMPERATURE)
-    warmup_teacher_temp: float = _of_dino(0.04, "temperature of the teacher at the start", span=_TEMPERATURE)
-    warmup_teacher_temp_epochs: int = _of_dino(30, "epochs until the teacher reaches --teacher-temp", span=EPOCHS)
-    teacher_momentum: float = _of_dino(0.992, "share of its weights that the teacher keeps at a step", span=PROBABILITY)
-    teacher_momentum_end: float = _of_dino(1.0, "--teacher-momentum at the end of the run", span=PROBABILITY)
-    freeze_last_layer_epochs: int = _of_optimizer(
-        1, "epochs in which the prototypes have a learning rate of 0", span=EPOCHS
-    )
-    patch_embed_lr_mult: float = _of_optimizer(0.2, "factor on the learning rate of the patch embedding", span=RATE)
-    weight_decay_end: float | None = _of_optimizer(
-        None, "weight decay at the end of the run, reached along a cosine", span=RATE
-    )
+    min_lr: Rate = flag(0.0, "learning rate that the schedule ends at", idle_if="sched=constant")
+    wsd_decay_fraction: UpTo1 = flag(0.1, "share of the run in which wsd decays", needs="sched=wsd")
 
 
-SECTIONS: Mapping[str, tuple[type, ...]] = {
-    "run": (RunSettings,),
-    "model": (ModelSettings,),
-    "data": (DataSettings,),
-    "augmentation": (ImageSettings, AugmentConfig, MixConfig),
-    "loss": (LossSettings, SelfDistillationSettings),
-    "distillation": (DistillationSettings,),
-    "optimizer": (OptimizerSettings,),
-    "schedule": (ScheduleSettings,),
-}
-"""The groups of --help and of config.yaml, in their order. A field's metadata may name another group than its class."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class RunConfig(
     ScheduleSettings,
+    BatchSettings,
+    StepSettings,
     OptimizerSettings,
     DistillationSettings,
     SelfDistillationSettings,
     LossSettings,
+    CropSettings,
     MixConfig,
     AugmentConfig,
     ImageSettings,
+    TableSettings,
+    ReadingSettings,
     DataSettings,
+    ComputationSettings,
+    TrainedModelSettings,
+    HeadSettings,
+    TokenSettings,
+    LockSettings,
+    TextTowerSettings,
+    MaskedAutoencoderSettings,
     ModelSettings,
-    RunSettings,
+    ZeroShotSettings,
+    EvaluationSettings,
+    StartSettings,
+    OutputSettings,
+    LayoutSettings,
 ):
     """Every flag of `launch/train.py`, by its name in a recipe; defaults are timm's where timm has the flag."""
 
-    @property
-    def augment(self) -> AugmentConfig:
-        """The augmentation settings."""
-        return AugmentConfig(**{f.name: getattr(self, f.name) for f in dataclasses.fields(AugmentConfig)})
 
-    @property
-    def mix(self) -> MixConfig:
-        """The mixup and cutmix settings."""
-        return MixConfig(**{f.name: getattr(self, f.name) for f in dataclasses.fields(MixConfig)})
-
-
-SECTION_OF: Mapping[str, str] = {
-    f.name: f.metadata["section"] or section
-    for section, classes in SECTIONS.items()
-    for cls in classes
-    for f in dataclasses.fields(cls)
-}
-FIELDS: dict[str, dataclasses.Field] = {
-    f.name: f for f in sorted(dataclasses.fields(RunConfig), key=lambda f: [*SECTIONS].index(SECTION_OF[f.name]))
-}
+SECTIONS = ("run", "model", "data", "augmentation", "loss", "distillation", "optimizer", "schedule")
+"""The groups of --help and of config.yaml, in their order."""
+FLAGS: Mapping[str, Flag] = dict(sorted(RunConfig.flags().items(), key=lambda item: SECTIONS.index(item[1].section)))
 """The flags by their names in a recipe, in the order of --help."""
-KEY_OF_FLAG: Mapping[str, str] = {name: f.metadata["key"] for name, f in FIELDS.items() if f.metadata["key"]}
+KEY_OF_FLAG: Mapping[str, str] = {name: meta.key for name, meta in FLAGS.items() if meta.key}
 """Flag → its key in the DeepSpeed JSON, for the flags that set one."""
 
 
 def names_with(scope: Scope) -> tuple[str, ...]:
     """The recipe names of the flags that have this scope."""
-    return tuple(name for name, f in FIELDS.items() if scope in f.metadata["scope"])
+    return tuple(name for name, meta in FLAGS.items() if scope in meta.scope)
 
 
-FIXED_ON_RESUME = frozenset(FIELDS) - KEY_OF_FLAG.keys() - {*names_with(Scope.FREE), *names_with(Scope.NOTED)}
+FIXED_ON_RESUME = frozenset(FLAGS) - KEY_OF_FLAG.keys() - {*names_with(Scope.FREE), *names_with(Scope.NOTED)}
 """The flags that a resumed run must not change. Those in `KEY_OF_FLAG` are compared as resolved with the JSON."""
 
 
 def names_of_task(task: str) -> frozenset[str]:
     """The flags of this task that not all tasks have."""
-    return frozenset(name for name, f in FIELDS.items() if task in f.metadata["task"].split())
-
-
-def number_or_auto(word: Any) -> int | str:
-    """`auto`, or a whole number."""
-    return word if word == "auto" else int(str(word))
-
-
-def _kinds_of(hint: Any) -> tuple[Any, ...]:
-    """`Sequence[float] | None` → Sequence[float], NoneType."""
-    return get_args(hint) if isinstance(hint, UnionType) else (hint,)
-
-
-_KINDS = {name: _kinds_of(hint) for name, hint in get_type_hints(RunConfig).items()}
-MULTI_VALUED = frozenset(name for name, kinds in _KINDS.items() if any(get_origin(kind) is Sequence for kind in kinds))
-"""The flags that take several values."""
-SINGLE_VALUED = frozenset(name for name, kinds in _KINDS.items() if any(get_origin(kind) is None for kind in kinds[:1]))
-"""The flags whose only value is stored as it is, not as a sequence of one."""
-TYPES: dict[str, Callable[[Any], Any]] = {
-    **{name: (get_args(kinds[0]) or kinds)[0] for name, kinds in _KINDS.items()},
-    "workers": number_or_auto,
-}
-"""Flag → the function that converts one of its words, from the annotation of the field."""
-
-
-def describe_values(name: str) -> str:
-    """The values that a flag takes, for messages: "a whole number", "2 numbers"."""
-    if TYPES[name] is bool:
-        return "true or false"
-    if TYPES[name] is number_or_auto:
-        return "auto or a whole number"
-    kind = "whole number" if TYPES[name] is int else "number" if TYPES[name] is float else "word"
-    count = FIELDS[name].metadata["nargs"]
-    if name in SINGLE_VALUED:
-        return f"a {kind}"
-    return f"{count} {kind}s" if isinstance(count, int) else f"{kind}s"
+    return frozenset(name for name, meta in FLAGS.items() if task in meta.task.split())
 
 
 def default_of(name: str) -> Any:
     """The default of a flag, by its recipe name."""
-    f = FIELDS[name]
-    return f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
+    return RunConfig.model_fields[name].get_default(call_default_factory=True)
 
 
-def spelling(name: str) -> str:
-    """A flag as it is written on the command line: `drop_path` → `--drop-path`."""
-    return spelling_of(FIELDS[name])
+@functools.cache
+def kinds_of_flag(name: str) -> tuple[Kind, ...]:
+    """What a flag takes, from its annotation."""
+    about = RunConfig.model_fields[name]
+    return tuple(kinds_of(about.annotation, about.metadata))
+
+
+def describe_values(name: str) -> str:
+    """The values that a flag takes, for messages: "a whole number", "auto or a whole number"."""
+    kinds = kinds_of_flag(name)
+    named = [*(kind for kind in kinds if kind.words), *(kind for kind in kinds[:1] if not kind.words)]
+    return " or ".join(kind.in_words for kind in named)
+
+
+def describe_range(name: str) -> str:
+    """As in "--epochs must be at least 1 and at most 1,000,000, not 0"; empty if the flag takes no numbers."""
+    kinds = kinds_of_flag(name)
+    word = "".join(f"{' or '.join(kind.words)}, or " for kind in kinds[1:] if kind.words)
+    return f"must be {word}{kinds[0].range}" if kinds[0].bounds else ""
+
+
+def what_is_wrong(values: Mapping[str, Any]) -> tuple[RunConfig, dict[str, list[str]]]:
+    """The settings from those of the values that are valid; of each other one, by its name, what is wrong with it."""
+    wrong: dict[str, list[str]] = {}
+    while True:
+        try:
+            return RunConfig.model_validate({name: values[name] for name in values if name not in wrong}), wrong
+        except ValidationError as error:
+            details: dict[str, list[Any]] = {}
+            for detail in error.errors():
+                details.setdefault(str(detail["loc"][0]), []).append(detail)
+            wrong |= {name: _problems(name, values[name], of_name) for name, of_name in details.items()}
+
+
+def _problems(name: str, value: Any, details: Sequence[Any]) -> list[str]:
+    """What pydantic found wrong with a value, for people."""
+    types = {detail["type"] for detail in details}
+    if "extra_forbidden" in types:
+        return [f'there is no flag "{name}"']
+    if "value_error" in types:
+        error = next(detail["ctx"]["error"] for detail in details if detail["type"] == "value_error")
+        return [*getattr(error, "problems", (str(error),))]
+    items = value if isinstance(value, (list, tuple)) else [value]
+    shown = " ".join(f"{item:g}" if isinstance(item, float) else str(item) for item in items)
+    if types == {"literal_error"}:
+        words = kinds_of_flag(name)[0].words
+        return [f"{spelling(name)} {shown} is none of {', '.join(words)}{did_you_mean(shown, words)}"]
+    if types & {"finite_number", "greater_than", "greater_than_equal", "less_than", "less_than_equal"}:
+        return [f"{spelling(name)} {describe_range(name)}, not {shown}"]
+    is_list = items is value and any(kind.length is not None for kind in kinds_of_flag(name))
+    return [f"{spelling(name)} takes {describe_values(name)}, not {shown if is_list else repr(value)}"]
 
 
 def is_requested(name: str, config: RunConfig, explicit: Collection[str]) -> bool:
     """Whether a flag was given (`explicit`) with a value that is neither its default nor neutral."""
     value = getattr(config, name)
-    return name in explicit and value != default_of(name) and value not in FIELDS[name].metadata["neutral"]
+    return name in explicit and value != default_of(name) and value not in FLAGS[name].neutral

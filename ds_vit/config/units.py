@@ -1,19 +1,22 @@
-"""Times, intervals, steps, memory and values as people write them: 90s; 500 or epoch; 10:13; 8GiB; KEY=VALUE."""
+"""Values as people write them: times (90s), intervals (500, epoch), steps (10:13), memory (8GiB), sizes of images
+(128:0,224:0.8) and KEY=VALUE.
+"""
 
 from __future__ import annotations
 
 import ast
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rich.filesize import decimal
 
-from ds_vit.config.flag import SECONDS, STEPS
 from ds_vit.fault_tolerance.errors import UserError
 
+MOST_STEPS, MOST_SECONDS, MOST_PIXELS = 10**9, 10**8, 2**14
+"""Larger numbers are errors."""
 _SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 _BYTES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -32,8 +35,8 @@ def parse_seconds(text: str, flag: str) -> float:
     if match is None:
         raise UserError(f"{flag} {text}: write a number of seconds, or 90s, 15m, 2h, 1d")
     seconds = float(match[1]) * _SECONDS[match[2]]
-    if not seconds or not SECONDS.holds(seconds):
-        raise UserError(f"{flag} {text}: a time must be above 0 and at most {SECONDS.high:,} seconds")
+    if not 0 < seconds <= MOST_SECONDS:
+        raise UserError(f"{flag} {text}: a time must be above 0 and at most {MOST_SECONDS:,} seconds")
     if not match[2] and seconds < _LEAST_SECONDS:
         raise UserError(f"{flag} {text} means {text} seconds; write {text}h, {text}m or {text}s")
     return seconds
@@ -70,8 +73,8 @@ class Interval:
         """
         text = str(text).strip()
         if text.isdecimal():
-            if len(text) > len(str(STEPS.high)) or not STEPS.holds(int(text)):
-                raise UserError(f"{flag} {STEPS.words} steps, not {text}; 0 is never")
+            if len(text) > len(str(MOST_STEPS)) or int(text) > MOST_STEPS:
+                raise UserError(f"{flag} must be at least 0 and at most {MOST_STEPS:,} steps, not {text}; 0 is never")
             return cls(steps=int(text))
         if text == "epoch":
             return cls(epochs=1)
@@ -121,6 +124,56 @@ def parse_set(pairs: Sequence[str], flag: str = "--set") -> dict[str, Any]:
             out[key] = json.loads(text)
         except ValueError:
             out[key] = text
+    return out
+
+
+def all_sizes(schedule: str, drawn: Sequence[int]) -> list[int]:
+    """The sizes of either flag, the last the largest; none where neither is given.
+
+    Raises:
+        UserError: as `parse_schedule`.
+    """
+    return [size for size, _ in parse_schedule(schedule)] if schedule else sorted({*drawn})
+
+
+def parse_schedule(text: str, flag: str = "--img-size-schedule") -> tuple[tuple[int, float], ...]:
+    """`128:0,160:0.4,224:0.8` → ((128, 0.0), (160, 0.4), (224, 0.8)): a side, and from which share of the run on.
+
+    Raises:
+        UserError: another form, a share that does not grow from 0 on, or a size larger than the last.
+    """
+    try:
+        pairs = [part.split(":") for part in text.split(",")]
+        parts = tuple((int(size), float(share)) for size, share in pairs)
+    except ValueError:
+        raise UserError(f"{flag} takes SIZE:SHARE,… such as 128:0,160:0.4,224:0.8, not {text!r}") from None
+    shares = [share for _, share in parts]
+    if shares[0] != 0 or not all(0 <= share < 1 for share in shares) or sorted({*shares}) != shares:
+        raise UserError(f"{flag} {text}: the shares of the run must begin with 0 and grow, all below 1")
+    sizes = [size for size, _ in parts]
+    if not all(1 <= size <= MOST_PIXELS for size in sizes):
+        raise UserError(f"{flag} {text}: a size must be at least 1 and at most {MOST_PIXELS:,} pixels")
+    if max(sizes) != sizes[-1]:
+        raise UserError(f"{flag} {text}: the last size is the model's own: no other may be larger")
+    return parts
+
+
+def parse_kwargs(pairs: str | Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
+    """`["patch_size=4", "act_layer=gelu"]` → `{"patch_size": 4, "act_layer": "gelu"}`, as timm's --model-kwargs.
+
+    true and false are booleans in any case; timm reads "false" as a true string.
+
+    Raises:
+        UserError: a piece without `=`.
+    """
+    if isinstance(pairs, Mapping):
+        return dict(pairs)
+    out: dict[str, Any] = {}
+    for pair in pairs if isinstance(pairs, (list, tuple)) else [pairs]:
+        key, equals, text = str(pair).partition("=")
+        if not equals or not key:
+            raise UserError(f"--model-kwargs takes key=value pieces, not {pair!r}")
+        out[key.replace("-", "_")] = parse_literal(text.title() if text.lower() in ("true", "false") else text)
     return out
 
 

@@ -13,7 +13,8 @@ import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, resolve_data_config
 from torch import nn
 
-from ds_vit.config.augmentation import INTERPOLATIONS, AugmentConfig, ImageSizes, MixConfig
+from ds_vit.config.augmentation import INTERPOLATIONS, AugmentConfig, MixConfig
+from ds_vit.data.image_sizes import ImageSizes
 from ds_vit.data.sampler import SampleOrder, Share
 from ds_vit.data.sources.source import Source
 from ds_vit.data.text import Tokenizer

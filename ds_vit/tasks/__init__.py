@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ds_vit.config import RunConfig, default_of, spelling
-from ds_vit.config.schema import FIELDS, is_requested
+from ds_vit.config.schema import FLAGS, is_requested
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.tasks.bridge_tower import BridgeTowerTask
 from ds_vit.tasks.classification import Classification
@@ -37,7 +37,7 @@ def known_figures() -> dict[str, Figure]:
 
 def idle_flags(task: type[Task]) -> dict[str, str]:
     """The flags that have no effect for a task, those of other tasks only and those that it rejects → the reason."""
-    tasks_of = {name: field.metadata["task"].split() for name, field in FIELDS.items()}
+    tasks_of = {name: meta.task.split() for name, meta in FLAGS.items()}
     idle = {
         flag: f"; it is of --task {' and '.join(tasks)}"
         for flag, tasks in tasks_of.items()

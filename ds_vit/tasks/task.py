@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from ds_vit.config import RunConfig
+from ds_vit.config.augmentation import AugmentConfig, MixConfig
 from ds_vit.config.schema import FIXED_ON_RESUME
 from ds_vit.data.batches import MicroBatch
 from ds_vit.data.device import finish_images, finish_local_images, finish_targets
@@ -243,8 +244,8 @@ class Task(ABC):
         self.config = config
         self.num_classes = config.num_classes
         self.image = image
-        self.augment = config.augment
-        self.mix = config.mix
+        self.augment: AugmentConfig = config
+        self.mix: MixConfig = config
         self.source = source
         self.model = model
         self.evaluators = chosen_evaluators(config, source)

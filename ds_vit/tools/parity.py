@@ -178,7 +178,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, dict[s
     """
     description = "Train a few steps in each layout, and compare loss, gradient norm and weights with one reference. "
     parser = flags.build_parser(
-        "parity.py", description + "Takes the flags of train.py too.", only=flags.FIELDS.keys() - _NOT_TAKEN
+        "parity.py", description + "Takes the flags of train.py too.", only=flags.FLAGS.keys() - _NOT_TAKEN
     )
     parser.usage = "parity.py -n RANKS --deepspeed_config FILE [--layouts LIST] [flags]"
     parser.add_argument(
@@ -201,7 +201,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, dict[s
     quiet_deepspeed(config.verbose)  # it prints while it is imported
     from ds_vit.config.deepspeed_keys import DeepSpeedJson
 
-    path = config.deepspeed_config
+    path = str(config.deepspeed_config)
     options.json = DeepSpeedJson.of(overlay(load_json(path), parse_set(config.set), path), path)
     options.layouts = None if options.layouts is None else parse_layouts(options.layouts)
     options.reference = None if options.reference is None else parse_layout(options.reference)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import profile
 
-from ds_vit.config.augmentation import ImageSizes
+from ds_vit.data.image_sizes import ImageSizes
 from ds_vit.device import is_accelerator, profiled_activities, synchronize
 from ds_vit.engine.base import Engine
 from ds_vit.engine.step_guard import SkippedStep, StepResult

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_vit.checkpoint.folder import Checkpoint, Damaged, newest, open_checkpoint, step_of
-from ds_vit.config import FIELDS, RunConfig, default_of, spelling
+from ds_vit.config import FLAGS, RunConfig, default_of, spelling
 from ds_vit.config.batch import BatchSizes, nearest_batch, nearest_dp, ways_to_share
 from ds_vit.config.flag import Scope
 from ds_vit.config.run_folder import RunFolder
@@ -163,16 +163,16 @@ def check_same_run(resume: Resume, identity: Mapping[str, Any], config: Mapping[
         if (may_change and allow) or (is_schedule and config.get("allow_batch_change")):
             notes.append(f"{difference}; the curve changes with it")
             continue
-        same = f"give the same{f' {spelling(key)}' if key in FIELDS else ''}"
+        same = f"give the same{f' {spelling(key)}' if key in FLAGS else ''}"
         allowed = ", say --allow-schedule-change" if may_change else ""
         raise UserError(f"--resume {resume.checkpoint.path}: {difference}; {same}{allowed}, or start a new run")
     config, old = json.loads(json.dumps(config)), saved["config"]  # through JSON, which has no tuples
-    before = {name: old.get(name, _default_of(name, config.get(name))) for name in {*config, *(FIELDS.keys() & old)}}
+    before = {name: old.get(name, _default_of(name, config.get(name))) for name in {*config, *(FLAGS.keys() & old)}}
     changed = [name for name in sorted(before.keys() - _FREE) if before[name] != config.get(name)]
     # Without augmentation, training resizes by the filter of evaluation.
     held = (FIXED_ON_RESUME | {"interpolation"} if config.get("no_aug") else FIXED_ON_RESUME) - identity.keys()
-    if (broken := [name for name in changed if name in held or name not in FIELDS]) and not allow:
-        names = {name: spelling(name) if name in FIELDS else name for name in broken}
+    if (broken := [name for name in changed if name in held or name not in FLAGS]) and not allow:
+        names = {name: spelling(name) if name in FLAGS else name for name in broken}
         differences = (f"{names[name]} is {before[name]} there and {config.get(name)} here" for name in broken)
         raise UserError(
             f"--resume {resume.checkpoint.path}: {'; '.join(differences)}; give the same, say --allow-schedule-change "
@@ -191,7 +191,7 @@ def check_same_run(resume: Resume, identity: Mapping[str, Any], config: Mapping[
 
 def _default_of(name: str, otherwise: Any) -> Any:
     """The value, as JSON has it, of a setting in a run that is older than it: a flag's default, else `otherwise`."""
-    return json.loads(json.dumps(default_of(name))) if name in FIELDS else otherwise
+    return json.loads(json.dumps(default_of(name))) if name in FLAGS else otherwise
 
 
 def _difference(key: str, old: Any, new: Any) -> str:

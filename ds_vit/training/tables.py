@@ -108,7 +108,7 @@ def settings_of(resolved: Resolved) -> tuple[dict[str, str | float], str, list[s
     """What `Reporter.settings` takes: flags that are not at their default and what the JSON says; layout; figures."""
     deepspeed, layout = resolved.deepspeed, resolved.layout
     aside = {"deepspeed_config", "output", "set"}
-    given = {name: getattr(resolved.config, name) for name in flags.FIELDS if name not in aside}
+    given = {name: getattr(resolved.config, name) for name in flags.FLAGS if name not in aside}
     given = {name: value for name, value in given.items() if value != flags.default_of(name)}
     # Names of folders need not be UTF-8, and TensorBoard's files must be.
     words = {name: os.fsencode(str(value)).decode("utf-8", "replace") for name, value in given.items()}

@@ -86,7 +86,7 @@ def load_source(
             classes, or an unknown setting.
     """
     for name in settings:
-        if name not in flags.FIELDS:
+        if name not in flags.FLAGS:
             near = did_you_mean(name, (*_RUN_FLAGS, *_OF_PROGRAMS))
             raise UserError(f'there is no setting "{name}"{near}')
     typed, problems = flags.read_values(settings)
@@ -136,7 +136,7 @@ def _load_towers(weights: StoredWeights, values: Mapping[str, Any], task: type[T
     model = create_contrastive_model(spec, text.settings, text.initial_logits, for_training=False, device="cpu")
     checkpoint.load(model)
     image = ImageConfig(image_size(model), **resolve_pixels(values, model))
-    tokenizer = str(values.get("tokenizer") or flags.FIELDS["tokenizer"].default)
+    tokenizer = str(values.get("tokenizer") or flags.default_of("tokenizer"))
     return Exported(model.eval(), image, (), weights, tokenizer=tokenizer, spec=spec)
 
 

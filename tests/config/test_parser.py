@@ -1,6 +1,5 @@
 """The command line and recipes: every spelling of the contract, and refusals in plain words."""
 
-import dataclasses
 import math
 import re
 
@@ -9,7 +8,7 @@ import yaml
 
 from ds_vit import config as flags
 from ds_vit.config import RunConfig, parse
-from ds_vit.config.schema import TYPES, number_or_auto
+from ds_vit.config.schema import describe_range, kinds_of_flag
 
 BASE = ["--deepspeed_config", "x.json", "--data-dir", "d"]
 
@@ -81,7 +80,7 @@ REFUSED = {
     "--drop-pth 0.1": "there is no flag --drop-pth; the nearest is --drop-path",
     "--seed 3 stray": "'stray' follows no flag",
     "--img-size 32 48": "'48' follows no flag",
-    "--compile --grad-checkpointing selective": "--compile makes one graph of fixed shapes; drop one of them",
+    "--compile --grad-checkpointing selective": "--compile makes one graph of fixed shapes; keep one",
     "--grad-checkpointing some": "full, selective or a number of blocks, at least 1 and at most 1,000, not some",
     "--eval-only --grad-checkpointing": "--grad-checkpointing has no effect with --eval-only",
     "--model-kwargs depth": "key=value pieces, not 'depth'",
@@ -101,40 +100,44 @@ REFUSED = {
     "--img-size-schedule 99999999:0": "99999999:0: a size must be at least 1 and at most 16,384 pixels",
     "--mean 0.5 0.5": "--mean must be one number or three",
     "--train-crop-mode rkrc --decode fast": "--decode has no effect with --train-crop-mode rkrc or rkrr",
-    "--no-aug --reprob 0.2": "--reprob has no effect under --no-aug",
+    "--no-aug --reprob 0.2": "--reprob has no effect with --no-aug",
     "--aa rand-m9 --color-jitter 0.2": "--color-jitter has no effect under --aa",
     "--mixup 0.2 --cutmix 1 --cutmix-minmax 0.2 0.8": "--cutmix has no effect with --cutmix-minmax",
-    "--mixup-off-epoch 3": "--mixup-off-epoch has no effect without --mixup or --cutmix",
-    "--mixup 0.8 --mixup-switch-prob 0.3": "--mixup-switch-prob has no effect unless",
+    "--mixup-off-epoch 3": "--mixup-off-epoch has no effect without --mixup, --cutmix or --cutmix-minmax",
+    "--mixup 0.8 --mixup-switch-prob 0.3": "--mixup-switch-prob has no effect without --cutmix or --cutmix-minmax",
     "--dataset digits": "--data-dir has no effect with --dataset digits",
     "--dataset glyphs --data-dir= --exif-rotation on": "--exif-rotation has no effect with --dataset glyphs",
-    "--csv-separator , --dataset hfds/x": "--csv-separator has no effect without csv/…; drop it",
-    "--csv-img-key x --dataset wds/x": "--csv-img-key has no effect without csv/…, hfds/… or parquet/…",
-    "--csv-caption-key x": "--csv-caption-key has no effect without csv/…",
+    "--csv-separator , --dataset hfds/x": "--csv-separator has no effect unless --dataset csv/… or --data-dir csv/…",
+    "--csv-img-key x --dataset wds/x": "--csv-img-key has no effect unless --dataset csv/…, hfds/… or parquet/…",
+    "--csv-caption-key x": "--csv-caption-key has no effect unless --dataset csv/…, hfds/…, parquet/… or wds/…",
     "--csv-separator || --dataset csv/x": "--csv-separator must be one character, not ||",
     "--sched constant --min-lr 1e-5": "--min-lr has no effect with --sched constant",
-    "--warmup-steps 0 --warmup-lr 1e-6": "--warmup-lr has no effect without warm-up",
+    "--warmup-steps 0 --warmup-lr 1e-6": "--warmup-lr has no effect with --warmup-steps 0",
     "--freeze blocks.* --linear-probe": "--freeze blocks.* and --linear-probe are both given; keep one",
 }
 
 
-NUMBERS = [name for name, kind in TYPES.items() if kind in (int, float, number_or_auto)]
+NUMBERS = [name for name in flags.FLAGS if kinds_of_flag(name)[0].item in (int, float)]
 
 
 @pytest.mark.parametrize("name", NUMBERS)
 def test_every_flag_of_numbers_has_a_finite_range(name):
     """A number that is none, or one that no machine can serve, from a program, a recipe or the command line."""
-    field = flags.FIELDS[name]
-    span = field.metadata["span"]
-    assert -math.inf < span.low < span.high < math.inf
-    several = field.metadata["nargs"]
-    for value in (math.nan, math.inf, -math.inf, 1e30, -1e30, 10**30, span.low - 1, span.high * 2):
-        given = (value,) * (several if isinstance(several, int) else 3) if several or name == "color_jitter" else value
+    kind, *more = kinds_of_flag(name)
+    (_, low), (_, high) = sorted(kind.bounds.items())
+    assert -math.inf < low < high < math.inf
+    several = next((one.length for one in (kind, *more) if one.length is not None), None)
+    for value in (math.nan, math.inf, -math.inf, 1e30, -1e30, 10**30, low - 1, high * 2):
+        given = value if several is None else (value,) * (several or 3)
         settings = {"deepspeed_config": "x.json", "data_dir": "d", name: given}
-        said = f"(?:{re.escape(span.words)}|takes (a |auto or a )?whole numbers?), not "
+        said = f"(?:{re.escape(describe_range(name))}|takes (a |auto or a )?whole numbers?), not "
         with pytest.raises(ValueError, match=f"{flags.spelling(name)} {said}"):
             flags.from_values(settings)
-        words = [flags.spelling(name), *map(str, given)] if several else [f"{flags.spelling(name)}={value}"]
+        words = (
+            [flags.spelling(name), *map(str, given)]
+            if isinstance(given, tuple)
+            else [f"{flags.spelling(name)}={value}"]
+        )
         with pytest.raises(ValueError, match=re.escape(flags.spelling(name))):
             parse([*BASE, *words])
 
@@ -195,7 +198,7 @@ def test_recipe_and_command_line(tmp_path):
     assert {"epochs", "lr", "no_aug"} <= explicit
 
 
-SWITCHES = [name for name, field in flags.FIELDS.items() if field.type == "bool"]
+SWITCHES = [name for name in flags.FLAGS if kinds_of_flag(name)[0].item is bool]
 
 
 @pytest.mark.parametrize("name", SWITCHES)
@@ -302,9 +305,9 @@ def test_yaml_round_trip(tmp_path):
     """config.yaml must say the same again: every flag, written out and read back."""
     words = "--model-kwargs depth=3 --mixup 0.2 --scale 0.3 0.9 --no-aug --scale 0.08 1"
     config, _ = parse([*BASE, *words.split()])
-    values = {n: getattr(config, n) for n in flags.FIELDS if getattr(config, n) is not None}
+    values = {n: getattr(config, n) for n in flags.FLAGS if getattr(config, n) is not None}
     path = tmp_path / "config.yaml"
     path.write_text(flags.to_yaml(values))
     again, _ = parse(["--recipe", str(path)])
     assert again == config
-    assert set(yaml.safe_load(path.read_text())) <= {f.name for f in dataclasses.fields(RunConfig)}
+    assert set(yaml.safe_load(path.read_text())) <= RunConfig.model_fields.keys()

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,10 +23,11 @@ from picture_folders import encoded, made, smooth_photo
 from PIL import Image
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from ds_vit.config.augmentation import AugmentConfig, ImageSizes, MixConfig
+from ds_vit.config.augmentation import AugmentConfig, MixConfig
 from ds_vit.data.batches import MicroBatch, Slots
 from ds_vit.data.decode import ImageDecodeError
 from ds_vit.data.device import finish_images, finish_targets
+from ds_vit.data.image_sizes import ImageSizes
 from ds_vit.data.loader import Loader, eval_loader
 from ds_vit.data.sampler import SampleOrder, Share
 from ds_vit.data.settings import ALL_PARTS, ImageConfig, SampleSpec
@@ -39,7 +39,7 @@ NUM_IMAGES, GLOBAL_BATCH = 41, 12  # 3 steps an epoch, 5 images left over
 IMAGE = ImageConfig(img_size=(16, 20))
 PLAIN = AugmentConfig(no_aug=True)
 EVERYTHING = AugmentConfig(aa="rand-m9-mstd0.5-inc1", vflip=0.3, reprob=0.5, recount=2)
-ON_DEVICE = replace(EVERYTHING, augment_on="device")
+ON_DEVICE = EVERYTHING.model_copy(update={"augment_on": "device"})
 MIX = MixConfig(mixup=0.8, cutmix=1.0)
 WITHOUT_IMAGES = ALL_PARTS - {"images"}
 SETTINGS = {"image": IMAGE, "augment": EVERYTHING, "mix": MIX}

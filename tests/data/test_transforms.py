@@ -151,7 +151,7 @@ CONFIGS = {
     "timm's defaults": {},
     "flips": {"hflip": 0.3, "vflip": 0.8, "color_jitter": 0.0},
     "crop": {"scale": (0.3, 0.6), "ratio": (0.5, 2.0), "train_interpolation": "nearest", "hflip": 0.0},
-    "rkrc": {"train_crop_mode": "rkrc", "scale": None, "ratio": None},
+    "rkrc": {"train_crop_mode": "rkrc"},
     "rkrr": {"train_crop_mode": "rkrr", "scale": (0.5, 1.0), "ratio": (0.8, 1.25)},
     "RandAugment": {"aa": "rand-m6-mstd0.5-inc1"},
     "AutoAugment": {"aa": "original"},
@@ -170,7 +170,7 @@ IMAGE = ImageConfig(img_size=(24, 32))
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_steps_are_those_of_timms_factory(name):
     """Would catch a flag that does not reach timm's factory, and a step that is lost, doubled or out of order."""
-    flags = {"train_interpolation": "random", **CONFIGS[name]}
+    flags = {"train_interpolation": "random", "scale": (0.08, 1.0), "ratio": (3 / 4, 4 / 3), **CONFIGS[name]}
     ours = train_transform(IMAGE, AugmentConfig(**flags))
     renamed = {{"aa": "auto_augment", "train_interpolation": "interpolation"}.get(k, k): v for k, v in flags.items()}
     renamed["color_jitter"] = renamed.get("color_jitter", 0.4) or None

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ds_vit.config.augmentation import ImageSizes
 from ds_vit.data.batches import MicroBatch
+from ds_vit.data.image_sizes import ImageSizes
 from ds_vit.data.loader import Loader, train_loader
 from ds_vit.data.sampler import SampleOrder, Share
 from ds_vit.data.settings import Data, SampleSpec, Workers

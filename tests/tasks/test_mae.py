@@ -299,5 +299,5 @@ def test_images_are_finished_once(tmp_path):
 def test_a_run_without_classes(tmp_path):
     """A recipe that turns mixing and smoothing off is rejected; a classifier over the data's classes, or sharded."""
     plan = resolved([*command(tmp_path, [*MAE, *RUN, "-b", 8]), "--mixup", "0", "--smoothing", "0"])
-    assert (plan.config.num_classes, plan.model.class_parallel, plan.config.mix.active) == (0, False, False)
+    assert (plan.config.num_classes, plan.model.class_parallel, plan.config.active) == (0, False, False)
     assert plan.data.train_source.num_classes == 10

@@ -11,7 +11,8 @@ from curves import assert_same_curve, read_rows, train_in, train_rows
 from project import ROOT
 from runs import resolved
 
-from ds_vit.config.augmentation import ImageSizes, parse_schedule, size_schedule
+from ds_vit.config.units import parse_schedule
+from ds_vit.data.image_sizes import ImageSizes, size_schedule
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.layers import take_apart
 from ds_vit.models.sequential import SequentialViT, SizeSwitch

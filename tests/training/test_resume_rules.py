@@ -15,7 +15,7 @@ from project import ROOT
 from runs import refusal, resolved, run_quietly
 
 from ds_vit.checkpoint.folder import Checkpoint, newest
-from ds_vit.config import FIELDS, spelling
+from ds_vit.config import FLAGS, spelling
 from ds_vit.config.batch import BatchSizes
 from ds_vit.config.flag import Scope
 from ds_vit.config.schema import FIXED_ON_RESUME
@@ -225,7 +225,7 @@ def test_what_moves_the_curve_is_held():
     assert set(MOVE_THE_CURVE.split()) <= FIXED_ON_RESUME
     free = "pp tp tp_across_hosts workers output compile grad_checkpointing stall_seconds log_images max_steps data_dir"
     assert FIXED_ON_RESUME.isdisjoint(free.split())
-    for name in FIELDS.keys() - {"task"}:  # the task has other checks
+    for name in FLAGS.keys() - {"task"}:  # the task has other checks
         before, now = resume_of(config={name: "before"}), {"task": "classification", name: "now"}
         before.checkpoint.state["config"]["task"] = "classification"
         if name in FIXED_ON_RESUME:
@@ -236,7 +236,7 @@ def test_what_moves_the_curve_is_held():
                 check_same_run(before, {}, now)
             now["allow_schedule_change"] = True
         notes = check_same_run(before, {}, now)
-        is_free = Scope.FREE in FIELDS[name].metadata["scope"]
+        is_free = Scope.FREE in FLAGS[name].scope
         assert [f"{name} before → now" in note for note in notes][:1] == ([] if is_free else [True]), name
 
 

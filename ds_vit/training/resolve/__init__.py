@@ -23,10 +23,11 @@ from typing import Any
 
 from ds_vit import config as flags
 from ds_vit.config import RunConfig
-from ds_vit.config.augmentation import ImageSizes, all_sizes, size_schedule
 from ds_vit.config.batch import BatchSizes
 from ds_vit.config.flag import Scope
 from ds_vit.config.schema import KEY_OF_FLAG, names_with
+from ds_vit.config.units import all_sizes
+from ds_vit.data.image_sizes import ImageSizes, size_schedule
 from ds_vit.data.sampler import Share
 from ds_vit.data.settings import PIXEL_FLAGS, Workers
 from ds_vit.data.sources.source import Source
@@ -258,7 +259,7 @@ def resolve_run(
             size_schedule(config.img_size_schedule, optimizer.horizon.total_steps)
         if config.log_interval is None:
             interval = min(MOST_LOG_INTERVAL, math.ceil(optimizer.total_steps / LOGGED_ROWS))
-            config = dataclasses.replace(config, log_interval=interval)
+            config = config.model_copy(update={"log_interval": interval})
     origins = {**data.origins, **(optimizer.origins if optimizer else {})}
     deepspeed = write_out(deepspeed, data.batch, layout, model.whole.embed_dim, origins, **numbers)
     # "auto" is resolved by inputs.count_workers.
@@ -291,7 +292,7 @@ def resolved_flags(resolved: Resolved) -> dict[str, Any]:
     The batch and the optimizer's numbers are in deepspeed.json next to it.
     """
     config, optimizer = resolved.config, resolved.optimizer
-    values = {name: getattr(config, name) for name in flags.FIELDS}
+    values = {name: getattr(config, name) for name in flags.FLAGS}
     values["deepspeed_config"] = "deepspeed.json"
     for name in {"output", "set", *KEY_OF_FLAG, *names_with(Scope.START), *idle_flags(type(resolved.model.task))}:
         values[name] = None

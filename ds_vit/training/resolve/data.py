@@ -126,7 +126,7 @@ def _check_global_batch(config: RunConfig, batch: BatchSizes) -> None:
             "--koleo-weight needs a neighbour in the global batch, which has 1 sample; raise --batch-size, or pass "
             "--koleo-weight 0"
         )
-    if config.mix.active and batch.global_batch % 2:
+    if config.active and batch.global_batch % 2:
         raise UserError(
             f"--mixup and --cutmix mix pairs, and the global batch of {batch} is odd; make it even or turn mixing off"
         )

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from ds_vit.config import RunConfig
-from ds_vit.config.augmentation import all_sizes
 from ds_vit.config.batch import BatchSizes
+from ds_vit.config.units import all_sizes
 from ds_vit.data.loader import training_transform
 from ds_vit.data.settings import ImageConfig, SampleSpec, resolve_pixels
 from ds_vit.data.text import describe_cut_captions
@@ -111,7 +111,7 @@ def resolve_model(
     num_classes = _num_classes(config, task_type, data)
     sizes = all_sizes(config.img_size_schedule, config.train_img_sizes)
     if sizes:
-        config = dataclasses.replace(config, img_size=sizes[-1])
+        config = config.model_copy(update={"img_size": sizes[-1]})
     spec = ModelSpec(
         name=config.model,
         num_classes=num_classes,
@@ -139,7 +139,7 @@ def resolve_model(
         notes += _describe_random_locked(locked, initial)
     frozen = frozen_names(whole, config.freeze, config.linear_probe, locked)
     image = _resolve_image(config, whole, sizes)
-    task = _create_task(dataclasses.replace(config, num_classes=num_classes), task_type, data, image, whole)
+    task = _create_task(config.model_copy(update={"num_classes": num_classes}), task_type, data, image, whole)
     _check_tokenizer(initial, task)
     notes += task.notes
     if task.tokenizer is not None:
@@ -166,7 +166,7 @@ def _resolve_image(config: RunConfig, whole: TimmViT, sizes: Sequence[int]) -> I
         check_sizes(whole, config.model, sizes, flag)
     # An invalid augmentation fails here, not in a loader process.
     for pixels in [dataclasses.replace(image, img_size=(size, size)) for size in sizes] or [image]:
-        training_transform(SampleSpec(pixels, augment=config.augment))
+        training_transform(SampleSpec(pixels, augment=config))
     return image
 
 
@@ -256,7 +256,7 @@ def _disable_probes(config: RunConfig, task_type: type[Task], data: DataConfig) 
         return config, []
     reason = "there are no images for evaluation" if val is None else "the images have no common classes"
     return (
-        dataclasses.replace(config, eval_knn=0, eval_linear_probe=False),
+        config.model_copy(update={"eval_knn": 0, "eval_linear_probe": False}),
         [f"features are not evaluated by --eval-knn or --eval-linear-probe: {reason}"],
     )
 
