@@ -26,7 +26,7 @@ from torchvision.transforms.functional import normalize, to_tensor  # noqa: E402
 
 from ds_vit.data.sampler import SampleOrder  # noqa: E402
 from ds_vit.data.sources.datasets import open_source  # noqa: E402
-from ds_vit.optim.schedules import Schedule  # noqa: E402
+from ds_vit.optim.schedules import LearningRate  # noqa: E402
 
 RECIPE = ROOT / "launch" / "recipes" / "digits.yaml"
 STEPS, BATCH, WARMUP, HORIZON = 100, 64, 88, 880  # the recipe's 4 and 40 epochs of 22 steps
@@ -46,7 +46,7 @@ def plain(lr: float, pieces: int) -> list[float]:
     torch.manual_seed(0)
     model = timm.create_model(recipe["model"], num_classes=10, img_size=recipe["img_size"], **recipe["model_kwargs"])
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.05)
-    schedule = Schedule("cosine", lr, HORIZON, WARMUP)
+    schedule = LearningRate("cosine", lr, HORIZON, WARMUP)
     source = open_source("digits", None, "train")
     order = SampleOrder(len(source), BATCH, seed=42)
     losses = []

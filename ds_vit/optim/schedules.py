@@ -27,7 +27,7 @@ def check_warmup(warmup_steps: int, total_steps: int) -> None:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class LearningRate:
     """A learning rate for every optimizer step.
 
     Attributes:

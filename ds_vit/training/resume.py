@@ -16,7 +16,7 @@ from ds_vit.config.run_folder import RunFolder
 from ds_vit.config.schema import FIXED_ON_RESUME, names_with
 from ds_vit.data.sampler import SampleOrder
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.optim.schedules import Schedule
+from ds_vit.optim.schedules import LearningRate
 from ds_vit.tasks import TASKS
 
 # Where both runs have one, it may change with --allow-schedule-change or --allow-batch-change.
@@ -239,12 +239,12 @@ def check_same_schedule(resume: Resume, rates: Mapping[str, Any], global_batch: 
 
 
 def _rates_that_act(rates: Mapping[str, Any]) -> Mapping[str, Any]:
-    return rates if "type" in rates else Schedule(**rates).acts  # a scheduler of the JSON has a type
+    return rates if "type" in rates else LearningRate(**rates).acts  # a scheduler of the JSON has a type
 
 
 def _describe(rates: Mapping[str, Any]) -> str:
     if "type" not in rates:
-        return str(Schedule(**rates))
+        return str(LearningRate(**rates))
     params = {**rates.get("params", {}), **({"lr": rates["lr"]} if "lr" in rates else {})}
     return f"the JSON's {rates['type']} ({', '.join(f'{name} {value}' for name, value in params.items())})"
 

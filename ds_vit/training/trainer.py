@@ -17,7 +17,7 @@ from ds_vit.fault_tolerance.errors import EndedTogether, UserError, is_out_of_me
 from ds_vit.fault_tolerance.exit_codes import Diverged
 from ds_vit.fault_tolerance.signals import Interrupted
 from ds_vit.fault_tolerance.watchdog import Watchdog
-from ds_vit.optim.schedules import Schedule
+from ds_vit.optim.schedules import LearningRate
 from ds_vit.tasks.metrics import Batch
 from ds_vit.tasks.task import Horizon
 from ds_vit.training.callbacks import Callback, RollBack, Step
@@ -45,7 +45,7 @@ class Trainer:
 
     engine: Engine
     inputs: InputPipeline
-    schedule: Schedule | None
+    schedule: LearningRate | None
     horizon: Horizon
     evaluations: Evaluations
     callbacks: Sequence[Callback]

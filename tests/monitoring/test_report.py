@@ -32,7 +32,7 @@ from ds_vit.monitoring.report.page import differences, outcomes, write_report
 from ds_vit.monitoring.report.panels import PERCENT, class_panels, curves, gradients, table
 from ds_vit.monitoring.report.record import Record
 from ds_vit.monitoring.sheets import write_predictions
-from ds_vit.optim.schedules import Schedule
+from ds_vit.optim.schedules import LearningRate
 
 
 def test_gradients_by_power_of_two(evil):
@@ -372,13 +372,13 @@ def test_launches_of_a_run_that_went_on(evil):
 def test_learning_rates_are_drawn_from_the_schedule(evil):
     """A warm-up between two rows that is drawn as a straight line, or a schedule that a later launch replaced."""
     rows = [{"kind": "train", "step": step, "lr": 1.0, "loss": 1.0} for step in (1, 40)]
-    cosine, wsd = Schedule("cosine", 0.1, 40, warmup_steps=7), Schedule("wsd", 0.2, 40)
+    cosine, wsd = LearningRate("cosine", 0.1, 40, warmup_steps=7), LearningRate("wsd", 0.2, 40)
     starts = [{"step": step, "schedule": asdict(each)} for step, each in ((0, cosine), (25, wsd))]
     record = replace(Record.read(evil), rows={"train": rows}, starts=starts)
     assert record.rates == [(step + 1, (cosine if step < 25 else wsd).lr(step)) for step in range(40)]
     drawn = next(one for one in curves([record]) if one["title"] == "Learning rate")
     assert f"{cosine.lr(7):.4g}" in str(drawn["data"])
-    starts = [{"step": 0, "schedule": asdict(Schedule("linear", 0.1, 100_000, warmup_steps=777))}]
+    starts = [{"step": 0, "schedule": asdict(LearningRate("linear", 0.1, 100_000, warmup_steps=777))}]
     steps = [step for step, _ in replace(record, starts=starts, summary={**record.summary, "steps": 100_000}).rates]
     assert len(steps) < 500
     assert {1, 778, 100_000} <= {*steps}

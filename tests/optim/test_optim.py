@@ -17,7 +17,7 @@ from ds_vit.optim.build import build_optimizer, optimizer_class, parameter_group
 from ds_vit.optim.ema import Ema
 from ds_vit.optim.lamb import Lamb
 from ds_vit.optim.muon import Muon, _owners, fallback_names
-from ds_vit.optim.schedules import Schedule
+from ds_vit.optim.schedules import LearningRate
 
 
 @pytest.mark.parametrize("warmup", [0, 7])
@@ -27,27 +27,27 @@ def test_cosine_is_timms(warmup):
     timm = CosineLRScheduler(
         optimizer, t_initial=40, lr_min=0.01, warmup_t=warmup, warmup_lr_init=1e-3, t_in_epochs=False, cycle_limit=1
     )
-    ours = Schedule("cosine", 0.3, 40, warmup, 1e-3, 0.01)
+    ours = LearningRate("cosine", 0.3, 40, warmup, 1e-3, 0.01)
     for step in range(45):
         assert ours.lr(step) == pytest.approx(timm._get_lr(step)[0], rel=1e-12)
 
 
 def test_linear_constant_and_wsd():
     """Closed forms at the corners."""
-    linear = Schedule("linear", 1.0, 10, min_lr=0.5)
+    linear = LearningRate("linear", 1.0, 10, min_lr=0.5)
     assert [linear.lr(s) for s in (0, 5, 10, 99)] == [1.0, 0.75, 0.5, 0.5]
-    constant = Schedule("constant", 1.0, 10, warmup_steps=2, warmup_lr=0.0)
+    constant = LearningRate("constant", 1.0, 10, warmup_steps=2, warmup_lr=0.0)
     assert [constant.lr(s) for s in (0, 1, 2, 99)] == [0.0, 0.5, 1.0, 1.0]
-    wsd = Schedule("wsd", 1.0, 100, warmup_steps=10, warmup_lr=0.0, decay_fraction=0.2)
+    wsd = LearningRate("wsd", 1.0, 100, warmup_steps=10, warmup_lr=0.0, decay_fraction=0.2)
     assert [wsd.lr(s) for s in (5, 10, 80, 90, 100)] == [0.5, 1.0, 1.0, 0.5, 0.0]
 
 
 def test_schedule_refuses_what_cannot_be():
     """A warm-up that never ends, a minimum above the base."""
     with pytest.raises(ValueError, match="warm-up of 10 steps does not fit into a run of 10"):
-        Schedule("cosine", 1.0, 10, warmup_steps=10)
+        LearningRate("cosine", 1.0, 10, warmup_steps=10)
     with pytest.raises(ValueError, match="above the base"):
-        Schedule("cosine", 1.0, 10, min_lr=2.0)
+        LearningRate("cosine", 1.0, 10, min_lr=2.0)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from ds_vit.config.schema import FIXED_ON_RESUME
 from ds_vit.config.units import Interval, parse_seconds
 from ds_vit.data.sampler import SampleOrder
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.optim.schedules import Schedule
+from ds_vit.optim.schedules import LearningRate
 from ds_vit.training.resume import (
     Resume,
     can_resume_in,
@@ -250,8 +250,8 @@ def test_the_filter_of_evaluation_is_held_where_training_resizes_by_it():
         check_same_run(resume_of(config=old), {}, old | {"interpolation": "bilinear"})
 
 
-COSINE = Schedule("cosine", 0.1, 30, warmup_steps=2)
-CONSTANT = Schedule("constant", 0.1, 30)
+COSINE = LearningRate("cosine", 0.1, 30, warmup_steps=2)
+CONSTANT = LearningRate("constant", 0.1, 30)
 DECAY = {"type": "WarmupDecayLR", "params": {"total_num_steps": 30}}
 
 
@@ -265,7 +265,7 @@ DECAY = {"type": "WarmupDecayLR", "params": {"total_num_steps": 30}}
         (COSINE, dataclasses.replace(COSINE, total_steps=60), False),
         (COSINE, dataclasses.replace(COSINE, warmup_steps=3), False),
         (CONSTANT, dataclasses.replace(CONSTANT, base_lr=0.2), False),
-        (dataclasses.replace(COSINE, name="wsd"), Schedule("wsd", 0.1, 30, 2, decay_fraction=0.2), False),
+        (dataclasses.replace(COSINE, name="wsd"), LearningRate("wsd", 0.1, 30, 2, decay_fraction=0.2), False),
         (DECAY, DECAY | {"params": {"total_num_steps": 60}}, False),
         (DECAY, COSINE, False),
     ],
@@ -370,7 +370,7 @@ def test_a_longer_run_with_another_schedule(ranks, run, tmp_path):
     # Catches: the old rate at the first step of a new schedule.
     argv = words("--output", tmp_path / "new", "--resume", run[0], "--epochs", 2, "--max-steps", 9)
     rows = train_in(ranks, 1, [*argv, "--allow-schedule-change"])
-    assert train_rows(rows)[-1]["lr"] == Schedule("cosine", 1e-3, 180, 2).lr(8)
+    assert train_rows(rows)[-1]["lr"] == LearningRate("cosine", 1e-3, 180, 2).lr(8)
 
 
 def test_a_longer_scheduler_of_the_json(ranks, tmp_path):

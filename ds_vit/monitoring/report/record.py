@@ -21,7 +21,7 @@ from ds_vit.device import hardware_name
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.this_host import versions
 from ds_vit.monitoring.report.charts import MAX_POINTS, Mark
-from ds_vit.optim.schedules import Schedule
+from ds_vit.optim.schedules import LearningRate
 from ds_vit.parallel.layout import Layout
 
 Row = Mapping[str, Any]
@@ -201,7 +201,7 @@ class Record:
         points: dict[int, float] = {}
         for launch, start in zip(self.launches, self.starts, strict=True):
             try:
-                schedule = Schedule(**start["schedule"])
+                schedule = LearningRate(**start["schedule"])
             except (KeyError, TypeError, UserError):
                 return self.points("train", "lr")
             steps = range(launch.done_before, launch.done)
@@ -314,7 +314,7 @@ def note_start(
     zero_stage: int,
     device: torch.device,
     hosts: Sequence[str],
-    schedule: Schedule | None = None,
+    schedule: LearningRate | None = None,
     precision: str = "",
 ) -> None:
     """Append the row of this launch; a write error loses only the row.

@@ -18,7 +18,7 @@ from ds_vit.config.units import parse_steps
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.optim.build import check_rate_factors, describe_default_decay, rules_of
 from ds_vit.optim.rate_factors import rate_factors
-from ds_vit.optim.schedules import Schedule, check_warmup
+from ds_vit.optim.schedules import LearningRate, check_warmup
 from ds_vit.tasks.task import Horizon
 from ds_vit.training.resolve.data import DataConfig
 from ds_vit.training.resolve.deepspeed import DeepSpeedSettings, optimizer_of
@@ -62,7 +62,7 @@ class OptimizerConfig:
     decay: float | None
     clip: float
     fallback: frozenset[str] | None = field(repr=False)
-    schedule: Schedule | None
+    schedule: LearningRate | None
     scheduler: Mapping[str, float]
     total_steps: int
     horizon: Horizon
@@ -123,7 +123,7 @@ def resolve_optimizer(
         _check_one_schedule(config, explicit, json, path)
         scheduler = {"warmup_max_lr": lr, **_fill_scheduler(config, explicit, json, per_epoch, scheduled_steps, notes)}
     else:
-        schedule = Schedule(
+        schedule = LearningRate(
             name=config.sched,
             base_lr=lr,
             total_steps=scheduled_steps,
