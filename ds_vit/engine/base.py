@@ -41,7 +41,7 @@ from ds_vit.parallel.zero_map import ZeroMap, build_zero_map, flat_groups
 from ds_vit.tasks.metrics import Batch
 from ds_vit.tasks.task import StepContext, Task
 
-Run = Callable[[StepContext, Batch], torch.Tensor]
+Forward = Callable[[StepContext, Batch], torch.Tensor]
 """(context of this rank, micro-batch) → outputs [B, …]."""
 
 # Evaluation runs this many batches at a time: trades pipeline bubble against logits held. Between two such chunks a run
@@ -346,7 +346,7 @@ class Engine(ABC):
 
     @abstractmethod
     def forward_batches(
-        self, batches: Iterator[Batch], num_batches: int, *, features: bool = False, run: Run | None = None
+        self, batches: Iterator[Batch], num_batches: int, *, features: bool = False, run: Forward | None = None
     ) -> Iterator[tuple[torch.Tensor, Batch]]:
         """Run the model without gradients or anything random (a collective; to be iterated to its end).
 

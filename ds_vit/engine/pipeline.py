@@ -18,7 +18,7 @@ from deepspeed.pipe import PipelineModule
 from torch import nn
 
 from ds_vit.config.deepspeed_keys import DeepSpeedJson
-from ds_vit.engine.base import Engine, RankContext, Run
+from ds_vit.engine.base import Engine, Forward, RankContext
 from ds_vit.engine.patches import keep_training_mode, shared_grid
 from ds_vit.engine.step_guard import StepResult
 from ds_vit.models.layers import MAIN_TOWER, BlockLayer, HeadLayer
@@ -213,7 +213,7 @@ class PipeEngine(Engine):
         return total, 0 if total is None else self.accumulation
 
     def forward_batches(
-        self, batches: Iterator[Batch], num_batches: int, *, features: bool = False, run: Run | None = None
+        self, batches: Iterator[Batch], num_batches: int, *, features: bool = False, run: Forward | None = None
     ) -> Iterator[tuple[torch.Tensor, Batch]]:
         """As `Engine.forward_batches`."""
         engine = self.engine

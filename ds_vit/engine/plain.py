@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ds_vit.config.deepspeed_keys import DeepSpeedJson
-from ds_vit.engine.base import Engine, RankContext, Run
+from ds_vit.engine.base import Engine, Forward, RankContext
 from ds_vit.engine.graph import Given, Pass, StepGraphs
 from ds_vit.engine.step_guard import StepResult
 from ds_vit.models.sequential import Towers, giving_features
@@ -168,7 +168,7 @@ class PlainEngine(Engine):
 
     @torch.no_grad()
     def forward_batches(
-        self, batches: Iterator[Batch], num_batches: int, *, features: bool = False, run: Run | None = None
+        self, batches: Iterator[Batch], num_batches: int, *, features: bool = False, run: Forward | None = None
     ) -> Iterator[tuple[torch.Tensor, Batch]]:
         """As `Engine.forward_batches`."""
         self.engine.eval()

@@ -20,7 +20,7 @@ import torch
 from ds_vit.data.settings import ZeroShotData
 from ds_vit.data.sources.combined import across_classes
 from ds_vit.data.sources.source import Source
-from ds_vit.engine.base import EVAL_CHUNK, Engine, Run
+from ds_vit.engine.base import EVAL_CHUNK, Engine, Forward
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.fault_tolerance.watchdog import Watchdog
 from ds_vit.monitoring import token_maps
@@ -135,7 +135,7 @@ def _outputs(
     what: str,
     *,
     features: bool = False,
-    run: Run | None = None,
+    run: Forward | None = None,
 ) -> Iterator[tuple[torch.Tensor, Batch]]:
     """The engine's outputs in one pass; `watch.between` is called between its chunks.
 
@@ -157,7 +157,7 @@ def _count(
     watch: Watch,
     *,
     features: bool = False,
-    run: Run | None = None,
+    run: Forward | None = None,
 ) -> dict[str, float]:
     """The figures of several metrics over one pass."""
     for metrics in several:
