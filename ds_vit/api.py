@@ -99,7 +99,7 @@ def train(
     Raises:
         UserError: an unknown setting (the nearest is named), or anything that the command line would refuse.
     """
-    from ds_vit.train import run
+    from ds_vit.train import train as carry_out
 
     sources = None
     if train_data is not None or val_data is not None:
@@ -110,7 +110,7 @@ def train(
         listeners = {kind: _printing(listener, sys.stdout) for kind, listener in listeners.items()}
     config, explicit = flags.from_values(settings, str(recipe) if recipe else None)
     with contextlib.redirect_stdout(_Warnings()) if quiet else contextlib.nullcontext():
-        summary, folder = run(config, explicit, discover(), again=True, sources=sources, listeners=listeners)
+        summary, folder = carry_out(config, explicit, discover(), again=True, sources=sources, listeners=listeners)
     return TrainResult(summary, folder)
 
 

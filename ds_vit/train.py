@@ -1,4 +1,4 @@
-"""Train: parse → resolve → groups → model and engine → steps → end.
+"""Train: parse → resolve → groups → model and engine → inputs → loop → end.
 
 ds-vit train --deepspeed_config ds_configs/cpu_zero1_fp32.json --recipe launch/recipes/digits.yaml -b 64
 deepspeed launch/train.py --deepspeed_config ds_configs/zero1_bf16.json --data-dir photos --model vit_base_patch16_224
@@ -7,10 +7,10 @@ deepspeed launch/train.py --deepspeed_config ds_configs/zero1_bf16.json --data-d
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -27,8 +27,6 @@ from ds_vit.training.program import guarded, process_group, without_collection
 if TYPE_CHECKING:
     from ds_vit.config.run_folder import RunFolder
     from ds_vit.data.sources.source import Source
-    from ds_vit.fault_tolerance.watchdog import Watchdog
-    from ds_vit.training.resolve import Resolved
 
 
 def main(argv: Sequence[str] | None = None, program: str = "train.py") -> int:
@@ -41,34 +39,13 @@ def main(argv: Sequence[str] | None = None, program: str = "train.py") -> int:
     def body(process: Process) -> int:
         config, explicit = flags.parse(argv, program, str(__doc__))
         with Signals().installed(is_local_main=process.local_rank == 0) as signals:
-            summary, _ = run(config, explicit, process, signals)
+            summary, _ = train(config, explicit, process, signals)
         return exit_codes.OF_WORD[summary["exit"]]
 
     return guarded(program, body, "what came after the last checkpoint is not saved")
 
 
-def notes_on_machine(resolved: Resolved, num_gpus: int, environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """Lines for people where a run uses less of the machine than its command suggests.
-
-    Args:
-        resolved: the run.
-        num_gpus: that torch can use, 0 on a CPU.
-        environ: where DS_ACCELERATOR may say that the CPU is intended.
-    """
-    deepspeed = resolved.deepspeed
-    if num_gpus > 1 and resolved.process.launcher == "none":
-        return (
-            f"one of {num_gpus} GPUs is used; `ds-vit launch train …` with the same flags trains on all {num_gpus}",
-        )
-    if num_gpus == 0 and deepspeed.asks_for_gpu and "DS_ACCELERATOR" not in environ:
-        return (
-            f"warning: no usable GPU: this run trains on the CPU, in {deepspeed.precision.name}, although "
-            f"{deepspeed.path} is made for GPUs; if that is intended, set DS_ACCELERATOR=cpu",
-        )
-    return ()
-
-
-def run(
+def train(
     config: flags.RunConfig,
     explicit: frozenset[str],
     process: Process,
@@ -98,29 +75,51 @@ def run(
     started, is_main = time.perf_counter(), process.rank == 0
     with doing("importing torch and DeepSpeed", shown=is_main), without_collection():
         device_type, num_gpus = _import_deepspeed(config)
+        import torch
         import torch.distributed as dist
 
         from ds_vit.config.run_folder import RunFolder
+        from ds_vit.engine.start import device_of
         from ds_vit.fault_tolerance.watchdog import Watchdog
+        from ds_vit.monitoring.metrics import Reporter, Throughput, make_console
+        from ds_vit.monitoring.report.record import note_start
+        from ds_vit.monitoring.sheets import TrainingSheet
+        from ds_vit.optim.ema import Ema
         from ds_vit.parallel.groups import build_groups
-        from ds_vit.training.build import Training, memory_advice, run_dry, run_evaluation
+        from ds_vit.training.auto_batch import MemoryAdvice, agree_on_batch, choose_batch, memory_of_rank
+        from ds_vit.training.build_engine import build_engine
+        from ds_vit.training.callbacks import Clock, build_callbacks
+        from ds_vit.training.checkpoint_manager import CheckpointManager, checkpoint_config
+        from ds_vit.training.cost import PeakMemory, flops_by_size
+        from ds_vit.training.evaluation import Evaluations, evaluate_only
+        from ds_vit.training.inputs import InputPipeline, input_config, with_workers
         from ds_vit.training.output import check_folder, check_shared, default_folder, move_unsaved_run
+        from ds_vit.training.resolve import resolve
         from ds_vit.training.resume import can_resume_in
+        from ds_vit.training.run import World
+        from ds_vit.training.step_log import StepLog
+        from ds_vit.training.tables import settings_of, show_dry_run, show_end, show_start, summarise
+        from ds_vit.training.trainer import Trainer
 
-    # ---- resolve ----------------------------------------------------------------------------------------------------
+    # ---- resolve -----------------------------------------------------------------------------------------------------
     on_cpu, resumes = device_type == "cpu", can_resume_in(config.output, config.resume)
+    stop_at = time.time() + parse_seconds(config.time_limit, "--time-limit") if config.time_limit else job_end()
+    world = World(process, on_cpu, stop_at, num_gpus, "DS_ACCELERATOR" in os.environ)
     with doing("listing the images, building the model", shown=is_main):
-        resolved = _resolve(config, explicit, process, sources, on_cpu=on_cpu, num_gpus=num_gpus)
+        run = resolve(config, explicit, world, sources)
+        chooses = config.auto_batch and (config.dry_run or (on_cpu and config.memory))  # else when the ranks have met
+        run = choose_batch(run, on_cpu=on_cpu) if chooses else run
+        run = with_workers(run) if config.workers == "auto" else run
     if config.output and is_main:
         check_folder(config.output, resumes=resumes)
     if config.dry_run:
         path = Path(config.output or default_folder(config.model))
         if is_main:
-            run_dry(resolved, device_type, path)
+            show_dry_run(run, torch.device(device_type), path)
         return {"exit": "dry run"}, RunFolder(path)
 
-    # ---- groups -----------------------------------------------------------------------------------------------------
     with contextlib.ExitStack() as stack:
+        # ---- groups --------------------------------------------------------------------------------------------------
         name = [stack.enter_context(_claim_folder(config, signals, resumes=resumes)) if is_main else config.output]
         stack.enter_context(process_group(process, on_cpu=on_cpu, again=again))
         if signals is not None:
@@ -131,30 +130,116 @@ def run(
         check_shared(folder.path, process)
         watchdog = stack.enter_context(
             Watchdog(
-                resolved.stall_seconds,
-                resolved.first_patience,
+                run.output.stall_seconds,
+                run.output.first_patience,
                 rank=process.rank,
                 world_size=process.world_size,
                 local_rank=process.local_rank,
             )
         )
-        resolved = _agree(resolved, watchdog, on_cpu=on_cpu)
-        groups = build_groups(resolved.layout, saves=not config.eval_only)
+        if config.auto_batch and not chooses:
+            watchdog.beat(0, "looking for the micro-batch", patience=4)
+            run = agree_on_batch(run, on_cpu=on_cpu)
+        run = with_workers(run) if config.workers == "auto" else run
+        groups = build_groups(run.layout, saves=not config.eval_only)
         if is_main and (note := move_unsaved_run(folder.path)):
             print(note, flush=True)
-        memory = memory_advice(resolved, on_cpu=on_cpu)
+        memory = MemoryAdvice(run, memory_of_rank("", process, on_cpu=on_cpu))
         stack.enter_context(memory.errors())
-        if config.eval_only:
-            return run_evaluation(resolved, folder, groups, started, watchdog), folder
+        if run.schedule is None:
+            return evaluate_only(run, folder, groups, started, watchdog), folder
 
-        # ---- model, engine, and everything around the steps ---------------------------------------------------------
-        training = Training(resolved, folder, groups, started, watchdog, memory, signals, listeners)
+        # ---- the start's table ---------------------------------------------------------------------------------------
+        device, order, total_steps = device_of(process.local_rank), run.data.order, run.schedule.total_steps
+        clock, peak = Clock(Throughput(), order.global_batch, started), PeakMemory(run, device)
+        throughput, reporter, console, flops, rows = clock.throughput, None, None, {}, []
+        if is_main:
+            stamp = lambda step: {"epoch": order.epoch_of(max(step - 1, 0)), "wall_seconds": clock.wall_seconds}  # noqa: E731
+            console = make_console()
+            reporter = Reporter(folder, total_steps=total_steps, console=console, stamp=stamp, listeners=listeners)
+            flops, rows = flops_by_size(run), [*peak.start_rows(), *memory.warning(peak.predicted_bytes)]
+        hosts = show_start(run, folder, device, flops.get(None), console, rows)
 
-        # ---- steps --------------------------------------------------------------------------------------------------
-        exit_word = training.run()
+        def phase(what: str) -> contextlib.AbstractContextManager[object]:
+            watchdog.beat(0, what, patience=4)
+            return reporter.line.doing(what) if reporter else contextlib.nullcontext()
 
-        # ---- end ----------------------------------------------------------------------------------------------------
-        return training.finish(exit_word), folder
+        # ---- model and engine ----------------------------------------------------------------------------------------
+        with phase("building the model"):
+            engine = build_engine(run, device, groups)
+        ema = Ema(engine.zero_map, config.model_ema_decay, config.model_ema_warmup) if config.model_ema else None
+        if config.spike_factor is not None:
+            engine.guard.watch_spikes(config.spike_factor)
+        if reporter and engine.graphs is not None:
+            engine.graphs.say = reporter.say
+
+        # ---- inputs and evaluations ----------------------------------------------------------------------------------
+        samples, task = folder.samples if config.log_samples else None, run.model.task
+        inputs = InputPipeline(input_config(run), engine, throughput, samples, folder.skipped)
+        if reporter and config.log_images:
+            names, number = task.class_names, run.batch.accumulation
+            sheet = TrainingSheet(run.model.image, run.data.train_source, names, config.log_images, number)
+            inputs.look = partial(sheet.add, save=reporter.training_images)
+        draws = run.layout.pp == 1 and not config.sequence_parallel and bool(task.class_names or task.teachers)
+        evaluations = Evaluations(engine, inputs, ema, config.eval_interval, draws, watchdog, reporter)
+
+        # ---- the loop ------------------------------------------------------------------------------------------------
+        precision, rate, horizon = run.engine.precision.name, run.schedule.rate, run.schedule.horizon
+        log = StepLog(engine, inputs, run.output.log_interval, precision, flops, throughput, peak, reporter)
+        callbacks = build_callbacks(run, engine, ema, clock, log, watchdog, reporter, folder.profile)
+        checkpoints = CheckpointManager(
+            checkpoint_config(run),
+            folder.checkpoints,
+            engine,
+            task,
+            run.model.saved_shapes,
+            engine.teachers or ema,
+            throughput,
+            signals or Signals(),
+            reporter,
+        )
+        trainer = Trainer(engine, inputs, rate, horizon, evaluations, callbacks, checkpoints, watchdog, folder)
+        with phase("reading the checkpoint") if run.output.resume else contextlib.nullcontext():
+            trainer.restore()
+        if reporter:
+            reporter.start(trainer.step, engine.write_events)
+            reporter.settings(*settings_of(run))
+            if run.output.resume and trainer.step >= total_steps:
+                steps = f"all of its {total_steps:,} steps are in the checkpoint"
+                reporter.say(
+                    f"this run is finished: {steps}; a longer one needs a larger --epochs and --allow-schedule-change"
+                )
+            note_start(folder, trainer.step, run.layout, run.engine.zero_stage, device, hosts, rate, precision)
+        try:
+            exit_word = trainer.run()
+        finally:
+            engine.on_close.close()
+            if reporter:
+                reporter.close()
+        lacks_files = torch.tensor(int(reporter is not None and reporter.lacks_files), device=device)
+        if engine.sum(lacks_files) and exit_word == "completed":
+            exit_word = "not all saved"
+
+        # ---- end -----------------------------------------------------------------------------------------------------
+        summary = summarise(
+            run,
+            evaluations.evaluations,
+            evaluations.ema_evaluations,
+            throughput,
+            {"skipped_images": inputs.skipped.gather()},
+            clock.wall_seconds,
+            steps=trainer.step,
+            exit_word=exit_word,
+        )
+        if decoded := inputs.decoded["device"] + inputs.decoded["loader"]:
+            summary["decoded_on_device"] = (inputs.decoded["device"] - inputs.decoded["refused"]) / decoded
+        images, seconds = throughput.total_images, throughput.total_seconds
+        summary["memory"] = peak.figures()
+        summary["step_seconds"] = {"measured": order.global_batch * seconds / images if images else None}
+        if reporter:
+            show_end(run, folder, summary, reporter, checkpoints.stopped)
+        engine.close()
+        return summary, folder
 
 
 def _import_deepspeed(config: flags.RunConfig) -> tuple[str, int]:
@@ -172,45 +257,6 @@ def _import_deepspeed(config: flags.RunConfig) -> tuple[str, int]:
     if device_type == "cpu" and not names_cpu:
         refuse_unusable_gpus(torch.__version__, cuda_of_torch(), os.environ)
     return device_type, 0 if device_type == "cpu" else get_accelerator().device_count()
-
-
-def _resolve(
-    config: flags.RunConfig,
-    explicit: frozenset[str],
-    process: Process,
-    sources: tuple[Source, Source | None] | None,
-    *,
-    on_cpu: bool,
-    num_gpus: int,
-) -> Resolved:
-    """Resolve the run, as far as that is possible before the ranks meet."""
-    from ds_vit.training.auto_batch import choose_batch
-    from ds_vit.training.build import engine_config, reads
-    from ds_vit.training.inputs import count_workers
-    from ds_vit.training.resolve import resolve_run
-
-    stop_at = time.time() + parse_seconds(config.time_limit, "--time-limit") if config.time_limit else job_end()
-    resolved = resolve_run(config, explicit, process, on_cpu=on_cpu, stop_at=stop_at, sources=sources)
-    if config.auto_batch and (config.dry_run or (on_cpu and config.memory)):
-        resolved = resolved.with_batch(*choose_batch(engine_config(resolved), config.memory, process, on_cpu=on_cpu))
-    if config.workers == "auto":
-        resolved = dataclasses.replace(resolved, workers=count_workers(reads(resolved), process))
-    return dataclasses.replace(resolved, machine_notes=notes_on_machine(resolved, num_gpus))
-
-
-def _agree(resolved: Resolved, watchdog: Watchdog, *, on_cpu: bool) -> Resolved:
-    """Choose what depends on the free memory and the cores of every rank (a collective)."""
-    from ds_vit.training.auto_batch import agree_on_batch
-    from ds_vit.training.build import engine_config, reads
-    from ds_vit.training.inputs import count_workers
-
-    config, process = resolved.config, resolved.process
-    if config.auto_batch and not (on_cpu and config.memory):
-        watchdog.beat(0, "looking for the micro-batch", patience=4)
-        resolved = resolved.with_batch(*agree_on_batch(engine_config(resolved), config.memory, process, on_cpu=on_cpu))
-    if config.workers == "auto":
-        resolved = dataclasses.replace(resolved, workers=count_workers(reads(resolved), process))
-    return resolved
 
 
 @contextlib.contextmanager

@@ -127,48 +127,6 @@ def test_importing_the_package_imports_nothing_heavy():
     assert out.stdout.split() == ["ds_vit"]
 
 
-# A resolved run with all its settings. Components take small configs (training/build.py makes them).
-WHOLE_RUN = {"Resolved", "resolve_run"}
-
-
-def knows_whole_run(source: str) -> bool:
-    """Whether a file names the class of a resolved run, the function that makes one, or takes a `resolved` untyped."""
-    for node in ast.walk(ast.parse(source)):
-        match node:
-            case ast.alias(name=name) | ast.Name(id=name) | ast.Attribute(attr=name) | ast.ClassDef(name=name):
-                known = name in WHOLE_RUN
-            case ast.arg(arg=name, annotation=annotation):
-                words = re.findall(r"\w+", ast.unparse(annotation)) if annotation else []
-                known = bool(WHOLE_RUN & {*words}) or (name == "resolved" and annotation is None)
-            case _:
-                known = False
-        if known:
-            return True
-    return False
-
-
-def test_few_files_know_the_whole_run():
-    # Catches: a component that reads settings through a chain of attributes of everything.
-    knowing = [str(path.relative_to(ROOT)) for path in PACKAGE.rglob("*.py") if knows_whole_run(path.read_text())]
-    assert 0 < len(knowing) <= 4, f"give each component a small config of its own: {sorted(knowing)}"
-
-
-@pytest.mark.parametrize(
-    ("source", "known"),
-    [
-        ("from ds_vit.training.resolve import Resolved as Run", True),
-        ("from ds_vit.training import resolve\nrun = resolve.resolve_run(*words)", True),
-        ("def f(run: Resolved | None): pass", True),
-        ("def f(run: 'Resolved'): pass", True),
-        ("def f(resolved): pass", True),
-        ("from ds_vit.training.resolve.model import ModelConfig\ndef f(model: ModelConfig): pass", False),
-    ],
-)
-def test_every_way_to_know_the_run_is_seen(source, known):
-    # Catches: a count that is always low.
-    assert knows_whole_run(source) == known
-
-
 def import_graph() -> dict[str, set[str]]:
     """Module of ds_vit → modules of ds_vit that it imports, inside functions and under TYPE_CHECKING too."""
     names = {}

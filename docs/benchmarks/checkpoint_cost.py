@@ -73,19 +73,19 @@ def measure(model: str, folder: str, rounds: int) -> dict[str, float]:
     from ds_vit.monitoring.metrics import Throughput
     from ds_vit.optim.ema import Ema
     from ds_vit.parallel.groups import build_groups
-    from ds_vit.training.build import checkpoint_config, engine_config, input_config
     from ds_vit.training.build_engine import build_engine
-    from ds_vit.training.checkpoint_manager import CheckpointManager
-    from ds_vit.training.inputs import InputPipeline
-    from ds_vit.training.resolve import resolve_run
+    from ds_vit.training.checkpoint_manager import CheckpointManager, checkpoint_config
+    from ds_vit.training.inputs import InputPipeline, input_config
+    from ds_vit.training.resolve import resolve
+    from ds_vit.training.run import World
 
     quiet_deepspeed(False)
     argv = ["--model", model, "--dataset", "digits", "--no-aug", "--workers", "0", "-b", "1", "--warmup-steps", "0"]
     argv += ["--deepspeed_config", str(ROOT / "ds_configs" / "cpu_zero1_fp32.json"), "--max-steps", "2"]
     argv += ["--num-classes", "1000", "--model-ema", "--checkpoint-interval", "2", "--keep-checkpoints", "1"]
     config, explicit = flags.parse([*argv, "--output", folder])
-    plan = resolve_run(config, explicit, discover(), on_cpu=True)
-    engine = build_engine(engine_config(plan), device_of(0), build_groups(plan.layout, saves=True))
+    plan = resolve(config, explicit, World(discover(), on_cpu=True))
+    engine = build_engine(plan, device_of(0), build_groups(plan.layout, saves=True))
     average, throughput = Ema(engine.zero_map, 0.999), Throughput()
     inputs = InputPipeline(input_config(plan), engine, throughput).training()
     for _ in range(2):

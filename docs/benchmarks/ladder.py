@@ -40,10 +40,10 @@ from ds_vit.models.zoo import num_parameters
 from ds_vit.monitoring.metrics import Throughput, make_console, print_columns
 from ds_vit.tasks.metrics import Batch
 from ds_vit.tools.bench import Bench, make_ours, measure_sides, resolve_engine, table, title
-from ds_vit.training.build import resolve_parts
-from ds_vit.training.build_engine import EngineConfig
 from ds_vit.training.cost import Cost
-from ds_vit.training.inputs import InputConfig, InputPipeline
+from ds_vit.training.inputs import InputPipeline, input_config
+from ds_vit.training.resolve import resolve
+from ds_vit.training.run import Run, World
 
 
 @dataclass(frozen=True)
@@ -124,22 +124,19 @@ class FedStep:
     """A step of ours on batches of the run's loader, which reads only while it is `running`.
 
     Args:
-        config: of the engine, which is closed with the stack (a collective).
-        inputs: of the run.
+        run: whose engine is closed with the stack (a collective).
         device: of this rank.
         stack: see above.
     """
 
-    def __init__(
-        self, config: EngineConfig, inputs: InputConfig, device: torch.device, stack: contextlib.ExitStack
-    ) -> None:
+    def __init__(self, run: Run, device: torch.device, stack: contextlib.ExitStack) -> None:
         self._batches: Iterator[Batch] = iter(())
 
         def feed(engine: Engine) -> Iterator[Batch]:
-            self._inputs = InputPipeline(inputs, engine, Throughput())
+            self._inputs = InputPipeline(input_config(run), engine, Throughput())
             return iter(lambda: next(self._batches), None)
 
-        self._step = make_ours(config, device, stack, feed)
+        self._step = make_ours(run, device, stack, feed)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -167,18 +164,13 @@ def climb(words: Sequence[str], rungs: dict[str, list[str]], recipe: str, turns:
     process, make = discover(), make_ours
     if recipe == FED:
         quiet_deepspeed(False)
-        on_cpu = get_accelerator().device_name() == "cpu"
-        runs = [resolve_parts(*parse(["--max-steps", "10000", *own]), process, on_cpu=on_cpu) for own in rungs.values()]
-        engines = {name: run.engine for name, run in zip(rungs, runs, strict=True)}
-
-        def make(config: EngineConfig, device: torch.device, stack: contextlib.ExitStack) -> FedStep:
-            [inputs] = [run.inputs for run in runs if run.engine is config]
-            return FedStep(config, inputs, device, stack)
+        world, make = World(process, get_accelerator().device_name() == "cpu"), FedStep
+        runs = {name: resolve(*parse(["--max-steps", "10000", *own]), world) for name, own in rungs.items()}
     else:
-        engines = {name: resolve_engine(own, process) for name, own in rungs.items()}
-    names = list(engines)
+        runs = {name: resolve_engine(own, process) for name, own in rungs.items()}
+    names = list(runs)
     compared = {name: {"the one before": before, "the first": names[0]} for before, name in itertools.pairwise(names)}
-    return measure_sides(words, engines, (), compared, process, turns, steps, make)
+    return measure_sides(words, runs, (), compared, process, turns, steps, make)
 
 
 def flags_of_rungs(

@@ -25,8 +25,9 @@ from ds_vit.engine.base import Engine
 from ds_vit.engine.start import device_of, init_distributed, quiet_deepspeed
 from ds_vit.launching.process import discover, rendezvous
 from ds_vit.parallel.groups import build_groups
-from ds_vit.training.build import resolve_parts
 from ds_vit.training.build_engine import build_engine
+from ds_vit.training.resolve import resolve
+from ds_vit.training.run import World
 
 DECAY = 0.05
 
@@ -45,9 +46,9 @@ def start(model: str, optimizer: str, on_cpu: bool) -> Engine:
         words = ["--model", model, "--dataset", "digits", "--deepspeed_config", str(path), "--max-steps", "1"]
         config, explicit = flags.parse(words)
         process = discover()
-        engine = resolve_parts(config, explicit, process, on_cpu=on_cpu).engine
+        run = resolve(config, explicit, World(process, on_cpu))
     init_distributed(rendezvous(process))
-    return build_engine(engine, device_of(0), build_groups(engine.layout))
+    return build_engine(run, device_of(0), build_groups(run.layout))
 
 
 def timed(step: Callable[[], None]) -> float:

@@ -29,8 +29,8 @@ from scipy.stats import spearmanr
 from ds_vit.launching.process import discover
 from ds_vit.planner.cost import StepTime
 from ds_vit.tools.bench import make_ours, ranks_met, resolve_engine, seconds_of, versions
-from ds_vit.training.build_engine import EngineConfig
 from ds_vit.training.cost import Cost
+from ds_vit.training.run import Run
 
 ROOT = Path(__file__).resolve().parents[2]
 BATCH = 8
@@ -50,7 +50,7 @@ LAYOUTS = {  # ZeRO stage, accumulated micro-batches, flags
 }
 
 
-def measured(plans: dict[str, EngineConfig], calibration: Calibration, turns: int) -> list[dict[str, dict[str, float]]]:
+def measured(plans: dict[str, Run], calibration: Calibration, turns: int) -> list[dict[str, dict[str, float]]]:
     """Of each turn, the seconds of what is calibrated and of each layout's step, of the slowest rank (a collective)."""
     device, found = calibration.device, []
     with contextlib.ExitStack() as stack:

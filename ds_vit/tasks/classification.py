@@ -35,8 +35,8 @@ class Classification(ChainTask):
         Figure("loss", "loss", digits=5, higher_is_better=False, summed_up=False),
     )
 
-    def __init__(self, *parts: Any) -> None:
-        super().__init__(*parts)
+    def __init__(self, *parts: Any, **more: Any) -> None:
+        super().__init__(*parts, **more)
         if self.num_classes <= 5:  # every one is among the first five
             label = f"top-5 of {self.num_classes}"
             self.figures = tuple(replace(each, label=label) if each.name == "top5" else each for each in self.figures)
@@ -54,7 +54,7 @@ class Classification(ChainTask):
     def fields(self, *, training: bool) -> tuple[Field, ...]:
         """As `Task.fields`."""
         soft = self.source.multi_label or (training and self.mix.active)
-        targets = ((self.config.num_classes,), torch.float32) if soft else ((), torch.int64)
+        targets = ((self.num_classes,), torch.float32) if soft else ((), torch.int64)
         return (
             Field("images", "first", "images", (3, *self.image.img_size)),
             Field("targets", "last", "targets", *targets),

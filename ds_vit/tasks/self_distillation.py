@@ -131,8 +131,10 @@ class SelfDistillation(Task):
     crops: CropConfig
     collected_once = Prototypes._fields
 
-    def __init__(self, config: RunConfig, image: ImageConfig, source: Source, model: nn.Module) -> None:
-        super().__init__(config, image, source, model)
+    def __init__(
+        self, config: RunConfig, image: ImageConfig, source: Source, model: nn.Module, *, probes: bool = True
+    ) -> None:
+        super().__init__(config, image, source, model, probes=probes)
         if self.evaluators and not config.eval_metric:  # which say more about the features than their spread
             self.figures = (*self.figures[1:], self.figures[0])
         self.crops = CropConfig(

@@ -183,10 +183,11 @@ class Task(ABC):
     """One run's task; the same on every rank, and without tensors.
 
     Args:
-        config: the flags, `num_classes` resolved.
+        config: the flags.
         image: sizes and normalisation.
         source: the training split.
         model: the whole one, on the meta device.
+        probes: whether the images have what --eval-knn and --eval-linear-probe need.
 
     Attributes:
         evaluators: rate the features of the images, in addition to the task's metrics.
@@ -239,16 +240,17 @@ class Task(ABC):
     """The metrics of an evaluation; the first decides which weights are the best, if it is summed up. A run adds those
     of its evaluators and puts that of --eval-metric first."""
 
-    def __init__(self, config: RunConfig, image: ImageConfig, source: Source, model: nn.Module) -> None:
-        assert config.num_classes is not None, "num_classes is not resolved"
+    def __init__(
+        self, config: RunConfig, image: ImageConfig, source: Source, model: nn.Module, *, probes: bool = True
+    ) -> None:
         self.config = config
-        self.num_classes = config.num_classes
+        self.num_classes: int = vars(model)["num_classes"] if self.has_classes else 0
         self.image = image
         self.augment: AugmentConfig = config
         self.mix: MixConfig = config
         self.source = source
         self.model = model
-        self.evaluators = chosen_evaluators(config, source)
+        self.evaluators = chosen_evaluators(config, source) if probes else ()
         self.evaluates_outputs = bool(config.val_split or not config.zeroshot)
         figures = (*type(self).figures, *(evaluator.figure for evaluator in self.evaluators))
         if config.zeroshot:

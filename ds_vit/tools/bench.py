@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from ds_vit.engine.base import Engine
     from ds_vit.engine.step_guard import StepResult
     from ds_vit.tasks.metrics import Batch
-    from ds_vit.training.build_engine import EngineConfig
+    from ds_vit.training.run import Run
 
 # As many micro-batches of other samples take turns: what drop-path leaves out of a step is then no single draw's luck,
 # and the same in turns of as many steps.
@@ -148,12 +148,12 @@ def bench_step(
         stem if stems.count(stem) == 1 else path: resolve_engine([*words, "--deepspeed_config", path], process)
         for stem, path in zip(stems, deepspeed_configs, strict=True)
     }
-    precisions = sorted({engine.precision.name for engine in ours.values()})
+    precisions = sorted({run.engine.precision.name for run in ours.values()})
     if len(precisions) > 1:
         raise UserError(f"--deepspeed_config: files of one precision can be compared, not of {', '.join(precisions)}")
-    first = next(iter(ours.values()))
-    peers = peers or [default_peer(first.model.task, process.world_size)]
-    check_comparable(first, peers)
+    run = next(iter(ours.values()))
+    peers = peers or [default_peer(run.model.task, process.world_size)]
+    check_comparable(run, peers)
     compared = {name: {peer: peer for peer in peers} for name in ours}
     return measure_sides(words, ours, peers, compared, process, turns, steps)
 
@@ -163,13 +163,13 @@ def bench_step(
 
 def measure_sides(
     words: Sequence[str],
-    ours: Mapping[str, EngineConfig],
+    ours: Mapping[str, Run],
     peers: Sequence[str],
     compared: Mapping[str, Mapping[str, str]],
     process: Process,
     turns: int,
     steps: int,
-    make: Callable[[EngineConfig, torch.device, contextlib.ExitStack], Step] | None = None,
+    make: Callable[[Run, torch.device, contextlib.ExitStack], Step] | None = None,
 ) -> Bench:
     """Measure all sides, which are held at the same time (a collective).
 
@@ -183,27 +183,27 @@ def measure_sides(
         steps: steps per turn.
         make: a step of ours; `make_ours`, on random pixels, by default.
     """
-    config, make = next(iter(ours.values())), make or make_ours
-    configs = {**ours, **dict.fromkeys(peers, config)}
+    run, make = next(iter(ours.values())), make or make_ours
+    runs = {**ours, **dict.fromkeys(peers, run)}
     with ranks_met(process) as device, contextlib.ExitStack() as stack:
         free = memory_of_rank("", process, on_cpu=not is_accelerator(device))
-        stack.enter_context(MemoryAdvice(config, free).errors())
+        stack.enter_context(MemoryAdvice(run, free).errors())
         stack.enter_context(compiler_settings())
         prepared: dict[str, Prepared] = {}
-        for name, own in configs.items():
+        for name, own in runs.items():
             before = allocated_bytes(device)
             step = make(own, device, stack) if name in ours else make_peer(name, own, device)
             prepared[name] = prepare(step, own, before, device)
         sides = measure(prepared, turns, steps, device)
     return Bench(
-        model=config.model.spec.name,
+        model=run.model.spec.name,
         options=" ".join(words),
-        layout=str(config.layout),
+        layout=str(run.layout),
         device=device_name(device),
         threads=torch.get_num_threads(),
         versions=versions(),
-        global_batch=config.batch.global_batch,
-        precision=config.precision.name,
+        global_batch=run.batch.global_batch,
+        precision=run.engine.precision.name,
         ours={name: sides[name] for name in ours},
         peers={name: sides[name] for name in peers},
         ratios={
@@ -217,18 +217,18 @@ class Prepared(NamedTuple):
     """A side before it is timed: its step, its engine or that of its model, and what `Side` has of one step."""
 
     step: Step
-    config: EngineConfig
+    run: Run
     counts: StepCounts
     calls: int | None
     memory_bytes: int | None
 
 
-def prepare(step: Step, config: EngineConfig, before: int, device: torch.device) -> Prepared:
+def prepare(step: Step, run: Run, before: int, device: torch.device) -> Prepared:
     """Take a side's first steps, which compile, and count a later one.
 
     Args:
         step: of the side.
-        config: gives its model and the images of a step.
+        run: gives its model and the images of a step.
         before: bytes on an accelerator without this side, which the peak leaves out.
         device: of this rank.
     """
@@ -242,20 +242,20 @@ def prepare(step: Step, config: EngineConfig, before: int, device: torch.device)
         else:
             calls = count_calls(step)
         with torch.compiler.set_stance("force_eager"):  # torch cannot look into a graph
-            return Prepared(step, config, count_step(step), calls, peak)
+            return Prepared(step, run, count_step(step), calls, peak)
 
 
 def measure(sides: Mapping[str, Prepared], turns: int, steps: int, device: torch.device) -> dict[str, Side]:
     """Time sides that take turns of so many steps, and profile each (a collective)."""
     times, measured = _in_turns({name: side.step for name, side in sides.items()}, turns, steps, device), {}
-    for name, (step, config, counts, calls, memory) in sides.items():
+    for name, (step, run, counts, calls, memory) in sides.items():
         with _running(step):
             kernels = device_seconds(step, device)
         host, seconds = map(tuple, zip(*times[name], strict=True))
-        images, peak = config.batch.global_batch, peak_tflops(device, config.precision.name)
+        images, peak = run.batch.global_batch, peak_tflops(device, run.engine.precision.name)
         rate, mfu = images / min(seconds), None
         if peak:
-            flops = count_flops(config.model.whole, config.model.frozen).training
+            flops = count_flops(run.model.whole, run.model.frozen).training
             mfu = flops * rate / dist.get_world_size() / 1e12 / peak
         measured[name] = Side(images, seconds, host, rate, counts, calls, kernels, memory, mfu)
     return measured
@@ -270,8 +270,8 @@ def ranks_met(process: Process) -> Iterator[torch.device]:
         yield device_of(process.local_rank)
 
 
-def resolve_engine(words: Sequence[str], process: Process) -> EngineConfig:
-    """The engine of a run with these flags; its data only say how many classes there are.
+def resolve_engine(words: Sequence[str], process: Process) -> Run:
+    """A run with these flags; its data only say how many classes there are.
 
     Raises:
         UserError: what training with these flags would raise.
@@ -279,17 +279,18 @@ def resolve_engine(words: Sequence[str], process: Process) -> EngineConfig:
     quiet_deepspeed(False)
     from deepspeed.accelerator import get_accelerator
 
-    from ds_vit.training.build import resolve_parts
+    from ds_vit.training.resolve import resolve
+    from ds_vit.training.run import World
 
     words = ["--max-steps", "10", *words]
     task = find_task(*flags.parse(["--dataset", "digits", *words]))
     classes = ("--num-classes", "1000") if task.has_classes else ()
     config, explicit = flags.parse(["--dataset", "glyphs" if task.has_text else "digits", *classes, *words])
-    return resolve_parts(config, explicit, process, on_cpu=get_accelerator().device_name() == "cpu").engine
+    return resolve(config, explicit, World(process, get_accelerator().device_name() == "cpu"))
 
 
 def make_ours(
-    config: EngineConfig,
+    run: Run,
     device: torch.device,
     stack: contextlib.ExitStack,
     feed: Callable[[Engine], Iterator[Batch]] | None = None,
@@ -299,7 +300,7 @@ def make_ours(
     A collective; the engine is closed with the stack.
 
     Args:
-        config: of the engine.
+        run: of this rank.
         device: of this rank.
         stack: see above.
         feed: gives the micro-batches; random pixels by default.
@@ -307,13 +308,13 @@ def make_ours(
     from ds_vit.parallel.groups import build_groups
     from ds_vit.training.build_engine import build_engine
 
-    engine = build_engine(config, device, build_groups(config.layout))
+    engine = build_engine(run, device, build_groups(run.layout))
     stack.callback(engine.close)
-    batches = feed(engine) if feed else _random_batches(config, engine, device)
-    assert config.optimizer is not None, "training has an optimizer"
-    task, numbers = config.model.task, itertools.count(1)
+    batches = feed(engine) if feed else _random_batches(run, engine, device)
+    assert run.optimizer is not None, "training has an optimizer"
+    task, numbers = run.model.task, itertools.count(1)
     before: list[StepResult] = []
-    horizon = Horizon(_SCHEDULED_STEPS, 1, config.optimizer.weight_decay)
+    horizon = Horizon(_SCHEDULED_STEPS, 1, run.optimizer.weight_decay)
 
     def step() -> None:
         number = next(numbers)
@@ -324,10 +325,10 @@ def make_ours(
     return step
 
 
-def _random_batches(config: EngineConfig, engine: Engine, device: torch.device) -> Iterator[Batch]:
+def _random_batches(run: Run, engine: Engine, device: torch.device) -> Iterator[Batch]:
     """The same random pixels with other keys in turn, without end."""
-    rows = config.batch.micro_batch
-    batch = _random_batch(config, rows, engine.dtype, device)
+    rows = run.batch.micro_batch
+    batch = _random_batch(run, rows, engine.dtype, device)
     keys = torch.arange(_SETS_OF_KEYS * rows).split(rows)
     return itertools.cycle([{**batch, "keys": own.to(device), "keys_on_host": own} for own in keys])
 
@@ -337,10 +338,10 @@ def _running(step: Step) -> contextlib.AbstractContextManager[None]:
     return getattr(step, "running", contextlib.nullcontext)()
 
 
-def make_peer(name: str, config: EngineConfig, device: torch.device) -> Step:
+def make_peer(name: str, run: Run, device: torch.device) -> Step:
     """A peer's step on random pixels (a collective)."""
-    pixels = _random_batch(config, config.batch.global_batch // dist.get_world_size(), torch.float32, device)
-    return peer_step(name, config, pixels)
+    pixels = _random_batch(run, run.batch.global_batch // dist.get_world_size(), torch.float32, device)
+    return peer_step(name, run, pixels)
 
 
 def _ratio(ours: Side, peer: Side) -> Ratio:
@@ -366,9 +367,9 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), **{name: version(name) for name in ("torch", "timm", "deepspeed")}}
 
 
-def _random_batch(config: EngineConfig, rows: int, dtype: torch.dtype, device: torch.device) -> Batch:
+def _random_batch(run: Run, rows: int, dtype: torch.dtype, device: torch.device) -> Batch:
     """Random values of the task's fields: pixels as the model takes them, classes, and captions of full length."""
-    task, batch = config.model.task, {"keys": torch.arange(rows, device=device)}
+    task, batch = run.model.task, {"keys": torch.arange(rows, device=device)}
     for field in task.fields(training=True):
         if field.reads == "images":
             values = torch.randn(rows, *field.shape, device=device).to(field.dtype or dtype)

@@ -97,16 +97,15 @@ def bench_data(words: Sequence[str], images: int, process: Process | None = None
     """
     from deepspeed.accelerator import get_accelerator
 
-    from ds_vit.training.build import resolve_parts
-    from ds_vit.training.inputs import count_workers, reads_of
+    from ds_vit.training.inputs import input_config, with_workers
+    from ds_vit.training.resolve import resolve
+    from ds_vit.training.run import World
 
     config, explicit = flags.parse(words)
     process = process or discover()
     on_cpu = get_accelerator().device_name() == "cpu"
-    inputs = resolve_parts(config, explicit, process, on_cpu=on_cpu).inputs
-    if config.workers == "auto":
-        workers = count_workers(lambda rank: reads_of(inputs.task, inputs.layout, rank, training=True), process)
-        inputs = dataclasses.replace(inputs, data=dataclasses.replace(inputs.data, workers=workers))
+    run = resolve(config, explicit, World(process, on_cpu))
+    inputs = input_config(with_workers(run) if config.workers == "auto" else run)
     device = device_of(process.local_rank)
     samples = _samples(inputs.data, images)
     seconds = _stages(inputs, samples, device)

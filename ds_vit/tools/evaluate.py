@@ -36,7 +36,7 @@ from ds_vit.training.program import guarded, process_group
 from ds_vit.weights.files import StoredWeights, add_weights_arguments, find_weights
 
 if TYPE_CHECKING:
-    from ds_vit.training.build_engine import EngineConfig
+    from ds_vit.training.run import Run
 
 # What evaluation takes from the run's config.yaml. The layout is not among it: the ranks are other ones.
 _FROM_RUN = names_with(Scope.RECORDED)
@@ -142,41 +142,40 @@ def evaluate_weights(
         from ds_vit.monitoring.metrics import make_console, save_picture
         from ds_vit.parallel.groups import build_groups
         from ds_vit.training.auto_batch import MemoryAdvice, memory_of_rank
-        from ds_vit.training.build import resolve_parts
         from ds_vit.training.evaluation import Watch, build_and_evaluate
-        from ds_vit.training.inputs import count_workers, reads_of
+        from ds_vit.training.inputs import with_workers
+        from ds_vit.training.resolve import resolve
+        from ds_vit.training.run import World
 
         on_cpu = get_accelerator().device_name() == "cpu"
     with doing("listing the images, building the model", shown=process.rank == 0):
-        engine_config, inputs = resolve_parts(config, explicit, process, on_cpu=on_cpu, sources=sources)
-    task, layout = engine_config.model.task, engine_config.layout
-    initial = engine_config.model.initial_checkpoint
-    if initial is not None and (missing := _missing(engine_config.model.whole, task, initial.newly_initialised)):
+        run = resolve(config, explicit, World(process, on_cpu), sources)
+    task, initial = run.model.task, run.model.initial_checkpoint
+    if initial is not None and (missing := _missing(run.model.whole, task, initial.newly_initialised)):
         _evaluate_features_only(task, found, missing)
     _check_classes(found, task.class_names)
-    engine_config = dataclasses.replace(engine_config, json=engine_config.json.replace({}, MONITORS))
+    run = dataclasses.replace(run, engine=dataclasses.replace(run.engine, json=run.engine.json.replace({}, MONITORS)))
     started = time.perf_counter()
     pictures: dict[str, torch.Tensor] = {}
     with contextlib.ExitStack() as stack:
         stack.enter_context(process_group(process, on_cpu=on_cpu, again=again))
         free = memory_of_rank("", process, on_cpu=on_cpu)
-        stack.enter_context(MemoryAdvice(engine_config, free, inputs.data.eval_rows).errors())
+        stack.enter_context(MemoryAdvice(run, free).errors())
         if config.workers == "auto":
-            workers = count_workers(lambda rank: reads_of(task, layout, rank, training=False), process)
-            inputs = dataclasses.replace(inputs, data=dataclasses.replace(inputs.data, workers=workers))
+            run = with_workers(run)
         line = Line(make_console() if process.rank == 0 else None)
-        groups = build_groups(layout)
+        groups = build_groups(run.layout)
         watch = Watch(show=pictures.update, doing=line.doing)
-        engine, figures = build_and_evaluate(engine_config, inputs, device_of(process.local_rank), groups, watch)
-        result = {"source": str(source), **_about(engine_config, found, config), **figures}
-        result["skipped_images"] = len(inputs.data.validation) - figures["images"]
+        engine, figures = build_and_evaluate(run, device_of(process.local_rank), groups, watch)
+        result = {"source": str(source), **_about(run, found), **figures}
+        result["skipped_images"] = len(run.data.validation) - figures["images"]
         result["seconds"] = time.perf_counter() - started
         if dist.get_rank() == 0:
             replaced = _other_data_in(file, result)
             write_json(file, result)
             for name, pixels in pictures.items():
                 save_picture(pixels, RunFolder(file.parent).picture(name))
-            _show(engine_config, found, f"{file}{replaced}", result)
+            _show(run, found, f"{file}{replaced}", result)
         engine.close()
     return result
 
@@ -212,17 +211,18 @@ def _check_classes(found: StoredWeights, of_data: tuple[str, ...]) -> None:
     )
 
 
-def _about(engine: EngineConfig, found: StoredWeights, config: flags.RunConfig) -> dict[str, Any]:
+def _about(run: Run, found: StoredWeights) -> dict[str, Any]:
     """What the figures are of."""
     from ds_vit.models.zoo import num_parameters
 
+    config = run.config
     return {
         "weights": found.kind,
         "file": str(found.path),
         "model": config.model,
-        "num_parameters": num_parameters(engine.model.whole),
-        "layout": dataclasses.asdict(engine.layout),
-        "precision": engine.precision.name,
+        "num_parameters": num_parameters(run.model.whole),
+        "layout": dataclasses.asdict(run.layout),
+        "precision": run.engine.precision.name,
         "data": config.dataset or config.data_dir,
         "val_split": config.val_split,
         **({"zeroshot": config.zeroshot, "zeroshot_templates": config.zeroshot_templates} if config.zeroshot else {}),
@@ -266,15 +266,15 @@ def _other_data_in(file: Path, result: Mapping[str, Any]) -> str:
     return ""
 
 
-def _show(config: EngineConfig, found: StoredWeights, written: str, result: Mapping[str, Any]) -> None:
+def _show(run: Run, found: StoredWeights, written: str, result: Mapping[str, Any]) -> None:
     """The table that a person reads."""
     from ds_vit.monitoring.metrics import make_console, print_table
 
     skipped = f", {result['skipped_images']} skipped" if result["skipped_images"] else ""
     rows = [
-        ("model", f"{config.model.spec.name}, {config.layout}, {config.precision.name}"),
+        ("model", f"{run.model.spec.name}, {run.layout}, {run.engine.precision.name}"),
         ("weights", f"{found.path} ({found.kind})"),
-        *((figure.label, figure.value(result, more_digits=1)) for figure in config.model.task.figures),
+        *((figure.label, figure.value(result, more_digits=1)) for figure in run.model.task.figures),
         ("images", f"{result['images']:,}{skipped}"),
         ("written to", written),
     ]

@@ -48,7 +48,7 @@ from ds_vit.training.program import guarded
 if TYPE_CHECKING:
     import torch
 
-    from ds_vit.training.build_engine import EngineConfig
+    from ds_vit.training.run import Run
 
 TRAIN = Path(ds_vit.__file__).parents[1] / "launch" / "train.py"
 
@@ -287,9 +287,9 @@ def compare(options: argparse.Namespace, values: Mapping[str, Any], folder: Path
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(options.ranks)]
     launcher = shlex.split(options.launcher) if options.launcher else torchrun
     verbose = bool(values.get("verbose"))
-    reference, layouts, engine = resolve_layouts(options, values, folder)
-    batch = engine.batch.global_batch
-    say(f"{engine.model.spec.name}, {options.ranks} ranks, global batch {batch}, {options.steps} steps")
+    reference, layouts, run = resolve_layouts(options, values, folder)
+    batch = run.batch.global_batch
+    say(f"{run.model.spec.name}, {options.ranks} ranks, global batch {batch}, {options.steps} steps")
     if not options.own_optimizer:
         say("SGD, learning rate 0.3, norm clipped to 0.1 (a probe; --own-optimizer keeps the JSON's optimizer)")
     if idle := values.keys() & (
@@ -324,7 +324,7 @@ def compare(options: argparse.Namespace, values: Mapping[str, Any], folder: Path
 
 def resolve_layouts(
     options: argparse.Namespace, values: Mapping[str, Any], folder: Path
-) -> tuple[LayoutRun, list[LayoutRun], EngineConfig]:
+) -> tuple[LayoutRun, list[LayoutRun], Run]:
     """Check every layout and write its flags and JSON; nothing is started.
 
     Returns:
@@ -335,30 +335,30 @@ def resolve_layouts(
     """
     as_in_json = resolve_layout(options, values, parse_layout("zero1"), None, folder / "json")
     # fp16 skips steps while it looks for its loss scale: only fp16 does the same.
-    in_fp16 = as_in_json.precision.name.endswith("fp16")
+    in_fp16 = as_in_json.engine.precision.name.endswith("fp16")
     reference, layouts = options.reference or parse_layout("zero1" if in_fp16 else "zero1 fp32"), []
-    engine = resolve_layout(options, values, reference, None, folder / "reference")
+    run = resolve_layout(options, values, reference, None, folder / "reference")
     stage = options.json.zero_stage
     for number, layout in enumerate(options.layouts or default_layouts(options.ranks, stage=stage)):
         try:
-            json = resolve_layout(options, values, layout, engine, folder / str(number)).json
+            json = resolve_layout(options, values, layout, run, folder / str(number)).engine.json
         except UserError as error:
             layout.problem, json = str(error), None
         # A default layout that is the reference's would be compared with itself.
-        if options.layouts is not None or json != engine.json or layout.text != reference.text:
+        if options.layouts is not None or json != run.engine.json or layout.text != reference.text:
             layouts.append(layout)
     if options.layouts is not None and any(layout.problem for layout in layouts):
         raise UserError("; ".join(f"layout {layout.name!r}: {layout.problem}" for layout in layouts if layout.problem))
-    return reference, layouts, engine
+    return reference, layouts, run
 
 
 def resolve_layout(
     options: argparse.Namespace,
     values: Mapping[str, Any],
     layout: LayoutRun,
-    reference: EngineConfig | None,
+    reference: Run | None,
     folder: Path,
-) -> EngineConfig:
+) -> Run:
     """One layout: the user's flags and JSON with what this layout changes, written to files and checked.
 
     Args:
@@ -373,7 +373,8 @@ def resolve_layout(
     """
     from deepspeed.accelerator import get_accelerator
 
-    from ds_vit.training.build import resolve_parts
+    from ds_vit.training.resolve import resolve
+    from ds_vit.training.run import World
 
     changed: dict[str, Any] = {}
     left_out: list[str] = []
@@ -403,17 +404,17 @@ def resolve_layout(
     (folder / "layout.yaml").write_text(flags.to_yaml(recipe), encoding="utf-8")
     try:
         rank = Process("env", 0, options.ranks, 0, options.ranks)
-        on_cpu = get_accelerator().device_name() == "cpu"
-        engine = resolve_parts(*flags.from_values(recipe), rank, on_cpu=on_cpu).engine
+        world = World(rank, get_accelerator().device_name() == "cpu")
+        run = resolve(*flags.from_values(recipe), world)
     except UserError as error:
         text = str(error).replace(str(file), values["deepspeed_config"])
         raise UserError(text if reference is not None else f"reference {layout.name!r}: {text}") from None
-    layout.precision = engine.precision.name
+    layout.precision = run.engine.precision.name
     # Without --rtol those of the coarser number format.
-    precisions = [one.precision.name for one in (engine, reference) if one]
+    precisions = [one.engine.precision.name for one in (run, reference) if one]
     layout.limits = (options.rtol,) * 3 if options.rtol is not None else max(TOLERANCES[name] for name in precisions)
-    layout.text = f"{engine.text}, {engine.batch.micro_batch} x {engine.batch.accumulation} per replica"
-    return engine
+    layout.text = f"{run.text}, {run.batch.micro_batch} x {run.batch.accumulation} per replica"
+    return run
 
 
 def train(layout: LayoutRun, what: str, launcher: Sequence[str], steps: int, *, verbose: bool) -> None:

@@ -17,10 +17,10 @@ from ds_vit.engine.patches import replaced
 from ds_vit.fault_tolerance.errors import UserError, first_line
 from ds_vit.models import compiled
 from ds_vit.models.text_tower import ContrastiveModel
+from ds_vit.optim.settings import Optimizer
 from ds_vit.tasks.metrics import Batch
 from ds_vit.tasks.task import Task
-from ds_vit.training.build_engine import EngineConfig
-from ds_vit.training.resolve.optimizer import OptimizerConfig
+from ds_vit.training.run import Run
 from ds_vit.weights.two_towers import open_clip_text
 
 COMPILED = "-compiled"
@@ -84,13 +84,13 @@ def check_peer(name: str, world_size: int) -> None:
         raise UserError(f"--against {name} is one process, and the launcher started {world_size}; use ddp or fsdp2")
 
 
-def check_comparable(engine: EngineConfig, peers: Sequence[str]) -> None:
+def check_comparable(run: Run, peers: Sequence[str]) -> None:
     """Refuse what ours would do and the peers would not.
 
     Raises:
         UserError: names it.
     """
-    config, precision = engine.model.task.config, engine.precision.name
+    config, precision = run.model.task.config, run.engine.precision.name
     ours_alone = {
         "--freeze": config.freeze,
         "--linear-probe": config.linear_probe,
@@ -113,32 +113,32 @@ def check_comparable(engine: EngineConfig, peers: Sequence[str]) -> None:
         raise UserError(
             f"bench step: {', '.join(wrong)} cannot train --task {config.task}; choose among {', '.join(able)}"
         )
-    pairs = engine.model.task.has_text
-    if pairs and engine.model.whole.text.settings.pool == "map":
+    pairs = run.model.task.has_text
+    if pairs and run.model.whole.text.settings.pool == "map":
         raise UserError("bench step: open_clip has no --text-pool map; drop it")
     if pairs and config.model_kwargs:
         raise UserError("bench step: open_clip passes no --model-kwargs to timm; choose another --model instead")
     if "fp16" in precision:
         raise UserError(f"bench step: the peers compute in fp32 or bf16, and the JSON says {precision}")
-    assert engine.optimizer is not None, "training has an optimizer"
-    if (cls := engine.optimizer.cls) not in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD):
+    assert run.optimizer is not None, "training has an optimizer"
+    if (cls := run.optimizer.cls) not in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD):
         raise UserError(f"bench step: the peers take Adam, AdamW or SGD, and the JSON says {cls.__name__}")
 
 
-def peer_step(name: str, engine: EngineConfig, batch: Batch) -> Callable[[], None]:
+def peer_step(name: str, run: Run, batch: Batch) -> Callable[[], None]:
     """An optimizer step with the engine's model, optimizer, precision and clipping (a collective of all ranks).
 
     Fused where torch has that for the optimizer; 16 bits by autocast, or by FSDP2's own policy.
 
     Args:
         name: of `PEERS`.
-        engine: of a run.
+        run: of this rank.
         batch: of this rank for the whole step: fp32 "images" [B, C, height, width], and "targets" int64 [B] or "texts"
             int64 [B, L]; or crops, as `--task dino` has them.
     """
     kind = name.removesuffix(COMPILED)
     make = {"open_clip": _open_clip_step, "lightly": _lightly_step}.get(kind, partial(_classification_step, kind))
-    step = make(engine, batch, name != kind)
+    step = make(run, batch, name != kind)
 
     def with_own_linear() -> None:
         with own_linear():
@@ -147,16 +147,16 @@ def peer_step(name: str, engine: EngineConfig, batch: Batch) -> Callable[[], Non
     return with_own_linear
 
 
-def _classification_step(kind: str, engine: EngineConfig, batch: Batch, compiles: bool) -> Callable[[], None]:
+def _classification_step(kind: str, run: Run, batch: Batch, compiles: bool) -> Callable[[], None]:
     import timm
 
-    optimizer, half = engine.optimizer, engine.precision.name != "fp32"
+    optimizer, half = run.optimizer, run.engine.precision.name != "fp32"
     assert optimizer is not None, "training has an optimizer"
-    config = engine.model.task.config
-    options: dict[str, Any] = {"drop_path_rate": config.drop_path, "num_classes": config.num_classes}
+    config = run.model.task.config
+    options: dict[str, Any] = {"drop_path_rate": config.drop_path, "num_classes": run.model.task.num_classes}
     options |= {"drop_rate": config.drop, **config.model_kwargs}
-    if config.img_size:
-        options["img_size"] = config.img_size
+    if run.model.spec.img_size:
+        options["img_size"] = run.model.spec.img_size
     images, targets = batch["images"], batch["targets"]
     model = timm.create_model(config.model, **options).to(images.device).train()
     if compiles and kind == "timm":
@@ -180,7 +180,7 @@ def _classification_step(kind: str, engine: EngineConfig, batch: Batch, compiles
     return step
 
 
-def _optimizer_of(model: nn.Module, optimizer: OptimizerConfig) -> torch.optim.Optimizer:
+def _optimizer_of(model: nn.Module, optimizer: Optimizer) -> torch.optim.Optimizer:
     """The engine's optimizer, fused, with weight decay of matrices only."""
     import timm
 
@@ -188,7 +188,7 @@ def _optimizer_of(model: nn.Module, optimizer: OptimizerConfig) -> torch.optim.O
     return optimizer.cls(groups, **{**optimizer.arguments, "lr": optimizer.lr, "fused": True})
 
 
-def _open_clip_model(engine: EngineConfig) -> nn.Module:
+def _open_clip_model(run: Run) -> nn.Module:
     """open_clip's model of the engine's towers, on the CPU.
 
     Raises:
@@ -198,13 +198,13 @@ def _open_clip_model(engine: EngineConfig) -> nn.Module:
         from open_clip.model import CustomTextCLIP
     except ImportError as error:
         raise UserError(f"--against open_clip needs pip install open_clip_torch ({first_line(error)})") from None
-    whole, spec = engine.model.whole, engine.model.spec
+    whole, spec = run.model.whole, run.model.spec
     assert isinstance(whole, ContrastiveModel)
     image_settings = {
         "timm_model_name": spec.name,
         "timm_pool": "",
         "timm_drop_path": spec.drop_path,
-        "image_size": engine.model.image.img_size,
+        "image_size": run.model.image.img_size,
     }
     scale, *bias = whole.text.initial_logits
     return CustomTextCLIP(
@@ -217,17 +217,17 @@ def _open_clip_model(engine: EngineConfig) -> nn.Module:
     )
 
 
-def _open_clip_step(engine: EngineConfig, batch: Batch, compiles: bool) -> Callable[[], None]:
+def _open_clip_step(run: Run, batch: Batch, compiles: bool) -> Callable[[], None]:
     """A step of open_clip's model, loss and accumulation: it caches the features of all micro-batches, and compares
     each micro-batch's, computed again, with the cache (`--accum-freq`, `--local-loss`, `--gather-with-grad`).
     """
-    model, optimizer, device = _open_clip_model(engine), engine.optimizer, batch["images"].device
+    model, optimizer, device = _open_clip_model(run), run.optimizer, batch["images"].device
     from open_clip.loss import ClipLoss, SigLipLoss
 
     assert optimizer is not None, "training has an optimizer"
-    world, half = dist.get_world_size(), engine.precision.name != "fp32"
+    world, half = dist.get_world_size(), run.engine.precision.name != "fp32"
     ranks = {"rank": dist.get_rank(), "world_size": world}
-    clip_loss = engine.model.task.config.task == "clip"
+    clip_loss = run.model.task.config.task == "clip"
     loss = ClipLoss(local_loss=True, gather_with_grad=True, **ranks) if clip_loss else SigLipLoss(**ranks)
     peer = model.to(device).train()
     if compiles:
@@ -235,7 +235,7 @@ def _open_clip_step(engine: EngineConfig, batch: Batch, compiles: bool) -> Calla
     if world > 1:
         peer = _WRAPPERS["ddp"](peer, half)
     torchs = _optimizer_of(model, optimizer)
-    pieces = engine.batch.accumulation
+    pieces = run.batch.accumulation
     micro_batches = list(zip(batch["images"].chunk(pieces), batch["texts"].chunk(pieces), strict=True))
 
     def outputs(number: int) -> dict[str, torch.Tensor]:
@@ -278,15 +278,16 @@ class _MultiCrop(nn.Module):
 
     Args:
         config: of the run.
+        img_size: of the ViT; its own where None.
         drop_path: of the ViT.
     """
 
-    def __init__(self, config: Any, drop_path: float) -> None:
+    def __init__(self, config: Any, img_size: Any, drop_path: float) -> None:
         super().__init__()
         import timm
         from lightly.models.modules import DINOProjectionHead
 
-        options = {"img_size": config.img_size} if config.img_size else {}
+        options: dict[str, Any] = {"img_size": img_size} if img_size else {}
         options |= {"drop_path_rate": drop_path, **config.model_kwargs}
         self.backbone = timm.create_model(config.model, num_classes=0, dynamic_img_size=True, **options)
         widths = (self.backbone.num_features, config.head_hidden_dim, config.head_bottleneck_dim)
@@ -297,7 +298,7 @@ class _MultiCrop(nn.Module):
         return self.head(torch.cat([self.backbone(of_size.transpose(0, 1).flatten(0, 1)) for of_size in crops]))
 
 
-def _lightly_step(engine: EngineConfig, batch: Batch, compiles: bool) -> Callable[[], None]:
+def _lightly_step(run: Run, batch: Batch, compiles: bool) -> Callable[[], None]:
     """A step of DINO with lightly's head, loss and momentum.
 
     Raises:
@@ -308,11 +309,12 @@ def _lightly_step(engine: EngineConfig, batch: Batch, compiles: bool) -> Callabl
         from lightly.models.utils import update_momentum
     except ImportError as error:
         raise UserError(f"--against lightly needs pip install lightly ({first_line(error)})") from None
-    optimizer, config = engine.optimizer, engine.model.task.config
+    optimizer, config = run.optimizer, run.model.task.config
     assert optimizer is not None, "training has an optimizer"
-    half, device = engine.precision.name != "fp32", batch["images"].device
-    student = _MultiCrop(config, config.drop_path).to(device).train()
-    teacher = _MultiCrop(config, 0.0).to(device)
+    half, device = run.engine.precision.name != "fp32", batch["images"].device
+    size = run.model.spec.img_size
+    student = _MultiCrop(config, size, config.drop_path).to(device).train()
+    teacher = _MultiCrop(config, size, 0.0).to(device)
     teacher.load_state_dict(student.state_dict())
     teacher.requires_grad_(False)
     if compiles:

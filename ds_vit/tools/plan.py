@@ -178,12 +178,12 @@ class TaskSearch(Search):
         self.cost = cost
         if (request.pp or 1) > 1 or (request.tp or 1) > 1:
             raise UserError(
-                f"--recipe: --task {cost.config.model.task.name} is planned with --pp 1 --tp 1 only; drop them"
+                f"--recipe: --task {cost.run.model.task.name} is planned with --pp 1 --tp 1 only; drop them"
             )
         super().__init__(request)
 
     def describe(self) -> None:
-        self.model, self.depth, self.degrees = self.cost.config.model.whole, 0, [1]
+        self.model, self.depth, self.degrees = self.cost.run.model.whole, 0, [1]
 
     def _stages(self, tp: int) -> list[int]:
         return [1]
@@ -196,13 +196,14 @@ class TaskSearch(Search):
         return self.cost.rules_of(json, layout, checkpointing)
 
     def _training_flops(self) -> int:
-        return count_flops(self.model, self.cost.config.model.frozen).training
+        return count_flops(self.model, self.cost.run.model.frozen).training
 
 
 def cost_of_run(arguments: argparse.Namespace, request: PlanRequest) -> Cost:
     """The cost of a run of the recipe on one rank; its data only say how many classes there are."""
-    from ds_vit.training.build import resolve_parts  # which imports DeepSpeed
-    from ds_vit.training.cost import Cost
+    from ds_vit.training.cost import Cost  # which imports DeepSpeed
+    from ds_vit.training.resolve import resolve
+    from ds_vit.training.run import World
 
     given: dict[str, Any] = {"pp": 1, "tp": 1, "grad_checkpointing": "", "batch_size": 2, "max_steps": 10}
     given |= {"deepspeed_config": json_at_stage(request.json, 1).dump(), "dataset": "digits"}
@@ -213,8 +214,8 @@ def cost_of_run(arguments: argparse.Namespace, request: PlanRequest) -> Cost:
     given |= {"dataset": "glyphs"} if task.has_text else {}
     given |= {"num_classes": request.spec.num_classes} if task.has_classes else {}
     config, explicit = from_values(given, arguments.recipe)
-    one_rank = Process("none", 0, 1, 0, 1)
-    return Cost(resolve_parts(config, explicit, one_rank, on_cpu=False, with_weights=False).engine)
+    one_rank = World(Process("none", 0, 1, 0, 1), on_cpu=False)
+    return Cost(resolve(config, explicit, one_rank, with_weights=False))
 
 
 # Output

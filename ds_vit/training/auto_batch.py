@@ -32,8 +32,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
-from ds_vit.config.batch import BatchSizes, ways_to_share
-from ds_vit.config.deepspeed_rules import with_fp32_sums
+from ds_vit.config.batch import KEYS, BatchSizes, ways_to_share
 from ds_vit.config.units import in_words, parse_bytes
 from ds_vit.device import free_bytes
 from ds_vit.engine.start import device_of
@@ -47,8 +46,9 @@ from ds_vit.parallel.tensor.collectives import TensorParallel
 from ds_vit.planner.counting import cost_key, kept_by_layers
 from ds_vit.planner.memory import on_device
 from ds_vit.tasks.task import ChainTask
-from ds_vit.training.build_engine import EngineConfig
 from ds_vit.training.cost import UNPREDICTABLE, Cost
+from ds_vit.training.resolve.deepspeed import sum_micro_batches
+from ds_vit.training.run import Run
 
 # An estimate lacks some temporary memory. On a CPU, ViT-S in fp32 grew by 15 to 21 % more than its estimate; there is
 # no error to catch: the system kills a process that uses too much.
@@ -93,38 +93,36 @@ class MemoryAdvice:
     """The memory of a rank: what is free for it, and which settings of this run lower its need.
 
     Attributes:
-        config: of the engine.
+        run: of this rank.
         free: before the model is built.
-        eval_rows: images of an evaluation's batch; 0 where nothing is evaluated.
-        auto_batch: the run chooses its micro-batch itself.
     """
 
-    config: EngineConfig
+    run: Run
     free: Memory
-    eval_rows: int = 0
-    auto_batch: bool = False
 
     @property
     def remedies(self) -> str:
         """The flags that lower the memory of this run."""
-        config, batch, task = self.config, self.config.batch, self.config.model.task
-        stage, dp, pp = config.zero_stage, config.layout.dp, config.layout.pp
+        run, batch, task = self.run, self.run.batch, self.run.model.task
+        stage, dp, pp = run.engine.zero_stage, run.layout.dp, run.layout.pp
         found = []
-        if config.optimizer is not None:
-            if isinstance(task, ChainTask) and not self.auto_batch and len(legal(config)) > 1:
+        if run.optimizer is not None:
+            if isinstance(task, ChainTask) and not run.config.auto_batch and len(legal(run)) > 1:
                 found.append("--auto-batch in place of -b")
             if smaller := [way for way in ways_to_share(batch.global_batch, dp) if way.micro_batch < batch.micro_batch]:
                 way = smaller[-1]
                 found.append(f"-b {way.micro_batch} --grad-accum-steps {way.accumulation} (the same global batch)")
             if "grad_checkpointing" not in task.refused_flags:
-                if not config.checkpointing.interval:
+                if not run.engine.checkpointing.interval:
                     found.append("--grad-checkpointing")
-                elif config.checkpointing.selective:
+                elif run.engine.checkpointing.selective:
                     found.append("--grad-checkpointing full")
             if dp > 1 and stage < (1 if pp > 1 else 3):
                 found.append(f"--set zero_optimization.stage={stage + 1}")
-        if self.eval_rows > (batch.micro_batch if config.optimizer is not None else 1):
-            found.append(f"--validation-batch-size {self.eval_rows // 2}")
+        evaluates = run.data.val_source is not None or run.data.zeroshot is not None
+        rows = run.data.eval_rows if evaluates else 0
+        if rows > (batch.micro_batch if run.optimizer is not None else 1):
+            found.append(f"--validation-batch-size {rows // 2}")
         return ", ".join(found or ["more ranks or hosts, or a smaller --model"])
 
     def warning(self, needed: int) -> list[tuple[str, str]]:
@@ -141,45 +139,38 @@ class MemoryAdvice:
     def _advise(self, of_loader: bool) -> str:
         numbers = f"{in_words(self.free.bytes)} were {self.free.whose} at the start"
         with contextlib.suppress(*UNPREDICTABLE):
-            numbers = f"{in_words(Cost(self.config).fullest(self.config.batch).together)} per rank predicted, {numbers}"
+            numbers = f"{in_words(Cost(self.run).fullest(self.run.batch).together)} per rank predicted, {numbers}"
         return f"{numbers}; try {'fewer --workers, ' if of_loader else ''}{self.remedies}"
 
 
-Choice = tuple[BatchSizes, str]
-"""The batch arithmetic with the micro-batch that fits, and a line that says why."""
-
-
-def choose_batch(config: EngineConfig, memory: str, process: Process, *, on_cpu: bool) -> Choice:
+def choose_batch(run: Run, *, on_cpu: bool) -> Run:
     """Choose by estimates, before the ranks meet: for --dry-run, and where every rank gets the same result.
 
     Args:
-        config: of the engine, with any legal batch.
-        memory: --memory; "" for what is free.
-        process: this rank.
+        run: with any legal batch.
         on_cpu: there is no accelerator.
 
     Raises:
         UserError: not one image fits.
     """
-    config = _with_sums(config)
-    return _choice(config, by_estimate(config, memory_of_rank(memory, process, on_cpu=on_cpu)), memory)
+    return _choose(run, by_estimate(_with_sums(run), memory_of_rank(run.config.memory, run.process, on_cpu=on_cpu)))
 
 
-def agree_on_batch(config: EngineConfig, memory: str, process: Process, *, on_cpu: bool) -> Choice:
+def agree_on_batch(run: Run, *, on_cpu: bool) -> Run:
     """Choose the micro-batch that fits on every rank (a collective); the arguments are those of `choose_batch`.
 
     Raises:
         UserError: not one image fits on some rank, or the trial of a rank failed; on all ranks alike.
     """
-    config = _with_sums(config)
+    summed = _with_sums(run)
     found: Found | str
     try:
-        room = memory_of_rank(memory, process, on_cpu=on_cpu)
+        room = memory_of_rank(run.config.memory, run.process, on_cpu=on_cpu)
         if on_cpu:
-            found = by_estimate(config, room)
+            found = by_estimate(summed, room)
         else:
-            with TrialStep(config, device_of(process.local_rank)) as trial:
-                found = by_trying(config, room, trial)
+            with TrialStep(summed, device_of(run.process.local_rank)) as trial:
+                found = by_trying(summed, room, trial)
     except Exception as error:  # the other ranks wait for an answer
         if not is_out_of_memory(error):
             traceback.print_exc()
@@ -188,48 +179,49 @@ def agree_on_batch(config: EngineConfig, memory: str, process: Process, *, on_cp
     if failures := [answer for answer in answers if isinstance(answer, str)]:
         raise UserError(f"--auto-batch could not try a micro-batch: {failures[0]}; give one by -b")
     of_ranks = [answer for answer in answers if isinstance(answer, Found)]
-    return _choice(config, min(of_ranks, key=lambda found: (found.micro_batch, -found.needs)), memory)
+    return _choose(run, min(of_ranks, key=lambda found: (found.micro_batch, -found.needs)))
 
 
-def legal(config: EngineConfig) -> tuple[BatchSizes, ...]:
+def legal(run: Run) -> tuple[BatchSizes, ...]:
     """The batch arithmetics to choose from, by rising micro-batch; see the head of this file."""
-    batch, pp = config.batch, config.layout.pp
-    if not isinstance(config.model.task, ChainTask):
+    batch, pp = run.batch, run.layout.pp
+    if not isinstance(run.model.task, ChainTask):
         return (batch,)  # the loss may couple the samples of a batch
     ways = ways_to_share(batch.global_batch, batch.dp)
     return tuple(way for way in ways if way.accumulation >= pp or way.micro_batch == 1)
 
 
-def _with_sums(config: EngineConfig) -> EngineConfig:
+def _with_sums(run: Run) -> Run:
     """With the gradients in the type that the most micro-batches would be summed in."""
-    most = max(batch.accumulation for batch in legal(config))
-    return replace(config, json=with_fp32_sums(config.json, config.precision, most))
+    most = max(legal(run), key=lambda batch: batch.accumulation)
+    json, _ = sum_micro_batches(run.engine.json, run.engine.precision, most)
+    return replace(run, engine=replace(run.engine, json=json))
 
 
-def by_estimate(config: EngineConfig, memory: Memory) -> Found:
+def by_estimate(run: Run, memory: Memory) -> Found:
     """The largest micro-batch whose estimate, with a quarter more, is within `memory` in every pipeline stage."""
-    cost = Cost(config)
-    return by_trying(config, memory, lambda batch: round(_ALLOWANCE * cost.fullest(batch).together), _ESTIMATED)
+    cost = Cost(run)
+    return by_trying(run, memory, lambda batch: round(_ALLOWANCE * cost.fullest(batch).together), _ESTIMATED)
 
 
-def by_trying(config: EngineConfig, memory: Memory, try_one: Try, how: str = "measured") -> Found:
+def by_trying(run: Run, memory: Memory, try_one: Try, how: str = "measured") -> Found:
     """The largest micro-batch with which `try_one` runs and stays within `memory`; smaller ones are tried first.
 
     Args:
-        config: of the engine.
+        run: of this rank.
         memory: bytes that this rank may take.
         try_one: raises torch.OutOfMemoryError where the device has too little.
         how: `try_one` gets its numbers, for people.
     """
     fits, needs = 0, 0
-    for batch in legal(config):
+    for batch in legal(run):
         try:
             taken = try_one(batch)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
             # The device has not said how much more it would have taken: what was measured, and the estimate's step.
-            stage, before = Cost(config).stages[config.stage], replace(batch, micro_batch=fits)
+            stage, before = Cost(run).stages[run.stage], replace(batch, micro_batch=fits)
             step = stage.on_device(batch).together - (stage.on_device(before).together if fits else 0)
             return Found(fits, needs or step, batch.micro_batch, needs + step, memory, how if fits else _ESTIMATED)
         if taken > memory.bytes:
@@ -276,23 +268,23 @@ def _free_memory(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/s
     return free
 
 
-def _choice(config: EngineConfig, found: Found, memory: str) -> Choice:
-    """The batch that fits, with a line that says why.
+def _choose(run: Run, found: Found) -> Run:
+    """The run with the batch that fits, and a line that says why.
 
     Raises:
         UserError: not one image fits.
     """
     there = f"{in_words(found.memory.bytes)} per rank ({found.memory.whose})"
-    batches = {batch.micro_batch: batch for batch in legal(config)}
+    batches = {batch.micro_batch: batch for batch in legal(run)}
     if not found.micro_batch:
         smallest = min(batches)
-        cost = Cost(config)
+        cost = Cost(_with_sums(run))
         states = max(on_device(stage.states(), cost.rules).states for stage in cost.stages)
         raise UserError(
             f"--auto-batch: not even a micro-batch of {smallest} fits: it needs {in_words(found.needs)} ({found.how}), "
             f"{in_words(states)} of it for weights, gradients and the optimizer, and there are {there}; use a higher "
             "ZeRO stage, --grad-checkpointing, offload, more --pp or --tp, or a smaller --model"
-            + (", or give more by --memory" if memory else "")
+            + (", or give more by --memory" if run.config.memory else "")
         )
     batch = batches[found.micro_batch]
     if found.larger is not None:
@@ -300,9 +292,25 @@ def _choice(config: EngineConfig, found: Found, memory: str) -> Choice:
     elif batch.accumulation == 1:
         then = "it is a rank's whole share of the batch"
     else:
-        then = f"a larger one would leave fewer micro-batches than the {config.layout.pp} pipeline stages"
+        then = f"a larger one would leave fewer micro-batches than the {run.layout.pp} pipeline stages"
     note = f"--auto-batch: {batch}; {in_words(found.needs)} ({found.how}) of {there}; {then}"
-    return batch, note
+    return _with_batch(run, batch, note)
+
+
+def _with_batch(run: Run, batch: BatchSizes, note: str) -> Run:
+    """The same run in other micro-batches of the same global batch; lines for people name the new ones."""
+    share = replace(run.data.share, micro_batch=batch.micro_batch, accumulation=batch.accumulation)
+    lines = tuple(line.replace(str(run.batch), str(batch)) for line in run.data.notes)
+    rows = run.config.validation_batch_size or batch.micro_batch
+    json, summed = sum_micro_batches(run.engine.json, run.engine.precision, batch)
+    engine = replace(
+        run.engine,
+        json=json.replace(batch.as_json()),
+        origins={**run.engine.origins, **dict.fromkeys(KEYS[1:], "--auto-batch")},
+        notes=tuple(dict.fromkeys((*run.engine.notes, *summed))),
+    )
+    data = replace(run.data, share=share, eval_rows=rows, notes=(*lines, note))
+    return replace(run, batch=batch, data=data, engine=engine)
 
 
 # ---- a trial on a device ---------------------------------------------------------------------------------------------
@@ -321,23 +329,23 @@ class TrialStep(contextlib.AbstractContextManager["TrialStep"]):
     gaps and other temporary memory of a step.
 
     Args:
-        config: of the engine.
+        run: of this rank.
         device: of the training.
     """
 
-    def __init__(self, config: EngineConfig, device: torch.device) -> None:
-        self.config, self.device = config, device
-        cost, task = Cost(config), config.model.task
+    def __init__(self, run: Run, device: torch.device) -> None:
+        self.run, self.device = run, device
+        cost, task = Cost(run), run.model.task
         self.cost = cost
-        self.stage = cost.stages[config.stage]
-        start, stop = config.model.bounds[config.stage : config.stage + 2]
-        self.inputs = kept_by_layers(config.model.whole, cost.layers, config.dtype)[start].inputs
+        self.stage = cost.stages[run.stage]
+        start, stop = run.model.bounds[run.stage : run.stage + 2]
+        self.inputs = kept_by_layers(run.model.whole, cost.layers, run.engine.dtype)[start].inputs
         self.layers = self._build(cost.layers[start:stop], start)
         assert isinstance(task, ChainTask), "resolve_model rejects --auto-batch for other tasks"
-        tp = TensorParallel(0, config.layout.tp, None, config.sequence_parallel)
-        self.loss = task.loss(tp if config.model.class_parallel else None)
+        tp = TensorParallel(0, run.layout.tp, None, run.config.sequence_parallel)
+        self.loss = task.loss(tp if run.model.class_parallel else None)
         built = nn.ModuleList(dict.fromkeys(self.layers))
-        here = 0 if config.zero_stage == 3 else sum(p.numel() * p.element_size() for p in built.parameters())
+        here = 0 if run.engine.zero_stage == 3 else sum(p.numel() * p.element_size() for p in built.parameters())
         states = on_device(self.stage.states(), cost.rules).states + self._bytes_of_zero()
         self.margin = round(_STAYS_FREE * get_accelerator().total_memory(device.index))
         self.held_bytes = max(0, states - here)
@@ -351,7 +359,7 @@ class TrialStep(contextlib.AbstractContextManager["TrialStep"]):
 
     def _build(self, on_meta: list[Layer], start: int) -> list[Layer]:
         """The stage's layers on the device; those of blocks that are alike are one and the same."""
-        model = self.config.model
+        model = self.run.model
         fresh = model.task.layers(model.whole)[start : start + len(on_meta)]
         first: dict[str, Layer] = {}
         layers = []
@@ -363,7 +371,7 @@ class TrialStep(contextlib.AbstractContextManager["TrialStep"]):
             self.cost.of_rank([layer])
             layer.train()
 
-        initialise(model.whole, [*first.values()], seed=self.config.seed, device=self.device, on_layer=on_layer)
+        initialise(model.whole, [*first.values()], seed=self.run.config.seed, device=self.device, on_layer=on_layer)
         return layers
 
     def __exit__(self, *_: object) -> None:
@@ -396,13 +404,13 @@ class TrialStep(contextlib.AbstractContextManager["TrialStep"]):
 
     def _forward(self, rows: int) -> list[torch.Tensor]:
         """The start of a micro-batch's backward pass: the loss, or outputs that the next stage sends gradients of."""
-        precision = self.config.precision.name
+        precision = self.run.engine.precision.name
         inputs = tuple(self._like(tensor, rows if place < 2 else None) for place, tensor in enumerate(self.inputs))
         autocast = precision.removeprefix("autocast-")
         type_of_autocast = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(autocast)
         enabled = autocast != precision
         with torch.autocast(self.device.type, dtype=type_of_autocast, enabled=enabled):
-            outputs = run_layers(self.layers, inputs, self.config.checkpointing.interval, self.config.recompute)
+            outputs = run_layers(self.layers, inputs, self.run.engine.checkpointing.interval, self.run.engine.recompute)
             if not isinstance(outputs, tuple):
                 outputs = (self.loss(outputs, self._targets(rows, inputs[1])),)
         return [tensor for tensor in outputs if tensor.requires_grad]
@@ -411,13 +419,13 @@ class TrialStep(contextlib.AbstractContextManager["TrialStep"]):
         """Zeros of a micro-batch in place of a tensor on the meta device; None: as many rows as it has."""
         shape = tensor.shape if rows is None else (rows, *tensor.shape[1:])
         made = torch.zeros(shape, dtype=tensor.dtype, device=self.device)
-        return made.requires_grad_(self.config.stage > 0 and made.is_floating_point())
+        return made.requires_grad_(self.run.stage > 0 and made.is_floating_point())
 
     def _targets(self, rows: int, keys: torch.Tensor) -> dict[str, Any]:
         """The inputs of the loss other than the outputs."""
-        fields = [field for field in self.config.model.task.fields(training=True) if field.stage == "last"]
+        fields = [field for field in self.run.model.task.fields(training=True) if field.stage == "last"]
         made = {
-            field.name: torch.zeros(rows, *field.shape, dtype=field.dtype or self.config.dtype, device=self.device)
+            field.name: torch.zeros(rows, *field.shape, dtype=field.dtype or self.run.engine.dtype, device=self.device)
             for field in fields
         }
         return {**made, "keys": keys}

@@ -1,7 +1,7 @@
 """Callbacks around the training steps: bad steps, the EMA, image sizes, gradient statistics, time, profiles, replicas.
 
-`build.py` makes the list of callbacks and `trainer.py` calls them. The log of steps is a callback too (step_log.py). To
-add one, write a class here and a line in `build._callbacks`.
+`build_callbacks` makes the list and `trainer.py` calls them. The log of steps is a callback too (step_log.py). To add
+one, write a class here and a line in `build_callbacks`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import profile
 
+from ds_vit.config.units import parse_steps
 from ds_vit.data.image_sizes import ImageSizes
 from ds_vit.device import is_accelerator, profiled_activities, synchronize
 from ds_vit.engine.base import Engine
@@ -29,6 +30,7 @@ from ds_vit.monitoring.gradient_health import GradientHealth
 from ds_vit.monitoring.metrics import Reporter, Throughput
 from ds_vit.optim.ema import Ema
 from ds_vit.parallel.groups import Groups, gather_objects
+from ds_vit.training.run import Run
 
 _TABLE_ROWS = 30  # operations in the table of a profile
 
@@ -461,3 +463,48 @@ def check_replicas(engine: Engine, step: int) -> None:
             f"--check-replicas: at step {step} ranks that should hold the same weights do not; {what}; "
             "do not trust the run from this step on, and resume from an earlier checkpoint"
         )
+
+
+# ---- the list --------------------------------------------------------------------------------------------------------
+
+
+def build_callbacks(
+    run: Run,
+    engine: Engine,
+    ema: Ema | None,
+    clock: Clock,
+    log: Callback,
+    watchdog: Watchdog,
+    reporter: Reporter | None,
+    folder: Path,
+) -> list[Callback]:
+    """The callbacks of each step, in their order.
+
+    Args:
+        run: of this rank.
+        engine: runs the model.
+        ema: the average, or None.
+        clock: of the run.
+        log: writes each step down.
+        watchdog: receives every bit of progress.
+        reporter: of rank 0.
+        folder: of a profile.
+    """
+    config, stops = run.config, run.config.on_nonfinite == "stop"
+    fp16 = "fp16" in run.engine.precision.name
+    bad_steps = BadSteps(engine, reporter, stop=stops, max_rollbacks=config.rollback, fp16=fp16)
+    callbacks: list[Callback] = [bad_steps]
+    if ema is not None:
+        callbacks.append(AverageWeights(ema))
+    if run.data.sizes is not None:
+        callbacks.append(SetImageSize(engine, run.data.sizes, run.model.whole.patch_embed.patch_size))
+    if config.grad_stats_interval:
+        health = GradientHealth(engine.zero_map, engine.clipped_by)
+        callbacks.append(GradientStatistics(health, config.grad_stats_interval, bad_steps, reporter))
+    callbacks.append(clock)
+    if config.check_replicas:
+        callbacks.append(CheckReplicas(engine, config.check_replicas))
+    callbacks.append(log)
+    if steps := parse_steps(config.profile_steps, "--profile-steps"):
+        callbacks.append(Profile(steps, folder, engine.groups, engine.device, clock.throughput, watchdog, reporter))
+    return callbacks

@@ -49,7 +49,9 @@ from ds_vit.fault_tolerance.signals import Deadline, Interrupted, Signals, signa
 from ds_vit.monitoring.metrics import Reporter, Throughput
 from ds_vit.optim.ema import Ema, TeacherAverage
 from ds_vit.tasks.task import Task
+from ds_vit.training.resolve.record import identity_of, rates_of, settings_of
 from ds_vit.training.resume import Resume, first_step, skipped_batches
+from ds_vit.training.run import Run
 from ds_vit.weights.files import names_as_metadata
 
 
@@ -93,6 +95,22 @@ class CheckpointConfig:
     schedule: Mapping[str, Any]
     identity: Mapping[str, Any]
     flags: Mapping[str, Any]
+
+
+def checkpoint_config(run: Run) -> CheckpointConfig:
+    """The checkpoints of a resolved run."""
+    return CheckpointConfig(
+        interval=run.output.interval,
+        keep=run.config.keep_checkpoints,
+        has_best=run.has_best,
+        rollback=bool(run.config.rollback),
+        deadline=run.output.deadline,
+        order=run.data.order,
+        resume=run.output.resume,
+        schedule=rates_of(run),
+        identity=identity_of(run),
+        flags=settings_of(run),
+    )
 
 
 @dataclass(eq=False)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -27,10 +28,11 @@ from ds_vit.device import is_accelerator, peak_bytes, reset_peak_bytes
 from ds_vit.fault_tolerance.errors import first_line
 from ds_vit.models.conversions import compute_class_token
 from ds_vit.models.layers import Layer
+from ds_vit.models.zoo import create_model
 from ds_vit.optim.build import states_per_element
 from ds_vit.parallel.layout import Layout
 from ds_vit.planner.cost import Machine, StepTime, step_time
-from ds_vit.planner.counting import LayerWork, most_allocated, work_of_layers
+from ds_vit.planner.counting import Flops, LayerWork, count_flops, most_allocated, work_of_layers
 from ds_vit.planner.hardware import Accelerator, Link, link
 from ds_vit.planner.memory import (
     LayerMemory,
@@ -42,7 +44,7 @@ from ds_vit.planner.memory import (
     memory_of_layers,
     unaligned_matrices,
 )
-from ds_vit.training.build_engine import EngineConfig
+from ds_vit.training.run import Run
 
 UNPREDICTABLE = (RuntimeError, ValueError, TypeError, MemoryError)
 """Errors of layers on the meta device, which does not support all of them and takes host memory. Any other error is a
@@ -53,33 +55,33 @@ class Cost:
     """The memory and the time of a run; its layers are counted once.
 
     Args:
-        config: of the engine.
+        run: of which.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
-        self.config = config
+    def __init__(self, run: Run) -> None:
+        self.run = run
 
     @cached_property
     def layers(self) -> list[Layer]:
         """Those of all stages on the meta device, as a rank has them."""
-        model = self.config.model
+        model = self.run.model
         return self.of_rank(model.task.layers(model.whole))
 
     @property
     def _bounds(self) -> tuple[int, ...]:
         """Of the stages; one stage has the layers of all towers."""
-        return self.config.model.bounds if self.config.layout.pp > 1 else (0, len(self.layers))
+        return self.run.model.bounds if self.run.layout.pp > 1 else (0, len(self.layers))
 
     def of_rank(self, layers: list[Layer]) -> list[Layer]:
         """Whole layers as the first rank of a tensor-parallel group has them, converted in place."""
-        config, model = self.config, self.config.model
+        run, model = self.run, self.run.model
         layers = layers_of_rank(
             layers,
-            tp=config.layout.tp,
-            sequence_parallel=config.sequence_parallel,
+            tp=run.layout.tp,
+            sequence_parallel=run.config.sequence_parallel,
             class_parallel=model.class_parallel,
-            compute=config.precision.compute,
-            norms_fp32=config.norms_fp32,
+            compute=run.engine.precision.compute,
+            norms_fp32=run.config.norm_dtype == "float32",
             frozen=model.frozen,
         )
         if model.reads_class_token:
@@ -90,32 +92,32 @@ class Cost:
     @cached_property
     def rules(self) -> MemoryRules:
         """The settings that memory and time depend on."""
-        return self.rules_of(self.config.json, self.config.layout, self.config.checkpointing)
+        return self.rules_of(self.run.engine.json, self.run.layout, self.run.engine.checkpointing)
 
     def rules_of(self, json: DeepSpeedJson, layout: Layout, checkpointing: Checkpointing) -> MemoryRules:
         """The same with other settings of the engine, of the same tensor-parallel degree."""
-        config = self.config
+        run = self.run
         return MemoryRules(
             json,
             layout,
-            precision=config.precision,
-            optimizer=config.optimizer.cls if config.optimizer else None,
-            average=config.averaged or bool(config.model.task.teachers),
+            precision=run.engine.precision,
+            optimizer=run.optimizer.cls if run.optimizer else None,
+            average=run.config.model_ema or bool(run.model.task.teachers),
             checkpointing=checkpointing,
             rates=self._scaled_share,
             inputs=self._coupled_inputs,
             augmenting=self._augmenting,
-            graphs=config.graphs,
+            graphs=run.engine.graphs,
             loss=functools.cache(self._loss),
         )
 
     @property
     def _scaled_share(self) -> float:
         """The share of the trained weights whose factor on the learning rate is not 1 in the first step."""
-        optimizer, model = self.config.optimizer, self.config.model
-        if optimizer is None:
+        optimizer, schedule, model = self.run.optimizer, self.run.schedule, self.run.model
+        if optimizer is None or schedule is None:
             return 0.0
-        held = model.task.held_names(1, optimizer.horizon)
+        held = model.task.held_names(1, schedule.horizon)
         sizes = {name: p.numel() for name, p in model.whole.named_parameters() if name not in model.frozen}
         scaled = [size for name, size in sizes.items() if name in held or optimizer.factors.get(name, 1.0) != 1.0]
         return sum(scaled) / max(1, sum(sizes.values()))
@@ -123,22 +125,22 @@ class Cost:
     @property
     def _coupled_inputs(self) -> int:
         """Bytes of a sample's inputs, of a task whose steps hold all micro-batches at once; else 0."""
-        task = self.config.model.task
+        task = self.run.model.task
         fields = task.fields(training=True) if task.coupled else ()
-        return sum(math.prod(field.shape) * (field.dtype or self.config.dtype).itemsize for field in fields)
+        return sum(math.prod(field.shape) * (field.dtype or self.run.engine.dtype).itemsize for field in fields)
 
     @property
     def _augmenting(self) -> int:
         """Bytes of a sample while it is decoded and augmented on the device, if it is."""
-        config, task = self.config, self.config.model.task
-        if config.optimizer is None or task.augment.augment_on == "cpu":
+        task = self.run.model.task
+        if self.run.optimizer is None or task.augment.augment_on == "cpu":
             return 0
         shapes = [field.shape for field in task.fields(training=True) if field.reads == "images"]
         return sum(math.prod(shape[:-3]) * bytes_of_photo((shape[-2], shape[-1])) for shape in shapes)
 
     def _loss(self, micro_batch: int) -> int:
         """The most bytes that the loss of a micro-batch takes."""
-        task, layers = self.config.model.task, self.layers
+        task, layers = self.run.model.task, self.layers
         return most_allocated(lambda: task.loss_on_meta(layers, micro_batch))
 
     @cached_property
@@ -149,18 +151,18 @@ class Cost:
     @cached_property
     def layer_memory(self) -> list[LayerMemory]:
         """The parameters and kept activations of each layer of a rank."""
-        config, optimizer = self.config, self.config.optimizer
+        optimizer = self.run.optimizer
         return memory_of_layers(
-            config.model.whole,
+            self.run.model.whole,
             self.layers,
-            compute=config.precision.compute,
+            compute=self.run.engine.precision.compute,
             states=states_per_element(optimizer.cls, optimizer.arguments) if optimizer else None,
             fallback=(optimizer.fallback if optimizer else None) or frozenset(),
         )
 
     def memory(self) -> list[RankMemory]:
         """The memory of a rank of each pipeline stage, with the run's micro-batch."""
-        return [stage.of(self.config.batch) for stage in self.stages]
+        return [stage.of(self.run.batch) for stage in self.stages]
 
     def fullest(self, batch: BatchSizes) -> RankMemory:
         """The memory on the accelerator of a rank of the stage that takes the most."""
@@ -173,35 +175,44 @@ class Cost:
             found: that computes.
             inside: the link inside a host; the accelerator's own where None.
         """
-        config, layout = self.config, self.config.layout
-        per_node = config.local_world_size or found.gpus_per_node
+        run, layout = self.run, self.run.layout
+        per_node = run.process.local_world_size or found.gpus_per_node
         return step_time(
             self.works,
             self._bounds,
             Machine(found, layout.world_size, per_node, inside or link(found.inside), link("ib400")),
-            config.batch,
+            run.batch,
             self.rules,
         )
 
     @cached_property
     def works(self) -> list[LayerWork]:
         """The operations of each layer of a rank."""
-        return work_of_layers(self.config.model.whole, self.layers, self.config.dtype)
+        return work_of_layers(self.run.model.whole, self.layers, self.run.engine.dtype)
+
+
+def flops_by_size(run: Run) -> dict[int | None, Flops]:
+    """The FLOPs of an image of each size that the run trains on; of the model's size under None."""
+    model, sizes = run.model, run.data.sizes
+    flops: dict[int | None, Flops] = {None: count_flops(model.whole, model.frozen)}
+    for size in sizes.sizes if sizes else ():
+        flops[size] = count_flops(create_model(replace(model.spec, img_size=size)), model.frozen)
+    return flops
 
 
 class PeakMemory:
     """Predicts the memory of the fullest rank at a run's start, and measures it.
 
     Args:
-        config: of the engine.
+        run: of which.
         device: of this rank.
 
     Attributes:
         predicted_bytes: 0 where the prediction failed.
     """
 
-    def __init__(self, config: EngineConfig, device: torch.device) -> None:
-        self.config, self.device = config, device
+    def __init__(self, run: Run, device: torch.device) -> None:
+        self.run, self.device = run, device
         self.predicted_bytes = self._most = self._before = 0
         self._measure()  # from here on: a trial of --auto-batch or an earlier run of this program counted
         self._most = 0  # bytes of this rank in the whole run, up to the last measurement
@@ -210,12 +221,12 @@ class PeakMemory:
     def start_rows(self) -> list[tuple[str, str]]:
         """Predict from shapes, on rank 0; the rows of the start table. A failure is only reported."""
         try:
-            cost = Cost(self.config)
-            self.predicted_bytes = cost.fullest(self.config.batch).together
+            cost = Cost(self.run)
+            self.predicted_bytes = cost.fullest(self.run.batch).together
         except UNPREDICTABLE as error:
             return [("predicted", f"warning: failed: {type(error).__name__}: {first_line(error)}")]
         rows = [("predicted", f"memory {in_words(self.predicted_bytes)} per rank")]
-        if self.config.dtype != torch.float32 and (unaligned := unaligned_matrices(cost.layers)):
+        if self.run.engine.dtype != torch.float32 and (unaligned := unaligned_matrices(cost.layers)):
             rows.append(("matrix sizes", f"{', '.join(unaligned)}: no multiples of 8, which slows 16-bit products"))
         return rows
 

@@ -7,6 +7,7 @@ without training (`--eval-only`, `ds-vit eval`).
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -17,21 +18,27 @@ from typing import Any
 
 import torch
 
+from ds_vit.config.run_folder import RunFolder
 from ds_vit.data.settings import ZeroShotData
 from ds_vit.data.sources.combined import across_classes
 from ds_vit.data.sources.source import Source
 from ds_vit.engine.base import EVAL_CHUNK, Engine, Forward
+from ds_vit.engine.start import device_of
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.fault_tolerance.watchdog import Watchdog
 from ds_vit.monitoring import token_maps
-from ds_vit.monitoring.metrics import Reporter, Throughput
+from ds_vit.monitoring.metrics import Reporter, Throughput, make_console
+from ds_vit.monitoring.progress import Line
 from ds_vit.optim.ema import Ema
 from ds_vit.parallel.groups import Groups
+from ds_vit.planner.counting import count_flops
 from ds_vit.tasks.evaluators import FeatureBank
 from ds_vit.tasks.metrics import Batch, Metrics
 from ds_vit.tasks.zero_shot import ZeroShotAccuracy
-from ds_vit.training.build_engine import EngineConfig, build_engine
-from ds_vit.training.inputs import EvaluationInputs, InputConfig, InputPipeline
+from ds_vit.training.build_engine import build_engine
+from ds_vit.training.inputs import EvaluationInputs, InputPipeline, input_config
+from ds_vit.training.run import Run
+from ds_vit.training.tables import show_end, show_start, summarise
 
 Pictures = Mapping[str, torch.Tensor]
 """Name → uint8 [3, height, width]."""
@@ -189,18 +196,12 @@ def _count(
 
 
 def build_and_evaluate(
-    config: EngineConfig,
-    inputs: InputConfig,
-    device: torch.device,
-    groups: Groups,
-    watch: Watch,
-    skipped: Path | None = None,
+    run: Run, device: torch.device, groups: Groups, watch: Watch, skipped: Path | None = None
 ) -> tuple[Engine, dict[str, float]]:
     """Build a model and evaluate it (a collective).
 
     Args:
-        config: of the engine, without an optimizer.
-        inputs: config of the inputs.
+        run: of evaluation only.
         device: of this rank.
         groups: of the run.
         watch: observes it.
@@ -210,11 +211,53 @@ def build_and_evaluate(
         The engine; the figures of the task's metrics, the same on every rank.
     """
     with watch.doing("building the model", None):
-        engine = build_engine(config, device, groups)
-    pipeline = InputPipeline(inputs, engine, Throughput(), skipped=skipped)
+        engine = build_engine(run, device, groups)
+    pipeline = InputPipeline(input_config(run), engine, Throughput(), skipped=skipped)
     figures = evaluate(engine, pipeline, watch)
     pipeline.skipped.gather()
     return engine, figures
+
+
+def evaluate_only(run: Run, folder: RunFolder, groups: Groups, started: float, watchdog: Watchdog) -> dict[str, Any]:
+    """`--eval-only`: evaluate, and write a run's files (a collective).
+
+    Args:
+        run: of evaluation only.
+        folder: of the output, shared by all ranks; rank 0 writes to it.
+        groups: of the run.
+        started: `time.perf_counter()` when the program began.
+        watchdog: receives every bit of progress.
+
+    Returns:
+        What summary.json holds, on every rank.
+    """
+    device, task = device_of(run.process.local_rank), run.model.task
+    reporter, console, flops = None, None, None
+    if run.process.rank == 0:
+        stamp = lambda step: {"epoch": 0, "wall_seconds": time.perf_counter() - started}  # noqa: E731
+        reporter = Reporter(folder, total_steps=0, console=make_console(), stamp=stamp)
+        console, flops = reporter.console, count_flops(run.model.whole)
+    show_start(run, folder, device, flops, console)
+
+    def watched(batches: Iterator[Batch]) -> Iterator[Batch]:
+        watchdog.beat(0, "evaluation", patience=watchdog.first_patience)
+        return watchdog.micro_batches(batches)
+
+    pictures: dict[str, torch.Tensor] = {}
+    watchdog.beat(0, "building the model", patience=4)
+    watch = Watch(watched, lambda: watchdog.beat(0, "evaluation"), pictures.update, doing=Line(console).doing)
+    engine, figures = build_and_evaluate(run, device, groups, watch, folder.skipped)
+    seconds = time.perf_counter() - started
+    skipped = {"skipped_images": len(run.data.validation) - int(figures["images"])}
+    summary = summarise(run, [figures], [], Throughput(), skipped, seconds, steps=0, exit_word="completed")
+    if reporter:
+        reporter.start(events=engine.write_events)
+        reporter.eval({"step": 0, **figures}, task.figures)
+        reporter.pictures(0, pictures)
+        reporter.close()
+        show_end(run, folder, summary, reporter)
+    engine.close()
+    return summary
 
 
 # ---- the evaluations of a training run -------------------------------------------------------------------------------

@@ -40,6 +40,7 @@ from ds_vit.parallel.groups import gather_objects
 from ds_vit.parallel.layout import Layout
 from ds_vit.tasks.metrics import Batch
 from ds_vit.tasks.task import Field, Task
+from ds_vit.training.run import Run
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,19 @@ class InputConfig:
     def leader(self) -> int:
         """The rank that loads for this rank's tensor-parallel group."""
         return self.rank - self.layout.tp_rank(self.rank)
+
+
+def input_config(run: Run) -> InputConfig:
+    """The inputs of a resolved run."""
+    return InputConfig(
+        task=run.model.task,
+        data=run.data,
+        total_steps=run.total_steps,
+        on_bad_image=run.config.on_bad_image,
+        max_bad_images=run.config.max_bad_images,
+        layout=run.layout,
+        rank=run.process.rank,
+    )
 
 
 def stages_of(layout: Layout, rank: int) -> set[str]:
@@ -338,6 +352,13 @@ def count_workers(reads: Callable[[int], str], process: Process) -> Workers:
         number = max(1, min(MAX_WORKERS, (num_cores - len(here)) // num_loaders))
     trained = f"{len(here)} training process{'es' if len(here) > 1 else ''}"
     return Workers(number, f"{num_cores} cores for {trained}, {num_loaders} of which load images")
+
+
+def with_workers(run: Run) -> Run:
+    """The run with the number of loader processes of `--workers auto`; see `count_workers`."""
+    training = run.optimizer is not None
+    workers = count_workers(lambda rank: reads_of(run.model.task, run.layout, rank, training=training), run.process)
+    return dataclasses.replace(run, data=dataclasses.replace(run.data, workers=workers))
 
 
 def cpu_quota(limit_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:

@@ -143,7 +143,7 @@ def check_same_run(resume: Resume, identity: Mapping[str, Any], config: Mapping[
     Args:
         resume: the checkpoint.
         identity: of this run.
-        config: this run's `Resolved.settings`, and --allow-schedule-change: resume with all of them.
+        config: this run's `record.settings_of`, and --allow-schedule-change: resume with all of them.
 
     Returns:
         Lines for people about settings that differ and may.
@@ -214,7 +214,7 @@ def check_same_schedule(resume: Resume, rates: Mapping[str, Any], global_batch: 
 
     Args:
         resume: the checkpoint.
-        rates: set this run's learning rate (`Resolved.rates`).
+        rates: set this run's learning rate (`record.rates_of`).
         global_batch: of this run. Another one than the checkpoint's changes a schedule that counts epochs: a note says
             so.
         allow: --allow-schedule-change: resume with this run's.

@@ -20,7 +20,7 @@ from ds_vit.checkpoint.folder import marked
 from ds_vit.config.deepspeed_json import derived_path
 from ds_vit.config.run_folder import BEST, RunFolder, write_json
 from ds_vit.config.schema import KEY_OF_FLAG
-from ds_vit.config.units import Interval, in_words
+from ds_vit.config.units import in_words
 from ds_vit.device import hardware_name
 from ds_vit.engine.layer_norms import layers_of
 from ds_vit.engine.patches import version_warnings
@@ -33,100 +33,100 @@ from ds_vit.monitoring.report.page import write_report
 from ds_vit.monitoring.report.record import num_starts, read_records
 from ds_vit.optim.build import rules_of, states_per_element
 from ds_vit.optim.rate_factors import layer_scales
+from ds_vit.optim.settings import Optimizer, Schedule
 from ds_vit.parallel.groups import gather_objects
 from ds_vit.parallel.layout import Placement
-from ds_vit.planner.counting import Flops
+from ds_vit.planner.counting import Flops, count_flops
 from ds_vit.planner.hardware import accelerator_of_device
 from ds_vit.planner.memory import PARTS, num_states
 from ds_vit.tasks.metrics import Figure
-from ds_vit.tasks.task import Task
-from ds_vit.training.build_engine import EngineConfig
+from ds_vit.tasks.task import Horizon, Task
 from ds_vit.training.cost import Cost
-from ds_vit.training.resolve import OptimizerConfig, Resolved, resolved_flags
+from ds_vit.training.resolve.record import flag_values, rates_of, resolved_flags
+from ds_vit.training.run import Run
 
 Rows = Sequence[tuple[str, str]]
 
 
-def start_rows(resolved: Resolved, flops: Flops, device: torch.device, folder: Path) -> Rows:
+def start_rows(run: Run, flops: Flops, device: torch.device, folder: Path) -> Rows:
     """The table of the start: model, layout, precision, batch arithmetic, steps.
 
     Args:
-        resolved: the run.
+        run: of this rank.
         flops: of an image.
         device: where this rank computes.
         folder: the output folder.
     """
-    data, model, deepspeed = resolved.data, resolved.model, resolved.deepspeed
-    layout = f"{resolved.layout}, ZeRO-{deepspeed.zero_stage}"
-    if resolved.layout.pp > 1:
+    data, model, engine = run.data, run.model, run.engine
+    layout = f"{run.layout}, ZeRO-{engine.zero_stage}"
+    if run.layout.pp > 1:
         stages = " | ".join(str(b - a) for a, b in itertools.pairwise(model.bounds))
         layout += f", layers per stage {stages}"
-    if resolved.config.sequence_parallel:
+    if run.config.sequence_parallel:
         layout += ", sequence parallel"
     if model.class_parallel:
         layout += ", classifier split over classes"
-    if interval := deepspeed.checkpointing.interval:
+    if interval := engine.checkpointing.interval:
         blocks = "each block" if interval == 1 else f"every {interval} blocks"
-        layout += f", {blocks} recomputed" + (" from inputs kept in host memory" if deepspeed.checkpointing.cpu else "")
-        layout += " except matrix products and attention" if deepspeed.checkpointing.selective else ""
+        layout += f", {blocks} recomputed" + (" from inputs kept in host memory" if engine.checkpointing.cpu else "")
+        layout += " except matrix products and attention" if engine.checkpointing.selective else ""
     source = data.train_source
     without = "with captions" if source.has_captions else "without classes"
     labels = f"in {source.num_classes} classes" if source.class_names else without
     images = f"{len(source):,} images {labels}"
-    left = len(data.train_source) - data.order.steps_per_epoch * data.batch.global_batch
-    if resolved.optimizer is not None and left > 0 and not (data.order.aug_repeats or data.order.mixture):
+    left = len(data.train_source) - data.order.steps_per_epoch * run.batch.global_batch
+    if run.optimizer is not None and left > 0 and not (data.order.aug_repeats or data.order.mixture):
         images += f" (each epoch skips {left:,} random ones after its last full batch)"
     if data.val_source is not None:
         images += f", {len(data.val_source):,} for evaluation"
     if data.zeroshot is not None:
         classes, prompts = data.zeroshot.source.num_classes, len(data.zeroshot.prompts)
         images += f", {len(data.zeroshot.source):,} in {classes:,} classes ({prompts:,} prompts) for zero-shot"
-    in_training = "" if resolved.optimizer is None else f", {flops.training / 1e9:.3f} G in training"
+    in_training = "" if run.optimizer is None else f", {flops.training / 1e9:.3f} G in training"
     rows = [
-        ("model", resolved.config.model),
-        ("parameters", _parameters(resolved)),
+        ("model", run.config.model),
+        ("parameters", _parameters(run)),
         ("FLOPs per image", f"{flops.forward / 1e9:.3f} G forward" + in_training),
         ("layout", layout),
-        ("precision", _precision(resolved, device)),
+        ("precision", _precision(run, device)),
         ("data", images),
-        ("global batch", f"{data.batch}{_batch_origins(resolved)}"),
+        ("global batch", f"{run.batch}{_batch_origins(run)}"),
     ]
-    if resolved.optimizer is not None:
-        rows.append(("augmentation", _augmentation(resolved.model.task)))
-        rows += _update_rows(resolved, resolved.optimizer)
-    if resolved.workers.reason:
-        rows.append(("--workers auto", "{} per rank ({})".format(*resolved.workers)))
-    if resolved.config.set:
-        rows.append(("--set", " ".join(resolved.config.set)))
+    if run.optimizer is not None and run.schedule is not None:
+        rows.append(("augmentation", _augmentation(run.model.task)))
+        rows += _update_rows(run, run.optimizer, run.schedule)
+    if run.data.workers.reason:
+        rows.append(("--workers auto", "{} per rank ({})".format(*run.data.workers)))
+    if run.config.set:
+        rows.append(("--set", " ".join(run.config.set)))
     rows.append(("output", str(folder)))
-    if resolved.optimizer is not None:
-        rows.append(("if it ends early", resume_command(folder, resolved.process)))
+    if run.optimizer is not None:
+        rows.append(("if it ends early", resume_command(folder, run.process)))
     return rows
 
 
-def settings_of(resolved: Resolved) -> tuple[dict[str, str | float], str, list[str]]:
+def settings_of(run: Run) -> tuple[dict[str, str | float], str, list[str]]:
     """What `Reporter.settings` takes: flags that are not at their default and what the JSON says; layout; figures."""
-    deepspeed, layout = resolved.deepspeed, resolved.layout
+    engine, layout = run.engine, run.layout
     aside = {"deepspeed_config", "output", "set"}
-    given = {name: getattr(resolved.config, name) for name in flags.FLAGS if name not in aside}
+    given = {name: value for name, value in flag_values(run).items() if name not in aside}
     given = {name: value for name, value in given.items() if value != flags.default_of(name)}
     # Names of folders need not be UTF-8, and TensorBoard's files must be.
     words = {name: os.fsencode(str(value)).decode("utf-8", "replace") for name, value in given.items()}
     values = {name: value if isinstance(value, (int, float)) else words[name] for name, value in given.items()}
-    values |= {**asdict(layout), "zero_stage": deepspeed.zero_stage, "precision": deepspeed.precision.name}
-    values |= {"global_batch": resolved.data.batch.global_batch}
-    if resolved.optimizer is not None:
-        values |= {"optimizer": resolved.optimizer.cls.__name__, "lr": resolved.optimizer.lr}
-        values |= {"weight_decay": resolved.optimizer.weight_decay}
-    evaluates = resolved.data.val_source is not None or resolved.data.zeroshot is not None
-    evaluated = [f"eval/{figure.name}" for figure in resolved.model.task.figures] if evaluates else []
-    text = f"{layout}, ZeRO-{deepspeed.zero_stage}, {deepspeed.precision.name}: {resolved.data.batch}"
-    return values, text, [*evaluated, "train/loss"]
+    values |= {**asdict(layout), "zero_stage": engine.zero_stage, "precision": engine.precision.name}
+    values |= {"global_batch": run.batch.global_batch}
+    if run.optimizer is not None:
+        values |= {"optimizer": run.optimizer.cls.__name__, "lr": run.optimizer.lr}
+        values |= {"weight_decay": run.optimizer.weight_decay}
+    evaluates = run.data.val_source is not None or run.data.zeroshot is not None
+    evaluated = [f"eval/{figure.name}" for figure in run.model.task.figures] if evaluates else []
+    return values, f"{run.text}: {run.batch}", [*evaluated, "train/loss"]
 
 
-def _batch_origins(resolved: Resolved) -> str:
+def _batch_origins(run: Run) -> str:
     """Whose the numbers of the batch arithmetic are that stood in no JSON; what a "rank" is if it is several."""
-    layout, origins = resolved.layout, resolved.deepspeed.origins
+    layout, origins = run.layout, run.engine.origins
     words = {"train_micro_batch_size_per_gpu": "images", "gradient_accumulation_steps": "micro-batches"}
     given = [f"{word}: {origins[key]}" for key, word in words.items() if key in origins]
     if (number := layout.pp * layout.tp) > 1:
@@ -154,78 +154,77 @@ def _augmentation(task: Task) -> str:
     return ", ".join(words)
 
 
-def _parameters(resolved: Resolved) -> str:
+def _parameters(run: Run) -> str:
     """How many, and how many of them are trained."""
-    whole, frozen = resolved.model.whole, resolved.model.frozen
+    whole, frozen = run.model.whole, run.model.frozen
     if not frozen:
         return f"{num_parameters(whole):,}"
     trained = sum(parameter.numel() for name, parameter in whole.named_parameters() if name not in frozen)
     return f"{num_parameters(whole):,}, {trained:,} of them trained ({len(frozen)} tensors frozen)"
 
 
-def _update_rows(resolved: Resolved, optimizer: OptimizerConfig) -> Rows:
+def _update_rows(run: Run, optimizer: Optimizer, schedule: Schedule) -> Rows:
     """How many steps, and what each does."""
-    schedule, steps = "the JSON's scheduler", resolved.deepspeed.json.given("scheduler.params.warmup_num_steps")
-    if optimizer.schedule is not None:
-        schedule, steps = optimizer.schedule.name, optimizer.schedule.warmup_steps
+    name, steps = "the JSON's scheduler", run.engine.json.given("scheduler.params.warmup_num_steps")
+    if schedule.rate is not None:
+        name, steps = schedule.rate.name, schedule.rate.warmup_steps
     warmup = f", {steps:,} of warm-up" if steps else ", no warm-up" if steps == 0 else ""
-    horizon = optimizer.horizon
+    horizon = schedule.horizon
     course = f"{horizon.steps_per_epoch:,} per epoch, schedule over {horizon.total_steps:,}{warmup}"
-    of = {flag: resolved.deepspeed.origin(key) for flag, key in KEY_OF_FLAG.items()}
+    of = {flag: run.engine.origin(key) for flag, key in KEY_OF_FLAG.items()}
     decay = "" if optimizer.decay is None else f" ({of['weight_decay']})"
-    update = f"{optimizer.cls.__name__}, lr {optimizer.lr:g} ({of['lr']}; {schedule})"
+    update = f"{optimizer.cls.__name__}, lr {optimizer.lr:g} ({of['lr']}; {name})"
     update += f", weight decay {optimizer.weight_decay:g}{decay}"
     clip = optimizer.clip
     return [
-        ("steps", f"{optimizer.total_steps:,} ({course})"),
-        ("checkpoints", _checkpoints(resolved)),
+        ("steps", f"{schedule.total_steps:,} ({course})"),
+        ("checkpoints", _checkpoints(run)),
         ("optimizer", update + (f", clipped at {clip:g}" if clip else ", no clipping") + f" ({of['clip_grad']})"),
-        *_rules(resolved, optimizer),
+        *_rules(run, optimizer, horizon),
     ]
 
 
-def _checkpoints(resolved: Resolved) -> str:
+def _checkpoints(run: Run) -> str:
     """When they are saved, which ones stay, and what an end without warning costs."""
-    config = resolved.config
-    interval = Interval.parse(config.checkpoint_interval, "--checkpoint-interval")
+    keep, interval = run.config.keep_checkpoints, run.output.interval
     if not interval:
         return "none but of the step that the run is interrupted at: what kills it costs all steps, and no best is kept"
-    best = " and the best" if resolved.has_best else ""
-    kept = f"the newest {config.keep_checkpoints}{best} stay" if config.keep_checkpoints else "all stay"
+    best = " and the best" if run.has_best else ""
+    kept = f"the newest {keep}{best} stay" if keep else "all stay"
     return f"{interval}; {kept}"
 
 
-def _precision(resolved: Resolved, device: torch.device) -> str:
-    name = f"{resolved.deepspeed.precision.name} on {device.type}"
-    if resolved.deepspeed.precision.compute != "float32" and resolved.config.norm_dtype == "float32":
+def _precision(run: Run, device: torch.device) -> str:
+    name = f"{run.engine.precision.name} on {device.type}"
+    if run.engine.precision.compute != "float32" and run.config.norm_dtype == "float32":
         return f"{name}, norms in float32"
-    return f"{name}, TF32 matrix products" if resolved.config.tf32 else name
+    return f"{name}, TF32 matrix products" if run.config.tf32 else name
 
 
-def _rules(resolved: Resolved, optimizer: OptimizerConfig) -> Rows:
+def _rules(run: Run, optimizer: Optimizer, horizon: Horizon) -> Rows:
     """The sizes of images; what single parameters get: weight decay, their layer's learning rate, an average."""
     rows: list[tuple[str, str]] = []
-    model = resolved.model.whole
-    if sizes := resolved.image_sizes:
+    model = run.model.whole
+    if sizes := run.data.sizes:
         rows.append(("image size", f"{sizes.in_words}; FLOPs and memory are those of {sizes.sizes[-1]}"))
-    trained = [name for name, _ in model.named_parameters() if name not in resolved.model.frozen]
+    trained = [name for name, _ in model.named_parameters() if name not in run.model.frozen]
     if optimizer.weight_decay:
         free = no_weight_decay_names(model).intersection(trained)
         rows.append(("no weight decay", f"{len(free)} of {len(trained)} tensors: vectors, biases and what timm names"))
     rows += rules_of(optimizer.cls).rows(trained, optimizer.fallback)
-    if resolved.config.layer_decay not in (None, 1.0):
-        scales, layers = layer_scales(model, resolved.config.layer_decay), layers_of(trained)
+    if run.config.layer_decay not in (None, 1.0):
+        scales, layers = layer_scales(model, run.config.layer_decay), layers_of(trained)
         # The parameters of a layer share a factor, except some that timm assigns elsewhere; the last has the layer's.
         by_layer = {layers[name]: optimizer.lr * scales[name] for name in trained}
         rows.append(("lr by layer", ", ".join(f"{layer} {lr:.3g}" for layer, lr in by_layer.items())))
-    task = resolved.model.task
+    task = run.model.task
     if factors := {name: factor for name, factor in task.rate_factors(model).items() if factor != 1.0}:
         rows.append(("lr by name", ", ".join(f"{name} x {factor:g}" for name, factor in factors.items())))
-    if held := sorted(task.held_names(1, optimizer.horizon)):
+    if held := sorted(task.held_names(1, horizon)):
         rows.append(("lr of 0 at first", ", ".join(held)))
-    if resolved.config.model_ema:
-        growing = " growing from 0" if resolved.config.model_ema_warmup else ""
-        rows.append(("average", f"of the weights, decay {resolved.config.model_ema_decay:g}{growing}"))
+    if run.config.model_ema:
+        growing = " growing from 0" if run.config.model_ema_warmup else ""
+        rows.append(("average", f"of the weights, decay {run.config.model_ema_decay:g}{growing}"))
     return rows
 
 
@@ -249,7 +248,7 @@ def resume_command(folder: Path, process: Process) -> str:
 
 
 def show_start(
-    resolved: Resolved,
+    run: Run,
     folder: RunFolder,
     device: torch.device,
     flops: Flops | None,
@@ -259,7 +258,7 @@ def show_start(
     """Write the settings files and show the run (a collective).
 
     Args:
-        resolved: the run.
+        run: of this rank.
         folder: of its output.
         device: of this rank.
         flops: of an image, on rank 0.
@@ -273,25 +272,25 @@ def show_start(
         UserError: the folder cannot be written to.
     """
     if console is not None and flops is not None:
-        _write_settings(resolved, folder)
-        say(console, *resolved.notes, *version_warnings())
-        print_table(console, "ds_vit", [*start_rows(resolved, flops, device, folder.path), *more])
-    if not resolved.process.spans_hosts:
+        _write_settings(run, folder)
+        say(console, *run.notes, *version_warnings())
+        print_table(console, "ds_vit", [*start_rows(run, flops, device, folder.path), *more])
+    if not run.process.spans_hosts:
         return []
     hosts: list[str] = gather_objects(socket.gethostname())
     if console is not None and len(set(hosts)) > 1:
-        print_table(console, "placement", Placement(resolved.layout, tuple(hosts)).rows())
+        print_table(console, "placement", Placement(run.layout, tuple(hosts)).rows())
     return hosts
 
 
-def _write_settings(resolved: Resolved, folder: RunFolder) -> None:
+def _write_settings(run: Run, folder: RunFolder) -> None:
     """Write the settings files of a run: enough to run it again."""
-    deepspeed, task = resolved.deepspeed, resolved.model.task
+    task = run.model.task
     with written(f"--output {folder.path} cannot be written to"):
         folder.path.mkdir(parents=True, exist_ok=True)
-        folder.config.write_text(flags.to_yaml(resolved_flags(resolved)), encoding="utf-8")
-        write_json(folder.deepspeed, deepspeed.json.dump())
-        write_json(derived_path(folder.deepspeed), deepspeed.origins)
+        folder.config.write_text(flags.to_yaml(resolved_flags(run)), encoding="utf-8")
+        write_json(folder.deepspeed, run.engine.json.dump())
+        write_json(derived_path(folder.deepspeed), run.engine.origins)
         if task.has_classes:
             write_json(folder.classes, task.class_names)
 
@@ -302,39 +301,37 @@ _BAR = 40  # characters of the highest rate
 _POINTS = 9  # of the schedule, in addition to the end of warm-up
 
 
-def show_dry_run(resolved: Resolved, config: EngineConfig, flops: Flops, device: torch.device, folder: Path) -> None:
-    """Show the start table with the schedule and the size of files, and the memory of a rank.
+def show_dry_run(run: Run, device: torch.device, folder: Path) -> None:
+    """`--dry-run`: show the start table with the schedule and the size of files, and the memory of a rank.
 
     Args:
-        resolved: the run.
-        config: of its engine.
-        flops: of an image.
+        run: of this rank.
         device: where it would compute.
         folder: where it would write.
     """
     console = make_console()
-    say(console, *resolved.notes)
-    rows = [*start_rows(resolved, flops, device, folder)]
-    if resolved.optimizer is not None:
-        rows += [_file_sizes(resolved, resolved.optimizer), *_schedule_rows(resolved, resolved.optimizer)]
-        if (found := accelerator_of_device(hardware_name(device))) and resolved.image_sizes is None:
-            rows.append(("step, predicted", f"{Cost(config).step_time(found).seconds:.3f} s"))
+    say(console, *run.notes)
+    rows = [*start_rows(run, count_flops(run.model.whole, run.model.frozen), device, folder)]
+    if run.optimizer is not None and run.schedule is not None:
+        rows += [_file_sizes(run, run.optimizer), *_schedule_rows(run, run.schedule)]
+        if (found := accelerator_of_device(hardware_name(device))) and run.data.sizes is None:
+            rows.append(("step, predicted", f"{Cost(run).step_time(found).seconds:.3f} s"))
     print_table(console, "dry run: nothing is started", rows)
-    print_columns(console, "memory", _memory_lines(Cost(config)))
+    print_columns(console, "memory", _memory_lines(Cost(run)))
     say(console, "  not counted: the loader, what collectives take, and 2 to 3 GB of a GPU's own")
 
 
-def _schedule_rows(resolved: Resolved, optimizer: OptimizerConfig) -> Rows:
+def _schedule_rows(run: Run, schedule: Schedule) -> Rows:
     """The learning rate at a few steps, as numbers and as bars."""
-    if (schedule := optimizer.schedule) is None:
-        rates = resolved.rates
+    if (rate := schedule.rate) is None:
+        rates = rates_of(run)
         params = ", ".join(f"{name} {value}" for name, value in rates.get("params", {}).items())
         return [("learning rate", f"{rates['type']} ({params}), the JSON's")]
-    last = optimizer.total_steps - 1
-    steps = sorted({*(last * i // (_POINTS - 1) for i in range(_POINTS)), min(schedule.warmup_steps, last)})
-    highest = max(schedule.lr(step) for step in steps) or 1.0
-    bars = {step: "█" * round(_BAR * schedule.lr(step) / highest) for step in steps}
-    return [(f"learning rate, step {step + 1:,}", f"{schedule.lr(step):.3e}  {bars[step]}") for step in steps]
+    last = schedule.total_steps - 1
+    steps = sorted({*(last * i // (_POINTS - 1) for i in range(_POINTS)), min(rate.warmup_steps, last)})
+    highest = max(rate.lr(step) for step in steps) or 1.0
+    bars = {step: "█" * round(_BAR * rate.lr(step) / highest) for step in steps}
+    return [(f"learning rate, step {step + 1:,}", f"{rate.lr(step):.3e}  {bars[step]}") for step in steps]
 
 
 def _memory_lines(cost: Cost) -> list[list[str]]:
@@ -346,13 +343,13 @@ def _memory_lines(cost: Cost) -> list[list[str]]:
     for field, name in PARTS.items():
         if any(sizes := [getattr(stage, field) for stage in stages]):
             lines.append([f"{name} (in host memory)" if field in cost.rules.in_host else name, *map(in_words, sizes)])
-    most = (stage.on_device(cost.config.batch).together for stage in cost.stages)
+    most = (stage.on_device(cost.run.batch).together for stage in cost.stages)
     return [*lines, ["at most", *map(in_words, most)]]
 
 
-def _file_sizes(resolved: Resolved, optimizer: OptimizerConfig) -> tuple[str, str]:
+def _file_sizes(run: Run, optimizer: Optimizer) -> tuple[str, str]:
     """The row with the size of weights and checkpoints."""
-    config, model = resolved.config, resolved.model
+    config, model = run.config, run.model
     sizes = {name: p.numel() for name, p in model.whole.named_parameters() if name not in model.frozen}
     each = states_per_element(optimizer.cls, optimizer.arguments)
     states = 4 * num_states(each, optimizer.fallback or frozenset(), sizes)
@@ -367,7 +364,7 @@ Quality = dict[str, float | None]
 
 
 def summarise(
-    config: EngineConfig,
+    run: Run,
     evaluations: Sequence[Mapping[str, float]],
     ema_evaluations: Sequence[Mapping[str, float]],
     throughput: Throughput,
@@ -380,7 +377,7 @@ def summarise(
     """The contents of summary.json; the average's figure is in it only where there is an average.
 
     Args:
-        config: of the engine.
+        run: of this rank.
         evaluations: the figures of all evaluations, in order.
         ema_evaluations: those of the average.
         throughput: of the training steps.
@@ -390,7 +387,7 @@ def summarise(
         exit_word: "completed", "interrupted" (saved, to be resumed) or "not all saved" (a checkpoint, the
             weights or rows of metrics.jsonl).
     """
-    model, task = config.model, config.model.task
+    model, task = run.model, run.model.task
 
     def best_and_last(figure: Figure, found: Sequence[Mapping[str, float]], suffix: str = "") -> Quality:
         # A run may have been given another evaluator when it was resumed.
@@ -401,14 +398,14 @@ def summarise(
     quality: Quality = {}
     for figure in task.figures:
         quality |= best_and_last(figure, evaluations) if figure.summed_up else {}
-    average = best_and_last(task.figures[0], ema_evaluations, "_ema") if config.averaged else {}
+    average = best_and_last(task.figures[0], ema_evaluations, "_ema") if run.config.model_ema else {}
     seconds = throughput.total_seconds
     return {
         "model": model.spec.name,
         "num_parameters": num_parameters(model.whole),
         **({"class_names": list(task.class_names)} if task.has_classes else {}),
-        "layout": {**asdict(config.layout), "zero_stage": config.zero_stage},
-        "precision": config.precision.name,
+        "layout": {**asdict(run.layout), "zero_stage": run.engine.zero_stage},
+        "precision": run.engine.precision.name,
         "steps": steps,
         **quality,
         "eval_images": evaluations[-1]["images"] if evaluations else 0,
@@ -421,7 +418,7 @@ def summarise(
 
 
 def end_rows(
-    config: EngineConfig,
+    run: Run,
     summary: dict[str, Any],
     folder: Path,
     loss: float | None = None,
@@ -429,7 +426,7 @@ def end_rows(
 ) -> Rows:
     """The table of the end: top-1 or else the training loss, images/s, the files except `unwritten`."""
     rows: list[tuple[str, str]] = []
-    run, task = RunFolder(folder), config.model.task
+    files, task = RunFolder(folder), run.model.task
     figure = task.figures[0]
     for suffix, label, over in (
         ("", figure.label, f" over {summary['eval_images']:,} images"),
@@ -446,28 +443,27 @@ def end_rows(
     if (share := summary.get("decoded_on_device")) is not None:
         rows.append(("decoded on the device", f"{share:.1%} of the images since this start"))
     if summary["skipped_images"]:
-        instead = "do not count" if config.optimizer is None else "were replaced"
-        said = f"{summary['skipped_images']} are damaged and {instead} ({run.skipped.name} names them)"
+        instead = "do not count" if run.optimizer is None else "were replaced"
+        said = f"{summary['skipped_images']} are damaged and {instead} ({files.skipped.name} names them)"
         rows.append(("skipped images", said))
     apart = task.weight_files()
     averages = task.average_files() or ["ema", *(f"ema-{name}" for name in apart)]
     names = [f"{name}.safetensors" for name in ("model", BEST, *apart, *averages)]
-    names += [path.name for path in (run.report, run.metrics, run.summary, run.tensorboard)]
-    launches = num_starts(run)
-    marks = {label: marked(run.checkpoints, name) for label, name in (("newest", "latest"), ("best", BEST))}
+    names += [path.name for path in (files.report, files.metrics, files.summary, files.tensorboard)]
+    launches = num_starts(files)
+    marks = {label: marked(files.checkpoints, name) for label, name in (("newest", "latest"), ("best", BEST))}
     saved = ", ".join(f"{label} {name}" for label, name in marks.items() if name)
     written = ", ".join(name for name in names if name not in unwritten and any(folder.glob(f"{name}*")))
     rows += [
         ("wall time", f"{summary['wall_seconds']:.0f} s" + (f" in {launches} launches" if launches > 1 else "")),
-        *([("checkpoints", f"{run.checkpoints}/ ({saved})")] if saved else []),
+        *([("checkpoints", f"{files.checkpoints}/ ({saved})")] if saved else []),
         ("files", f"{folder}/ ({written})"),
     ]
     return rows
 
 
 def show_end(
-    config: EngineConfig,
-    process: Process,
+    run: Run,
     folder: RunFolder,
     summary: dict[str, Any],
     reporter: Reporter,
@@ -476,8 +472,7 @@ def show_end(
     """Write summary.json and report.html, as far as the disk takes them, and show the end, on rank 0.
 
     Args:
-        config: of the engine.
-        process: this rank.
+        run: of this rank.
         folder: its output folder.
         summary: the contents.
         reporter: of rank 0.
@@ -498,11 +493,11 @@ def show_end(
         unwritten[folder.report.name] = ""
         what = f"{type(error).__name__}: {error}"
         reporter.say(f"WARNING: {folder.report} is not written ({what}); ds-vit report makes it")
-    rows = end_rows(config, summary, folder.path, reporter.train_loss, unwritten)
-    if stopped and config.optimizer is not None:
-        place = f"at {summary['steps']:,} of {config.optimizer.total_steps:,}"
+    rows = end_rows(run, summary, folder.path, reporter.train_loss, unwritten)
+    if stopped and run.schedule is not None:
+        place = f"at {summary['steps']:,} of {run.schedule.total_steps:,}"
         print_table(console, "interrupted", [("interrupted", f"{place} {stopped}"), *rows])
-        reporter.say(f"interrupted {place}; resume with: {resume_command(folder.path, process)}")
+        reporter.say(f"interrupted {place}; resume with: {resume_command(folder.path, run.process)}")
     else:
         print_table(console, "done", rows)
     if problem := unwritten.get(folder.summary.name):

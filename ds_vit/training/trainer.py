@@ -1,7 +1,7 @@
 """The training loop: steps until the end, with rollbacks, evaluations and saves between them.
 
 `run` → `train` → `train_step`. Everything around a step is a callback (callbacks.py), evaluations are in evaluation.py,
-saves in checkpoint_manager.py; build.py assembles them.
+saves in checkpoint_manager.py; train.py assembles them.
 """
 
 from __future__ import annotations

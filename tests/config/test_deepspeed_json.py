@@ -19,8 +19,9 @@ from ds_vit.config.deepspeed_keys import DeepSpeedJson, model_of, read_json
 from ds_vit.config.units import parse_set
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import Process
-from ds_vit.training.resolve import resolve_run
+from ds_vit.training.resolve import resolve
 from ds_vit.training.resolve.deepspeed import _auto_precision, read
+from ds_vit.training.run import World
 
 CONFIGS = sorted((ROOT / "ds_configs").glob("*.json"))
 CPU = str(ROOT / "ds_configs" / "cpu_zero1_fp32.json")
@@ -43,7 +44,7 @@ def checked(data: dict, path: str) -> DeepSpeedJson:
 def resolved(file: str, *words, world: int = 1, on_cpu: bool = True):
     """A run with a file, resolved."""
     config, explicit = parse([str(word) for word in [*RUN, "--deepspeed_config", file, *words]])
-    return resolve_run(config, explicit, Process("env", 0, world, 0, world), on_cpu=on_cpu)
+    return resolve(config, explicit, World(Process("env", 0, world, 0, world), on_cpu))
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.name)
@@ -60,7 +61,7 @@ def test_shipped_files_are_legal_for_any_number_of_ranks(path):
         sizes = batch_sizes(typed, path.name, dp=dp, batch_size=8, grad_accum_steps=2)
         assert (sizes.global_batch, sizes.micro_batch, sizes.accumulation) == (16 * dp, 8, 2)
     run = resolved(str(path), "--lr", "1e-3", "-b", 8, "--grad-accum-steps", 2, "--clip-grad", 1.0, on_cpu=False)
-    parsed = DeepSpeedConfig(run.deepspeed.json.dump())
+    parsed = DeepSpeedConfig(run.engine.json.dump())
     assert (parsed.train_batch_size, parsed.gradient_clipping) == (16, 1.0)
     assert parsed.zero_optimization_stage == data["zero_optimization"]["stage"]
     assert path.name in (ROOT / "ds_configs" / "README.md").read_text() or path.name.startswith("cpu_zero")
@@ -420,7 +421,7 @@ def test_batch_arithmetic_rejected(numbers, flags, message):
 def test_every_auto_is_replaced(tmp_path):
     """An "auto" that reaches DeepSpeed crashes it or means "off"; other values must not change."""
     data = {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "eps": 1e-6}}, "communication_data_type": "auto"}
-    told = resolved(write(tmp_path, data), "--lr", 0.5, "-b", 8, world=2).deepspeed.json
+    told = resolved(write(tmp_path, data), "--lr", 0.5, "-b", 8, world=2).engine.json
     assert told.auto == frozenset()
     optimizer = {"type": "AdamW", "params": {"lr": 0.5, "eps": 1e-6}}
     assert told.dump() == {"optimizer": optimizer, "gradient_clipping": 1.0, **BatchSizes(16, 8, 1, 2).as_json()}
@@ -432,23 +433,23 @@ def test_hugging_faces_zero3_file_is_resolved_as_they_do(tmp_path):
     """HfTrainerDeepSpeedConfig: fill_match and fill_only, key by key."""
     file = write(tmp_path, ZERO3)
     run = resolved(file, "--lr", 0.01, "--weight-decay", 0.1, "--warmup-steps", 3, "-b", 4)
-    told = run.deepspeed.json.dump()
+    told = run.engine.json.dump()
     assert told["optimizer"]["params"] == {"lr": 0.01, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.1}
     assert (run.optimizer.arguments["betas"], run.optimizer.weight_decay) == ((0.9, 0.999), 0.1)
     warmup = {"warmup_min_lr": 0.0, "warmup_max_lr": 0.01, "warmup_num_steps": 3, "total_num_steps": 4}
     assert told["scheduler"]["params"] == warmup
     words = ["--lr", 0.01, "-b", 14, "--epochs", 4, "--warmup-epochs", 2, "--warmup-lr", 1e-4]
-    params = resolved(file, *words).deepspeed.json.scheduler.params
+    params = resolved(file, *words).engine.json.scheduler.params
     assert (params["warmup_num_steps"], params["warmup_min_lr"]) == (2 * (1442 // 14), 1e-4)
     # No warm-up at all is one step, as DeepSpeed wants.
-    assert resolved(write(tmp_path, ZERO2), "--lr", 1).deepspeed.json.scheduler.params["warmup_num_steps"] == 1
+    assert resolved(write(tmp_path, ZERO2), "--lr", 1).engine.json.scheduler.params["warmup_num_steps"] == 1
 
 
 def test_a_file_without_an_optimizer_is_adamw_from_the_flags(tmp_path):
     """A file that trains with another optimizer, or with none."""
     bare = write(tmp_path, {"zero_optimization": {"stage": 1}})
     params = {"lr": 0.01, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.1}
-    told = resolved(bare, "--lr", 0.01, "--weight-decay", 0.1).deepspeed.json
+    told = resolved(bare, "--lr", 0.01, "--weight-decay", 0.1).engine.json
     assert told.given("optimizer") == {"type": "AdamW", "params": params}
     with pytest.raises(UserError, match='has no "optimizer", and AdamW needs --lr'):
         resolved(bare)
@@ -459,10 +460,10 @@ def test_a_published_file_is_resolved(tmp_path, source):
     """A file that works elsewhere and ends here in a traceback, in DeepSpeed's own words, or in "auto"."""
     data = FILES[source]
     run = resolved(write(tmp_path, data), "--lr", 0.001, "-b", 4)
-    told, asked = run.deepspeed.json.dump(), data["zero_optimization"]
+    told, asked = run.engine.json.dump(), data["zero_optimization"]
     assert '"auto"' not in json.dumps(told)
-    assert run.deepspeed.zero_stage == asked["stage"]
-    assert run.deepspeed.precision.name == ("bf16" if data["bf16"]["enabled"] is True else "fp32")
+    assert run.engine.zero_stage == asked["stage"]
+    assert run.engine.precision.name == ("bf16" if data["bf16"]["enabled"] is True else "fp32")
     for key, number in (
         *((("reduce_bucket_size", WIDTH * WIDTH),) if asked["stage"] < 3 else ()),  # idle at stage 3
         ("stage3_prefetch_bucket_size", int(0.9 * WIDTH * WIDTH)),
@@ -477,8 +478,8 @@ def test_llavas_offloaded_file_trains(ranks, tmp_path):
     file = write(tmp_path, FILES["haotian-liu/LLaVA scripts/zero3_offload.json"])
     assert len(train_in(ranks, 1, [*RUN, "--deepspeed_config", file, "--lr", "0.001", "-b", "4"])) == 4
     run = resolved(file, "--lr", 0.001, "-b", 4, on_cpu=False)
-    assert run.deepspeed.precision.name == "bf16"
-    assert run.deepspeed.json.fp16.enabled is False
+    assert run.engine.precision.name == "bf16"
+    assert run.engine.json.fp16.enabled is False
 
 
 def test_an_automatic_momentum_is_timms():
@@ -553,10 +554,10 @@ def test_origin_of_values():
     # Catches: a flag that the JSON's number overrides, and a value whose source is reported wrong.
     words = ["--set", "zero_optimization.stage=2", "--set", "gradient_clipping=0.25", "--weight-decay", "0.3"]
     run = resolved(CPU, *words)
-    assert (run.deepspeed.zero_stage, run.optimizer.clip, run.optimizer.decay) == (2, 0.25, 0.3)
-    assert run.deepspeed.json.optimizer.params["weight_decay"] == 0.3
+    assert (run.engine.zero_stage, run.optimizer.clip, run.optimizer.decay) == (2, 0.25, 0.3)
+    assert run.engine.json.optimizer.params["weight_decay"] == 0.3
     names = ("zero_optimization.stage", "gradient_clipping", "optimizer.params.weight_decay", "optimizer.params.lr")
-    assert [run.deepspeed.origin(name) for name in names] == ["--set", "--set", "--weight-decay", "JSON"]
+    assert [run.engine.origin(name) for name in names] == ["--set", "--set", "--weight-decay", "JSON"]
     assert (
         resolved(CPU, "--clip-grad", "0.5").optimizer.clip
         == 0.5

@@ -119,7 +119,7 @@ def test_several_micro_batches_are_summed_in_fp32(tmp_path, stage, kind):
     def types_and_notes(accumulation, **blocks):
         path = write_config(tmp_path / "config.json", stage, **SIXTEEN[kind], optimizer=ADAMW, **blocks)
         with pretend_fp16() if kind == "fp16" else contextlib.nullcontext():
-            settings = resolved([*DEEP, "--deepspeed_config", path, "--grad-accum-steps", accumulation]).deepspeed
+            settings = resolved([*DEEP, "--deepspeed_config", path, "--grad-accum-steps", accumulation]).engine
         said = [note for note in settings.notes if "micro-batches" in note]
         return settings.json.get("data_types"), said
 

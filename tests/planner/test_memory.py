@@ -11,9 +11,9 @@ from project import ROOT
 
 from ds_vit.config import parse
 from ds_vit.launching.process import Process
-from ds_vit.training.build import engine_config
 from ds_vit.training.cost import Cost
-from ds_vit.training.resolve import resolve_run
+from ds_vit.training.resolve import resolve
+from ds_vit.training.run import World
 
 SIZES = {
     "wide": ("embed_dim=128", "depth=4", "num_heads=4"),
@@ -101,8 +101,8 @@ def words_of(case) -> list[str]:
 def predicted(words: list[str]) -> list[int]:
     """Bytes of a rank of each stage."""
     config, explicit = parse(words)
-    plan = resolve_run(config, explicit, Process("env", 0, 2, 0, 2), on_cpu=True)
-    return [stage.together for stage in Cost(engine_config(plan)).memory()]
+    plan = resolve(config, explicit, World(Process("env", 0, 2, 0, 2), on_cpu=True))
+    return [stage.together for stage in Cost(plan).memory()]
 
 
 def test_there_are_enough_combinations():

@@ -17,7 +17,6 @@ from timm.models import save_for_hf
 
 import simulated_device
 from ds_vit.training.auto_batch import legal
-from ds_vit.training.build import engine_config
 from ds_vit.training.cost import Cost
 from simulated_device.test_whole_runs import MIXUP, buckets, train, words_of
 
@@ -217,7 +216,7 @@ def test_a_teacher_may_be_larger_than_the_memory_of_a_rank(ranks, device_library
 def test_auto_batch_finds_the_edge(ranks, device_library, tmp_path):
     """Catches: a trial that needs another memory than training, and an error that is not caught."""
     more = (*WIDE, "--set", "train_batch_size=24")
-    config = engine_config(resolved(words_of("cpu_zero1_fp32.json", *more, "--auto-batch")))
+    config = resolved(words_of("cpu_zero1_fp32.json", *more, "--auto-batch"))
     needs = {batch.micro_batch: Cost(config).fullest(batch).together for batch in legal(config)}
     limit = round((needs[6] + needs[8]) / 2 / 0.95)  # a twentieth stays free
     codes, errors = {}, {}

@@ -36,7 +36,7 @@ from runs import resolved
 from ds_vit.fault_tolerance.errors import UserError
 
 if TYPE_CHECKING:
-    from ds_vit.training.resolve import Resolved
+    from ds_vit.training.run import Run
 
 WORLD = 2
 
@@ -336,19 +336,19 @@ def _write(folder: Path, case_data: Mapping[str, Any], place: int | str) -> list
     return [*ARGS, *schedule, *words, "--pp", pp]
 
 
-def _essence(plan: Resolved) -> tuple[Any, ...]:
+def _essence(plan: Run) -> tuple[Any, ...]:
     """All of a plan that a JSON file decides."""
-    told = {key: value for key, value in plan.deepspeed.json.dump().items() if value != {}}
+    told = {key: value for key, value in plan.engine.json.dump().items() if value != {}}
     text = json.dumps(told, sort_keys=True, default=str)
     return (
         text,
-        plan.data.batch,
-        plan.deepspeed.precision,
-        plan.deepspeed.checkpointing,
+        plan.batch,
+        plan.engine.precision,
+        plan.engine.checkpointing,
         (plan.optimizer.cls, plan.optimizer.arguments),
         plan.optimizer.weight_decay,
         plan.optimizer.lr,
-        plan.optimizer.schedule,
+        plan.schedule.rate,
     )
 
 

@@ -18,11 +18,11 @@ def train_and_watch(argv: list[str]) -> tuple[int, dict[str, int]]:
 
     from ds_vit.models.layers import BlockLayer
     from ds_vit.train import main
-    from ds_vit.training import build
+    from ds_vit.training import build_engine as module
     from ds_vit.training.trainer import Trainer
 
     watched = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-    build_engine, train = build.build_engine, Trainer.train
+    build_engine, train = module.build_engine, Trainer.train
 
     def build_watched(*args: Any) -> Any:
         watched.start()
@@ -43,7 +43,7 @@ def train_and_watch(argv: list[str]) -> tuple[int, dict[str, int]]:
             hook.remove()
             watched.stop()
 
-    with mock.patch.object(build, "build_engine", build_watched), mock.patch.object(Trainer, "train", train_watched):
+    with mock.patch.object(module, "build_engine", build_watched), mock.patch.object(Trainer, "train", train_watched):
         assert main(argv) == 0
     return peak(watched.profiler.kineto_results.events())
 

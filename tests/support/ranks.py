@@ -75,7 +75,7 @@ _PRELOAD = [
     *("deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.module_inject.auto_ep_layer"),
     *("deepspeed.ops.triton_ops", "deepspeed.runtime.superoffload.superoffload_stage3", "deepspeed.utils.pin_memory"),
     *("torch.utils.tensorboard", "sklearn.datasets", "sklearn.datasets.data", "huggingface_hub.serialization"),
-    *("rich.progress", "rich._emoji_codes", "ds_vit.train", "ds_vit.training.build", "ds_vit.engine.pipeline"),
+    *("rich.progress", "rich._emoji_codes", "ds_vit.train", "ds_vit.training.resolve", "ds_vit.engine.pipeline"),
     # With the trainer nearly all of the package: 0.3 s in every rank.
     *(
         "ds_vit.training.trainer",

@@ -24,10 +24,11 @@ def resolved(argv, world=1, rank=0, *, on_cpu=True):
     """What a run on so many ranks of one host resolves to, on one of them, in this process."""
     from ds_vit.config import parse
     from ds_vit.launching.process import Process
-    from ds_vit.training.resolve import resolve_run
+    from ds_vit.training.resolve import resolve
+    from ds_vit.training.run import World
 
     config, explicit = parse([str(word) for word in argv])
-    return resolve_run(config, explicit, Process("env", rank, world, rank, world), on_cpu=on_cpu)
+    return resolve(config, explicit, World(Process("env", rank, world, rank, world), on_cpu))
 
 
 def refusal(capsys, argv):

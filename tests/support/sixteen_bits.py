@@ -265,25 +265,26 @@ def train_on_rank(
     from ds_vit.engine.start import quiet_deepspeed
     from ds_vit.launching.process import discover
     from ds_vit.parallel.groups import build_groups
-    from ds_vit.training.build import engine_config
     from ds_vit.training.build_engine import build_engine
-    from ds_vit.training.resolve import resolve_run
-    from ds_vit.training.resolve.model import ModelConfig
+    from ds_vit.training.resolve import resolve
+    from ds_vit.training.run import Model, World
 
     quiet_deepspeed(False)
     results = []
     with pretend_fp16():
         config, explicit = flags.parse([*argv])
-        run = resolve_run(config, explicit, discover(), on_cpu=True)
+        run = resolve(config, explicit, World(discover(), on_cpu=True))
         groups = build_groups(run.layout)
         for given, of_seed in zip(map(Given, values), batches, strict=True):
-            with mock.patch.object(ModelConfig, "weights_of", lambda model, tower, given=given: given):
-                engine = build_engine(engine_config(run), torch.device("cpu"), groups)
+            with mock.patch.object(Model, "weights_of", lambda model, tower, given=given: given):
+                engine = build_engine(run, torch.device("cpu"), groups)
             weights, losses = [_held_by(engine)], []
             for step, batch in enumerate(of_seed, start=1):
-                task, horizon = run.model.task, run.training.horizon
+                task, horizon = run.model.task, run.schedule.horizon
                 engine.begin_step(step, task.schedules(step, horizon), task.held_names(step, horizon))
-                micro_batches = [_rows(batch, run.share.rows(n), engine.dtype) for n in range(run.share.accumulation)]
+                micro_batches = [
+                    _rows(batch, run.data.share.rows(n), engine.dtype) for n in range(run.batch.accumulation)
+                ]
                 result = engine.train_step(iter(micro_batches))
                 assert result.outcome().applied
                 losses.append(float(engine.mean(result.loss)))

@@ -37,13 +37,13 @@ def start(argv):
     from ds_vit.engine.start import init_distributed, quiet_deepspeed
     from ds_vit.launching.process import discover, rendezvous
     from ds_vit.parallel.groups import build_groups
-    from ds_vit.training.build import engine_config
     from ds_vit.training.build_engine import build_engine
-    from ds_vit.training.resolve import resolve_run
+    from ds_vit.training.resolve import resolve
+    from ds_vit.training.run import World
 
     quiet_deepspeed(False)
     process = discover()
     config, explicit = flags.parse([str(word) for word in argv])
-    plan = resolve_run(config, explicit, process, on_cpu=True)
+    plan = resolve(config, explicit, World(process, on_cpu=True))
     init_distributed(rendezvous(process))
-    return build_engine(engine_config(plan), torch.device("cpu"), build_groups(plan.layout))
+    return build_engine(plan, torch.device("cpu"), build_groups(plan.layout))

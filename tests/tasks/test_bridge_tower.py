@@ -59,7 +59,7 @@ def by_transformers(folder, tmp_path_factory):
     """Rows and weights of transformers' model under torch's SGD, each global batch in one piece."""
     from ds_vit.data.device import finish_images
     from ds_vit.data.loader import train_loader
-    from ds_vit.training.build import input_config
+    from ds_vit.training.inputs import input_config
 
     run = resolved(command(tmp_path_factory.mktemp("alone") / "run", folder, 1, 1, 0))
     task, inputs = run.model.task, input_config(run)

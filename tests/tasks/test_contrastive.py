@@ -30,6 +30,7 @@ from ds_vit.tasks import contrastive_loss
 from ds_vit.tasks.contrastive import Clip, SigLip
 from ds_vit.tasks.contrastive_loss import ROWS_AT_ONCE, clip_loss, siglip_loss
 from ds_vit.tasks.retrieval import places_of_partners
+from ds_vit.training.resolve.record import identity_of
 from ds_vit.weights.foreign_names import from_foreign
 
 LOSSES = {
@@ -212,7 +213,7 @@ def train_plainly(argv, *, lr, clip, bound):
     from ds_vit.models.layers import tower_of
     from ds_vit.models.param_groups import no_weight_decay_names
     from ds_vit.models.sequential import SequentialViT, timm_names
-    from ds_vit.training.build import input_config
+    from ds_vit.training.inputs import input_config
 
     run = resolved(argv)
     task, whole, inputs = run.model.task, run.model.whole, input_config(run)
@@ -452,10 +453,10 @@ def test_sizes_are_compared_as_they_are(tmp_path):
     # Catches: a run that cannot be resumed with a default spelled out, or can with another text tower.
     small = command(tmp_path / "run", "clip", 1, 1, 1)
     del small[small.index("--context-length") : small.index("--context-length") + 2]
-    identity = resolved(small).identity
+    identity = identity_of(resolved(small))
     spelled = ("--text-model", "clip_base", "--text-pool", "end", "--context-length", 256)
-    assert resolved([*small, *spelled]).identity == identity
-    assert resolved([*small, "--text-pool", "last"]).identity != identity
+    assert identity_of(resolved([*small, *spelled])) == identity
+    assert identity_of(resolved([*small, "--text-pool", "last"])) != identity
 
 
 def test_an_image_tower_with_nothing_to_train(ranks, tmp_path):

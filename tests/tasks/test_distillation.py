@@ -22,8 +22,7 @@ from timm.task import FeatureDistillationTask, LogitDistillationTask, TokenDisti
 from ds_vit.checkpoint.folder import newest, open_checkpoint
 from ds_vit.models.keyed_init import initialise
 from ds_vit.tasks.distillation import loss_weights
-from ds_vit.training.build import input_config
-from ds_vit.training.inputs import InputPipeline
+from ds_vit.training.inputs import InputPipeline, input_config
 
 STEPS, BATCH, CLIP, TEMPERATURE = 10, 24, 0.1, 3.0
 NAME, WITH_TOKEN = "vit_tiny_patch16_224", "deit_tiny_distilled_patch16_224"

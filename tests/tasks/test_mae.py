@@ -32,8 +32,7 @@ from ds_vit.tasks import find_task
 from ds_vit.tasks.losses import MaskedPatchLoss
 from ds_vit.tools.evaluate import evaluate_weights
 from ds_vit.tools.evaluate import main as evaluate_main
-from ds_vit.training.build import input_config
-from ds_vit.training.inputs import InputPipeline
+from ds_vit.training.inputs import InputPipeline, input_config
 from ds_vit.weights.export import export
 
 STEPS, BATCH, CLIP = 10, 16, 0.1

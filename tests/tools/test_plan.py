@@ -20,9 +20,9 @@ from ds_vit.launching.process import Process
 from ds_vit.models.large_sizes import SIZES
 from ds_vit.models.zoo import ModelSpec, create_model
 from ds_vit.planner import counting, hardware
-from ds_vit.training.build import engine_config
 from ds_vit.training.cost import Cost
-from ds_vit.training.resolve import resolve_run
+from ds_vit.training.resolve import resolve
+from ds_vit.training.run import World
 
 BASE = ["plan", "--model", "vit_base_patch16_224", "--gpus", "16", "--gpu", "a100"]
 
@@ -181,10 +181,10 @@ def test_what_is_written_starts(capsys, tmp_path, monkeypatch):
         paths = [Path(word) for word in shlex.split(line) if "/" in word]
         assert len(paths) >= 3
         assert all(path.is_absolute() and path.is_file() for path in paths), paths
-    plan = resolve_run(*training_of(folder), Process("env", 0, 4, 0, 4), on_cpu=False)
-    assert plan.data.batch.global_batch == 64
+    plan = resolve(*training_of(folder), World(Process("env", 0, 4, 0, 4), on_cpu=False))
+    assert plan.batch.global_batch == 64
     assert list(plan.model.bounds) == best["bounds"]
-    fullest = Cost(engine_config(plan)).fullest(plan.data.batch)
+    fullest = Cost(plan).fullest(plan.batch)
     assert fullest.together == pytest.approx(best["memory"]["together"], rel=1e-3)
 
 
@@ -267,8 +267,8 @@ def test_every_task_is_planned_by_the_memory_of_its_run(capsys, tmp_path, task):
     config, explicit = training_of(
         tmp_path / "plan", *classes, data="glyphs" if task in ("clip", "siglip") else "digits"
     )
-    run = resolve_run(config, explicit, Process("env", 0, 2, 0, 2), on_cpu=False)
-    fullest = Cost(engine_config(run)).fullest(run.data.batch)
+    run = resolve(config, explicit, World(Process("env", 0, 2, 0, 2), on_cpu=False))
+    fullest = Cost(run).fullest(run.batch)
     assert fullest.together == pytest.approx(best["memory"]["together"], rel=1e-3)
     assert main([str(word) for word in ("plan", *words, "--pp", 2)]) == 2
     assert f"--task {task} is planned with --pp 1 --tp 1 only" in capsys.readouterr().err

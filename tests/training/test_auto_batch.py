@@ -15,10 +15,8 @@ from runs import DIGITS, refusal, resolved, run_quietly
 
 from ds_vit.config.units import parse_bytes
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.launching.process import Process
 from ds_vit.planner.counting import saved_storages
 from ds_vit.training.auto_batch import Memory, TrialStep, by_trying, choose_batch, legal
-from ds_vit.training.build import engine_config
 from ds_vit.training.cost import Cost
 
 RUN = [
@@ -33,7 +31,7 @@ BATCH = ["--set", "train_batch_size=24", "zero_optimization.contiguous_gradients
 
 
 def engine_of(world, *words, rank=0):
-    return engine_config(resolved([*RUN, *BATCH, *words], world, rank))
+    return resolved([*RUN, *BATCH, *words], world, rank)
 
 
 def memory_for(micro_batch, world, *words):
@@ -71,8 +69,9 @@ def test_two_ranks_take_what_fits(ranks, tmp_path):
 def test_a_pipeline_keeps_as_many_micro_batches_as_stages():
     # Catches: all memory filled, and half of the ranks waiting. What is free here is plenty.
     config = engine_of(2, "--auto-batch", "--pp", "2")
-    batch, said = choose_batch(config, "", Process("env", 0, 2, 0, 2), on_cpu=True)
-    assert (batch.micro_batch, batch.accumulation) == (12, 2)
+    run = choose_batch(config, on_cpu=True)
+    said = run.data.notes[-1]
+    assert (run.batch.micro_batch, run.batch.accumulation) == (12, 2)
     assert "a larger one would leave fewer micro-batches than the 2 pipeline stages" in said
     assert "free on this machine, among 2 ranks" in said
 

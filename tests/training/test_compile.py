@@ -157,14 +157,14 @@ def test_graphs_are_refused_where_they_cannot_be(capsys):
         words = [*base, *at[name], *more]
         with pytest.raises(UserError, match=f"--cuda-graph on: .*{re.escape(why)}"):
             resolved([*words, "--cuda-graph", "on"], world=2, on_cpu=False)
-        assert not resolved(words, world=2, on_cpu=False).graphs
-    assert resolved([*argv, "--cuda-graph", "on"], on_cpu=False).graphs
-    assert not resolved(argv, on_cpu=False).graphs
+        assert not resolved(words, world=2, on_cpu=False).engine.graphs
+    assert resolved([*argv, "--cuda-graph", "on"], on_cpu=False).engine.graphs
+    assert not resolved(argv, on_cpu=False).engine.graphs
     with mock.patch.object(engine, "RECORDED_GRAPHS", {("classification", 1, "fp32", False)}):
-        assert resolved(argv, on_cpu=False).graphs
-        assert not resolved(argv, on_cpu=True).graphs
-        assert not resolved(argv, world=2, on_cpu=False).graphs, "another row"
-        assert not resolved([*argv, "--cuda-graph", "off"], on_cpu=False).graphs
+        assert resolved(argv, on_cpu=False).engine.graphs
+        assert not resolved(argv, on_cpu=True).engine.graphs
+        assert not resolved(argv, world=2, on_cpu=False).engine.graphs, "another row"
+        assert not resolved([*argv, "--cuda-graph", "off"], on_cpu=False).engine.graphs
 
 
 def test_refused(tmp_path, capsys):

@@ -15,9 +15,8 @@ from ds_vit.data.augment.on_device import bytes_of_photo
 from ds_vit.models.zoo import num_parameters
 from ds_vit.monitoring.report.record import note_start
 from ds_vit.train import main
-from ds_vit.training.build import engine_config
 from ds_vit.training.cost import Cost
-from ds_vit.training.resolve import resolved_flags
+from ds_vit.training.resolve.record import resolved_flags
 from ds_vit.training.tables import end_rows
 
 RUN = [
@@ -35,7 +34,7 @@ def plan_of(world, stage, *words):
 
 
 def estimate_of(world, stage, *words):
-    return Cost(engine_config(plan_of(world, stage, *words))).memory()
+    return Cost(plan_of(world, stage, *words)).memory()
 
 
 def test_a_dry_run_shows_the_run_and_starts_nothing(capsys, tmp_path):
@@ -74,14 +73,14 @@ def test_the_warm_up_of_the_default_has_no_cliff(capsys, tmp_path):
     words = [*RUN[:-2], "-b", "96", "--deepspeed_config", config_of(1)]  # 15 steps an epoch
     warmups = {}
     for flags in ("--epochs 5", "--epochs 6", "--epochs 49", "--epochs 50", "--epochs 300", "--max-steps 200"):
-        warmups[flags] = resolved([*words, *flags.split()]).optimizer.schedule.warmup_steps
+        warmups[flags] = resolved([*words, *flags.split()]).schedule.rate.warmup_steps
     assert [*warmups.values()] == [7, 9, 73, 75, 75, 20]
     (tmp_path / "r.yaml").write_text("warmup_steps: 3")
     asked = {"--warmup-epochs 4": 60, "--warmup-epochs 0.5": 8, "--warmup-steps 74": 74, "--warmup-epochs 0": 0}
     asked |= {f"--recipe {tmp_path}/r.yaml": 3, f"--recipe {tmp_path}/r.yaml --warmup-epochs 0": 0}
     for flags, wanted in asked.items():
         run = resolved([*words, "--epochs", "5", *flags.split()])
-        assert run.optimizer.schedule.warmup_steps == wanted
+        assert run.schedule.rate.warmup_steps == wanted
         assert "warming up" not in " ".join(run.notes)
     scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": 11, "warmup_max_lr": "auto"}}
     of_the_json = write_config(tmp_path / "c.json", 1, scheduler=scheduler)
@@ -95,7 +94,7 @@ def test_curves_of_a_short_run_have_enough_points(steps, interval):
     """24 steps with two points; a number that config.yaml does not show, or that is not the run's own to say."""
     words = ["--max-steps", str(steps), "--warmup-steps", "2"]
     plan = plan_of(1, 1, *words)
-    assert plan.log_interval == interval
+    assert plan.output.log_interval == interval
     assert resolved_flags(plan)["log_interval"] == interval
     assert resolved_flags(plan_of(1, 1, *words, "--log-interval", "7"))["log_interval"] == 7
 
@@ -107,14 +106,14 @@ def test_the_end_says_in_how_many_launches(tmp_path):
     said = []
     for step in (0, 4):
         note_start(folder, step, plan.layout, 1, torch.device("cpu"), [])
-        said.append(dict(end_rows(engine_config(plan), told, tmp_path))["wall time"])
+        said.append(dict(end_rows(plan, told, tmp_path))["wall time"])
     assert said == ["28 s", "28 s in 2 launches"]
 
 
 def test_images_that_the_device_decodes_and_augments(tmp_path):
     # Catches: a share that the end does not show, and memory next to the step that the plan leaves out.
     told = {"model": "m", "eval_images": 0, "images_per_second": None, "skipped_images": 0, "wall_seconds": 1.0}
-    shown = dict(end_rows(engine_config(plan_of(1, 1)), {**told, "decoded_on_device": 0.975}, tmp_path))
+    shown = dict(end_rows(plan_of(1, 1), {**told, "decoded_on_device": 0.975}, tmp_path))
     assert shown["decoded on the device"] == "97.5% of the images since this start"
     [here], [there] = (estimate_of(1, 1, "--augment-on", on) for on in ("cpu", "device"))
     size = plan_of(1, 1).model.task.image.img_size
@@ -133,7 +132,7 @@ def test_images_that_the_device_decodes_and_augments(tmp_path):
 def test_bytes_a_parameter_by_zero_stage(stage, expected):
     # Catches: a share of the wrong thing. Known in closed form: fp32, AdamW, four data-parallel ranks.
     plan = plan_of(4, stage)
-    [rank] = Cost(engine_config(plan)).memory()
+    [rank] = Cost(plan).memory()
     number = num_parameters(plan.model.whole)
     assert rank.parameters == number
     for value, bytes_each in zip((rank.weights, rank.gradients, rank.masters, rank.optimizer), expected, strict=True):
@@ -148,6 +147,6 @@ def test_bytes_a_parameter_in_bf16():
         (("--set", "bf16.bf16_master_weights_and_grads=true", "bf16.bf16_optimizer_states=true"), (2, 2, 0, 2)),
     ):
         plan = plan_of(2, 1, "--set", "bf16.enabled=true", *words)
-        [rank] = Cost(engine_config(plan)).memory()
+        [rank] = Cost(plan).memory()
         found = (rank.weights, rank.gradients, rank.masters, rank.optimizer)
         assert found == pytest.approx([n * num_parameters(plan.model.whole) for n in expected], abs=8), words

@@ -98,19 +98,17 @@ def test_auto_batch_keeps_the_curve(cifar, tmp_path):
 def test_auto_batch_finds_the_edge_by_trying():
     """A trial that takes another memory than training, an error not caught, and memory that is not given back."""
     from ds_vit.training.auto_batch import TrialStep, by_trying, legal, memory_of_rank
-    from ds_vit.training.build import engine_config
 
     argv = ["--dataset", "digits", "--model", "vit_small_patch16_224", "--set", "train_batch_size=128", "--auto-batch"]
     argv += ["--warmup-steps", 2, "--max-steps", 8, "--deepspeed_config", ROOT / "ds_configs" / "cpu_zero1_fp32.json"]
     plan = resolved(argv, on_cpu=False)
-    engine = engine_config(plan)
-    batches = {batch.micro_batch: batch for batch in legal(engine)}
-    with TrialStep(engine, torch.device("cuda", 0)) as trial:
+    batches = {batch.micro_batch: batch for batch in legal(plan)}
+    with TrialStep(plan, torch.device("cuda", 0)) as trial:
         few, many = trial(batches[1]), trial(batches[8])
         assert many - few == pytest.approx(7 * trial.stage.waiting, rel=0.25)
         torch.cuda.set_per_process_memory_fraction(0.05 + 0.02)  # what stays free, and little more
         try:
-            found = by_trying(engine, memory_of_rank("", plan.process, on_cpu=False), trial)
+            found = by_trying(plan, memory_of_rank("", plan.process, on_cpu=False), trial)
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0)
         assert found.how == "measured"

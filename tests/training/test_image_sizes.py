@@ -18,6 +18,7 @@ from ds_vit.models.layers import take_apart
 from ds_vit.models.sequential import SequentialViT, SizeSwitch
 from ds_vit.models.zoo import ModelSpec, create_model
 from ds_vit.planner.counting import Flops
+from ds_vit.training.resolve.record import identity_of, rates_of
 from ds_vit.training.resume import Resume, check_same_run
 from ds_vit.training.step_log import StepLog
 
@@ -97,16 +98,17 @@ def test_a_size_stays_at_its_step_when_a_run_goes_on(monkeypatch):
     """Shares of another number of steps: images that shrink again in the middle of a run, without a word."""
     run = [*RUN, *config(1), *VIT, "--sched", "constant"]
     plans = [resolved([*run, "--max-steps", steps]) for steps in (5, 10)]
-    state = {"run": plans[0].identity, "config": {}}
+    first, second = map(identity_of, plans)
+    state = {"run": first, "config": {}}
     resume = Resume(SimpleNamespace(path="step-5", state=state, kinds=()), falls_back=False)
-    check_same_run(resume, plans[0].identity, {})
+    check_same_run(resume, first, {})
     with pytest.raises(UserError, match=r"12 from step 3, .* there and .* 12 from step 5, .*--allow-schedule-change"):
-        check_same_run(resume, plans[1].identity, {})
+        check_same_run(resume, second, {})
     # As the command line asks for it.
-    state |= {"schedule": plans[0].rates, "global_batch": plans[0].data.batch.global_batch}
+    state |= {"schedule": rates_of(plans[0]), "global_batch": plans[0].batch.global_batch}
     monkeypatch.setattr("ds_vit.training.resolve.find_resume", lambda config: resume)
     words = ["--max-steps", 10, "--resume", "step-5", "--allow-schedule-change"]
-    [note, *_] = resolved([*run, *words]).changes
+    [note, *_] = resolved([*run, *words]).output.notes
     assert "img size schedule: 8 from step 1, 12 from step 3" in note
 
 

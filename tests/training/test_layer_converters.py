@@ -3,13 +3,15 @@
 from types import SimpleNamespace
 
 import pytest
-import torch
 
+from ds_vit.config import RunConfig
 from ds_vit.config.deepspeed_keys import DeepSpeedJson
+from ds_vit.config.deepspeed_rules import Checkpointing, Precision
+from ds_vit.engine.settings import EngineSettings
 from ds_vit.parallel.groups import Groups
 from ds_vit.parallel.layout import Layout
-from ds_vit.training.build_engine import EngineConfig, layer_converters
-from ds_vit.training.resolve.model import ModelConfig
+from ds_vit.training.build_engine import layer_converters
+from ds_vit.training.run import Model
 
 # ZeRO stage, type, type of norms, tp, compiled, the pipeline's bounds: the converters in their order.
 ALL = "shard_layer cast_block_buffers norms_in_fp32 freeze compute_class_token skip_idle_modules _partition"
@@ -26,21 +28,19 @@ CASES = [
 @pytest.mark.parametrize(("stage", "compute", "norms", "tp", "compiled", "bounds", "expected"), CASES)
 def test_what_is_done_to_a_layer_in_order(stage, compute, norms, tp, compiled, bounds, expected):
     """A layer that ZeRO-3 takes before it is cut would be cut in its shares; a frozen one after it would be trained."""
-    reads_class_token = ModelConfig.reads_class_token.fget(SimpleNamespace(bounds=bounds))
-    config = SimpleNamespace(
-        norms_fp32=norms == "float32",
-        sequence_parallel=False,
-        compile_mode="default" if compiled else None,
-        model=SimpleNamespace(class_parallel=False, frozen=frozenset(), reads_class_token=reads_class_token),
-        zero_stage=stage,
-        dtype=getattr(torch, compute),
-        autocast=False,
+    reads_class_token = Model.reads_class_token.fget(SimpleNamespace(bounds=bounds))
+    engine = EngineSettings(
         json=DeepSpeedJson.of({"zero_optimization": {"stage": stage}}),
+        precision=Precision(compute, compute),
+        checkpointing=Checkpointing(),
+        compile_mode="default" if compiled else None,
+        graphs=False,
     )
-    assert not {*vars(config)} - {*EngineConfig.__dataclass_fields__, "zero_stage", "dtype", "autocast"}
+    model = SimpleNamespace(class_parallel=False, frozen=frozenset(), reads_class_token=reads_class_token)
+    run = SimpleNamespace(config=RunConfig(norm_dtype=norms), model=model, engine=engine)
     groups = Groups(Layout(tp=tp), rank=0, tp=object() if tp > 1 else None)
     names = []
-    for converter in layer_converters(config, groups):
+    for converter in layer_converters(run, groups):
         function = getattr(converter, "func", converter)  # a partial's
         names.append(function.__qualname__.split(".")[0])
     assert names == expected.split()

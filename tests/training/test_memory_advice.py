@@ -19,7 +19,6 @@ from ds_vit.fault_tolerance.errors import OutOfMemory, is_out_of_memory, memory_
 from ds_vit.launching.process import Process
 from ds_vit.training import auto_batch
 from ds_vit.training.auto_batch import Memory, MemoryAdvice
-from ds_vit.training.build import engine_config
 
 HOST = "[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried to allocate 400 bytes."
 RUN = [*ONE_BLOCK, "--max-steps", 1]
@@ -75,17 +74,15 @@ def test_an_image_is_not_damaged_where_memory_is_short(monkeypatch):
 def test_only_what_the_run_has_left_is_advised(stage, world, words, remedies):
     json = ROOT / "ds_configs" / f"cpu_zero{stage}_fp32.json"
     run = resolved([*RUN, "--deepspeed_config", json, *words], world)
-    rows = run.config.validation_batch_size or run.data.batch.micro_batch
-    advice = MemoryAdvice(engine_config(run), Memory(2000, "free"), rows, run.config.auto_batch)
-    assert advice.remedies == ", ".join(remedies)
-    evaluation = dataclasses.replace(advice, config=dataclasses.replace(advice.config, optimizer=None), eval_rows=8)
-    assert evaluation.remedies == "--validation-batch-size 4"
+    assert MemoryAdvice(run, Memory(2000, "free")).remedies == ", ".join(remedies)
+    evaluation = dataclasses.replace(run, optimizer=None, data=dataclasses.replace(run.data, eval_rows=8))
+    assert MemoryAdvice(evaluation, Memory(2000, "free")).remedies == "--validation-batch-size 4"
 
 
 @pytest.mark.parametrize(
     ("command", "step"),
     [
-        ("train --deepspeed_config x --dataset digits", "ds_vit.train.run"),
+        ("train --deepspeed_config x --dataset digits", "ds_vit.train.train"),
         ("eval runs/a", "ds_vit.tools.evaluate.evaluate_weights"),
         ("shards a b", "ds_vit.tools.shards.make_shards"),
     ],

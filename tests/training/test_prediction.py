@@ -8,7 +8,6 @@ from project import ROOT
 from runs import DIGITS, resolved
 
 from ds_vit.config.batch import BatchSizes
-from ds_vit.training.build import engine_config
 from ds_vit.training.cost import Cost, PeakMemory
 
 
@@ -16,14 +15,14 @@ from ds_vit.training.cost import Cost, PeakMemory
 def engine():
     words = [*DIGITS, "--val-split", "", "--max-steps", "2", "--warmup-steps", "0", "-b", "4"]
     words += ["--model-kwargs", "depth=2", "--deepspeed_config", str(ROOT / "ds_configs" / "cpu_zero1_fp32.json")]
-    return engine_config(resolved(words))
+    return resolved(words)
 
 
 def test_a_coupled_step_holds_the_inputs_of_all_micro_batches():
     words = [*DIGITS, "--val-split", "", "--task", "dino", "--local-crops-number", "3", "--local-crops-size", "8"]
     words += ["--max-steps", "2", "--warmup-steps", "0", "-b", "4", "--model-kwargs", "depth=1", "patch_size=4"]
     words += ["--prototypes", "8", "--deepspeed_config", str(ROOT / "ds_configs" / "cpu_zero1_fp32.json")]
-    config = engine_config(resolved(words))
+    config = resolved(words)
     cost, size = Cost(config), config.model.whole.patch_embed.img_size[0]
     few, many = (cost.fullest(BatchSizes(4 * n, 4, n, 1)) for n in (2, 12))
     inputs = 10 * 4 * 4 * 3 * (2 * size**2 + 3 * 8**2)
@@ -108,6 +107,6 @@ def test_matrices_that_are_not_multiples_of_8_are_named():
     words += ["depth=1", "num_heads=3", "embed_dim=192", "mlp_ratio=3.51", "--deepspeed_config"]
     words += [str(ROOT / "ds_configs" / "cpu_zero1_fp32.json"), "--set"]
     for types, said in (("false", None), ("true", "blocks.mlp.fc1 673 x 192, blocks.mlp.fc2 192 x 673")):
-        config = engine_config(resolved([*words, f"bf16.enabled={types}"]))
+        config = resolved([*words, f"bf16.enabled={types}"])
         row = dict(PeakMemory(config, torch.device("cpu")).start_rows()).get("matrix sizes")
         assert row == (said and f"{said}: no multiples of 8, which slows 16-bit products")

@@ -11,7 +11,7 @@ from runs import resolved
 
 from ds_vit.config.parser import to_yaml
 from ds_vit.planner.counting import Flops
-from ds_vit.training.resolve import resolved_flags
+from ds_vit.training.resolve.record import resolved_flags
 from ds_vit.training.tables import start_rows
 
 # Drop-path, and dropout in the blocks, before the head and of the positions.
@@ -55,4 +55,4 @@ def test_it_is_said_and_written_down(tmp_path, words, said, written):
     assert resolved_flags(plan)["grad_checkpointing"] == written
     (tmp_path / "config.yaml").write_text(to_yaml(resolved_flags(plan)))
     again = resolved(["--recipe", tmp_path / "config.yaml", *config])
-    assert again.deepspeed.checkpointing == plan.deepspeed.checkpointing
+    assert again.engine.checkpointing == plan.engine.checkpointing

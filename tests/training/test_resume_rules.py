@@ -354,16 +354,16 @@ def test_another_run_is_refused(run, tmp_path, capsys, what, monkeypatch):
 def test_other_settings_are_allowed_by_the_flag(run, tmp_path):
     # Catches: a flag that a refusal names and that changes nothing; a change without a note.
     argv = words("--output", tmp_path / "new", "--resume", run[0], "--mixup", 0.8, "--weight-decay", 0.5)
-    [note] = resolved([*argv, "--allow-schedule-change"]).changes
+    [note] = resolved([*argv, "--allow-schedule-change"]).output.notes
     assert note.endswith(": mixup 0.0 → 0.8; optimizer.params.weight_decay 0.05 → 0.5")
     (tmp_path / "mixup.yaml").write_text("mixup: 0.8")
-    assert resolved([*argv[:-4], "--recipe", tmp_path / "mixup.yaml", "--mixup", 0]).changes == ()
+    assert resolved([*argv[:-4], "--recipe", tmp_path / "mixup.yaml", "--mixup", 0]).output.notes == ()
 
 
 def test_the_same_command_on_more_ranks(run, tmp_path):
     # Catches: `-b 16` of the run itself, refused because two ranks would have twice the batch.
     argv = words("--output", tmp_path / "new", "--resume", run[0])
-    assert [resolved(argv, world=world).data.batch.micro_batch for world in (1, 2)] == [16, 8]
+    assert [resolved(argv, world=world).batch.micro_batch for world in (1, 2)] == [16, 8]
 
 
 def test_a_longer_run_with_another_schedule(ranks, run, tmp_path):

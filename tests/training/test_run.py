@@ -229,7 +229,7 @@ def warm_up_of_the_json(tmp_path, flags, **params):
     path = json_file(tmp_path, "cpu_zero1_fp32.json", scheduler={"type": "WarmupLR", "params": params})
     argv = [*DIGITS[: DIGITS.index("--warmup-steps")], "--deepspeed_config", path, "--max-steps", 12, "--val-split", ""]
     plan = resolved([*argv, *flags.split()])
-    return plan.deepspeed.json.scheduler.params["warmup_num_steps"], " ".join(plan.notes)
+    return plan.engine.json.scheduler.params["warmup_num_steps"], " ".join(plan.notes)
 
 
 # Warm-up in steps by the rules of the flags' own schedule: 90 steps are an epoch.

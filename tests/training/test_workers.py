@@ -17,8 +17,7 @@ from ds_vit.data import loader
 from ds_vit.data.loader import Loader
 from ds_vit.launching.process import Process
 from ds_vit.training import inputs
-from ds_vit.training.build import reads
-from ds_vit.training.inputs import MAX_WORKERS, count_workers, cpu_quota
+from ds_vit.training.inputs import MAX_WORKERS, count_workers, cpu_quota, reads_of
 
 KWARGS = ("--model-kwargs", "patch_size=8", "embed_dim=24", "depth=3", "num_heads=2", "--max-steps", "1")
 ZERO0 = ("--deepspeed_config", str(ROOT / "ds_configs" / "cpu_zero0_fp32.json"))
@@ -69,10 +68,10 @@ def test_bound_ranks_share_no_cores(ranks):
 def test_who_reads_what():
     # Catches: middle stages and second slices that count as loaders.
     plan = resolved([*RUN, "--workers", "auto", "--pp", 3, "--tp", 2], world=12)
-    reads_of, layout = reads(plan), plan.layout
-    assert Counter(reads_of(rank) for rank in range(12)) == {"images": 2, "targets": 2, "": 8}
-    assert {layout.stage(rank) for rank in range(12) if reads_of(rank) == "images"} == {0}
-    assert {layout.tp_rank(rank) for rank in range(12) if reads_of(rank)} == {0}
+    reads = [reads_of(plan.model.task, plan.layout, rank, training=True) for rank in range(12)]
+    assert Counter(reads) == {"images": 2, "targets": 2, "": 8}
+    assert {plan.layout.stage(rank) for rank in range(12) if reads[rank] == "images"} == {0}
+    assert {plan.layout.tp_rank(rank) for rank in range(12) if reads[rank]} == {0}
 
 
 @contextlib.contextmanager

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
 
 from ds_vit.config import RunConfig, default_of, spelling
 from ds_vit.config.batch import KEYS, BatchSizes, batch_sizes
 from ds_vit.config.schema import KEY_OF_FLAG, PROGRAM_DATASET
 from ds_vit.data.decode import describe_depth, require_fast, require_fast_on_device
-from ds_vit.data.sampler import SampleOrder
-from ds_vit.data.settings import ZeroShotData
+from ds_vit.data.sampler import SampleOrder, Share
+from ds_vit.data.settings import Data, Workers, ZeroShotData
 from ds_vit.data.sources.captions import CaptionKeys
 from ds_vit.data.sources.combined import hold_out, mixed, part_of
 from ds_vit.data.sources.datasets import open_source
@@ -31,45 +30,19 @@ from ds_vit.tasks import TASKS
 from ds_vit.tasks.zero_shot import open_zero_shot
 from ds_vit.training.resolve.deepspeed import DeepSpeedSettings
 from ds_vit.training.resume import Resume, check_micro_batch, keep_global_batch
+from ds_vit.training.run import World
 from ds_vit.weights.files import find_weights
 
 _SHOWN_PROMPTS = 3
 
 
-@dataclass(frozen=True)
-class DataConfig:
-    """The splits, opened, and the order of their samples.
-
-    Attributes:
-        train_source: the training split; in evaluation only it defines the classes.
-        val_source: the evaluation split, or None.
-        zeroshot: of --zeroshot, or None.
-        batch: the batch arithmetic.
-        order: of the training samples.
-        origins: key of the JSON's batch arithmetic → where its number came from, where it is not the JSON's.
-        notes: lines for people.
-    """
-
-    train_source: Source
-    val_source: Source | None
-    batch: BatchSizes
-    order: SampleOrder
-    zeroshot: ZeroShotData | None = None
-    origins: Mapping[str, str] = field(default_factory=dict, compare=False)
-    notes: tuple[str, ...] = field(default=(), compare=False)
-
-
-def resolve_data(
-    config: RunConfig,
-    deepspeed: DeepSpeedSettings,
-    layout: Layout,
-    resume: Resume | None,
-    sources: tuple[Source, Source | None] | None = None,
-) -> DataConfig:
-    """Open the splits and resolve the batch, which is the checkpoint's in a run that resumes.
+def resolve_batch(
+    config: RunConfig, deepspeed: DeepSpeedSettings, layout: Layout, resume: Resume | None
+) -> tuple[BatchSizes, list[str]]:
+    """The batch arithmetic, which is the checkpoint's in a run that resumes, and lines for people.
 
     Raises:
-        UserError: an impossible batch, or missing data or splits.
+        UserError: an impossible batch.
     """
     if config.auto_batch:
         _check_nothing_fixed(deepspeed)
@@ -92,6 +65,18 @@ def resolve_data(
         check_micro_batch(batch, resume, config.batch_size)
         notes += [*resume.notes, *kept]
     _check_global_batch(config, batch)
+    return batch, notes
+
+
+def resolve_data(
+    config: RunConfig, world: World, layout: Layout, batch: BatchSizes, sources: tuple[Source, Source | None] | None
+) -> Data:
+    """Open the splits.
+
+    Raises:
+        UserError: missing data or splits.
+    """
+    notes: list[str] = []
     train, val, held_out = (*sources, []) if sources else _open_sources(config)
     if config.decode == "fast" and not config.eval_only:
         (require_fast_on_device if config.augment_on == "device" else require_fast)()
@@ -107,12 +92,24 @@ def resolve_data(
     # Evaluation takes nothing in this order, and its batch may be larger than the training split.
     in_order = min(batch.global_batch, len(train)) if config.eval_only else batch.global_batch
     order = SampleOrder(len(train), in_order, config.seed, config.aug_repeats, train.mixture)
-    origins, zero_shot = _batch_origins(config, deepspeed, batch), _zero_shot(config)
+    zero_shot = _zero_shot(config)
     if zero_shot is not None:
         first = ", ".join(f'"{prompt}"' for prompt in zero_shot.prompts[:_SHOWN_PROMPTS])
         of_classes = f"{len(zero_shot.prompts):,} prompts for {zero_shot.source.num_classes:,} classes"
         notes.append(f"--zeroshot: the first of {of_classes} are {first}")
-    return DataConfig(train, val, batch, order, zero_shot, origins, tuple(notes))
+    if world.process.rank == 0:
+        notes += _describe_images(config, train)
+    return Data(
+        train_source=train,
+        order=order,
+        share=Share(layout.dp_rank(world.process.rank), layout.dp, batch.micro_batch, batch.accumulation),
+        val_source=val,
+        zeroshot=zero_shot,
+        eval_rows=config.validation_batch_size or batch.micro_batch,
+        # "auto" is resolved by inputs.count_workers.
+        workers=Workers(0 if config.workers == "auto" else int(config.workers)),
+        notes=tuple(notes),
+    )
 
 
 def _check_global_batch(config: RunConfig, batch: BatchSizes) -> None:
@@ -140,20 +137,6 @@ def _zero_shot(config: RunConfig) -> ZeroShotData | None:
     return open_zero_shot(config.zeroshot, config.zeroshot_templates, folder or None)
 
 
-def with_batch(data: DataConfig, batch: BatchSizes, note: str) -> DataConfig:
-    """The same data in the micro-batches that --auto-batch chose.
-
-    Args:
-        data: of a plan.
-        batch: of the same global batch.
-        note: a line for people; those that name the batch arithmetic name the new one.
-    """
-    assert batch.global_batch == data.batch.global_batch, f"{batch} is not {data.batch}"
-    origins = {**data.origins, **{key: "--auto-batch" for key in KEYS if key != "train_batch_size"}}
-    notes = (*(line.replace(str(data.batch), str(batch)) for line in data.notes), note)
-    return replace(data, batch=batch, origins=origins, notes=notes)
-
-
 def _check_nothing_fixed(deepspeed: DeepSpeedSettings) -> None:
     """Reject a JSON that fixes what --auto-batch chooses; in a JSON that a run wrote, the two numbers follow."""
     for key in KEYS:
@@ -165,7 +148,7 @@ def _check_nothing_fixed(deepspeed: DeepSpeedSettings) -> None:
             )
 
 
-def _batch_origins(config: RunConfig, deepspeed: DeepSpeedSettings, batch: BatchSizes) -> dict[str, str]:
+def batch_origins(config: RunConfig, deepspeed: DeepSpeedSettings, batch: BatchSizes) -> dict[str, str]:
     """Which numbers of the batch are not the JSON's, and where they came from."""
     flag_of = {key: name for name, key in KEY_OF_FLAG.items()}
     origins = {}
@@ -312,15 +295,14 @@ def _open_each(
     return found
 
 
-def describe_images(config: RunConfig, data: DataConfig) -> DataConfig:
-    """The data with lines for people about its images, a few of which are read."""
-    found = [] if config.eval_only else headers_of_some(data.train_source)
+def _describe_images(config: RunConfig, source: Source) -> list[str]:
+    """Lines for people about the training images, a few of which are read."""
+    found = [] if config.eval_only else headers_of_some(source)
     way_out = "" if config.exif_rotation == "on" else ", which is ignored; --exif-rotation on turns them upright"
     counts = Counter(f"are of mode {mode} ({describe_depth(mode)})" for mode, _ in found if describe_depth(mode))
     counts[f"have an EXIF orientation other than 1{way_out}"] = sum(turn > 1 for _, turn in found)
     of = f"of {len(found)} files of {config.train_split} drawn by key"
-    notes = [f"{count} {of} {what}" for what, count in counts.items() if count]
-    return replace(data, notes=(*data.notes, *notes))
+    return [f"{count} {of} {what}" for what, count in counts.items() if count]
 
 
 def _held_out(config: RunConfig, train: Source, val: Source) -> str:

@@ -157,14 +157,16 @@ def _with_auto_precision(json: DeepSpeedJson, on_cpu: bool) -> DeepSpeedJson:
     return json.replace({f"{b}.enabled": found[b] and not named for b in found if enabled[b] == "auto"})
 
 
-def sum_micro_batches(settings: DeepSpeedSettings, batch: BatchSizes) -> DeepSpeedSettings:
-    """Sum several micro-batches in fp32, or say which key sums them in 16 bits."""
-    json, notes = deepspeed_rules.with_fp32_sums(settings.json, settings.precision, batch.accumulation), settings.notes
+def sum_micro_batches(
+    json: DeepSpeedJson, precision: Precision, batch: BatchSizes
+) -> tuple[DeepSpeedJson, tuple[str, ...]]:
+    """The JSON, summing several micro-batches in fp32; a line for people where one of its keys sums them in 16 bits."""
+    json = deepspeed_rules.with_fp32_sums(json, precision, batch.accumulation)
     keys = ("data_types.grad_accum_dtype", deepspeed_rules.MASTERS_IN_BF16)
     chosen = next((key for key in keys if json.given(key)), None)
     if batch.accumulation > 1 and chosen and not deepspeed_rules.sums_in_fp32(json):
-        notes = (*notes, f"micro-batches are summed in 16 bits, by {chosen}")
-    return dataclasses.replace(settings, json=json, notes=tuple(dict.fromkeys(notes)))
+        return json, (f"micro-batches are summed in 16 bits, by {chosen}",)
+    return json, ()
 
 
 def write_out(
@@ -215,13 +217,6 @@ def write_out(
     deepspeed_rules.check_scheduler(json, path)
     deepspeed_rules.check_with_deepspeed(json, path)
     return dataclasses.replace(settings, json=json, origins=_origins(settings, json, origins))
-
-
-def with_batch(settings: DeepSpeedSettings, batch: BatchSizes, origins: Mapping[str, str]) -> DeepSpeedSettings:
-    """A JSON that is written out, with another batch arithmetic."""
-    settings = sum_micro_batches(settings, batch)
-    json = settings.json.replace(batch.as_json())
-    return dataclasses.replace(settings, json=json, origins={**settings.origins, **origins})
 
 
 def _origins(settings: DeepSpeedSettings, json: DeepSpeedJson, known: Mapping[str, str]) -> dict[str, str]:

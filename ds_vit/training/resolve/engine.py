@@ -13,6 +13,7 @@ from ds_vit.launching.process import Process
 from ds_vit.parallel.layout import Layout, check_tp_inside_hosts
 from ds_vit.tasks.task import Task
 from ds_vit.training.resolve.deepspeed import DeepSpeedSettings
+from ds_vit.training.run import World
 
 RECORDED_GRAPHS: frozenset[tuple[str, int, str, bool]] = frozenset()
 """(task, ZeRO stage, precision, whether dp > 1) for which a recorded run on a GPU has shown that replayed steps are
@@ -63,6 +64,19 @@ def check_compilation(config: RunConfig, *, on_cpu: bool) -> tuple[str, ...]:
             f"a GPU: {missing}; install it or drop --compile"
         )
     return ("--compile: the first step and the first evaluation compile the blocks, which may take minutes",)
+
+
+def describe_machine(world: World, deepspeed: DeepSpeedSettings) -> tuple[str, ...]:
+    """A line for people if a run uses less of the machine than its command suggests."""
+    if (world.num_gpus or 0) > 1 and world.process.launcher == "none":
+        number = world.num_gpus
+        return (f"one of {number} GPUs is used; `ds-vit launch train …` with the same flags trains on all {number}",)
+    if world.num_gpus == 0 and deepspeed.asks_for_gpu and not world.cpu_is_meant:
+        return (
+            f"warning: no usable GPU: this run trains on the CPU, in {deepspeed.precision.name}, although "
+            f"{deepspeed.path} is made for GPUs; if that is intended, set DS_ACCELERATOR=cpu",
+        )
+    return ()
 
 
 def replays_steps(config: RunConfig, deepspeed: DeepSpeedSettings, layout: Layout, task: Task, *, on_cpu: bool) -> bool:

@@ -3,96 +3,44 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
 import torch
-from torch import nn
 
 from ds_vit.config import RunConfig
 from ds_vit.config.batch import BatchSizes
 from ds_vit.config.units import all_sizes
 from ds_vit.data.loader import training_transform
-from ds_vit.data.settings import ImageConfig, SampleSpec, resolve_pixels
+from ds_vit.data.settings import Data, ImageConfig, SampleSpec, resolve_pixels
 from ds_vit.data.text import describe_cut_captions
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.layers import MAIN_TOWER, tower_names, tower_of
 from ds_vit.models.param_groups import frozen_names
 from ds_vit.models.sequential import check_sizes
 from ds_vit.models.text_tower import ContrastiveModel
-from ds_vit.models.zoo import ModelSpec, TimmViT, image_size, names_and_shapes
+from ds_vit.models.zoo import ModelSpec, TimmViT, image_size
 from ds_vit.parallel.layout import Layout
 from ds_vit.parallel.tensor.class_parallel import pays
 from ds_vit.parallel.tensor.shard import check_degree
 from ds_vit.planner.memory import layers_of_rank
 from ds_vit.planner.pipeline import fastest_stages, stage_bounds
 from ds_vit.tasks.task import Task
-from ds_vit.training.resolve.data import DataConfig
 from ds_vit.training.resolve.deepspeed import DeepSpeedSettings
 from ds_vit.training.resolve.teacher import describe_teacher, open_teacher
+from ds_vit.training.run import Model
 from ds_vit.weights.files import find_weights
 from ds_vit.weights.initial_checkpoint import InitialCheckpoint, enumerate_some, find_pretrained
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """The description of the model, before its weights exist.
-
-    Attributes:
-        spec: name and arguments of the model, for timm.
-        whole: the unsharded model on the meta device, for names and shapes.
-        task: the training task.
-        image: size and normalisation of the images.
-        initial_checkpoint: source of the weights; None if they are random, or if the run resumes.
-        fixed: tower of `Task.fixed_towers` → source of its weights, also if the run resumes.
-        frozen: timm names of parameters that are not trained.
-        bounds: pipeline stage i has the layers bounds[i] to bounds[i + 1] - 1.
-        class_parallel: whether the classifier is sharded over classes.
-        notes: lines for people.
-    """
-
-    spec: ModelSpec
-    whole: nn.Module = field(repr=False)
-    task: Task
-    image: ImageConfig
-    initial_checkpoint: InitialCheckpoint | None
-    fixed: Mapping[str, InitialCheckpoint]
-    frozen: frozenset[str] = field(repr=False)
-    bounds: tuple[int, ...]
-    class_parallel: bool
-    notes: tuple[str, ...] = field(default=(), compare=False)
-
-    @property
-    def reads_class_token(self) -> bool:
-        """Whether the last block may compute only the class token (`compute_class_token`).
-
-        It may not if the last pipeline stage holds only the head: the stages exchange tokens of the same shape in
-        training and in evaluation.
-        """
-        *_, start, stop = self.bounds
-        return stop - start > 1
-
-    @property
-    def saved_shapes(self) -> dict[str, torch.Size]:
-        """timm name → unsharded shape of each parameter that checkpoints store, in the model's order."""
-        shapes = names_and_shapes(self.whole)
-        return {name: shape for name, shape in shapes.items() if not self.task.is_fixed(name)}
-
-    def weights_of(self, tower: str) -> InitialCheckpoint | None:
-        """The source of a tower's weights; None if they are random, or come from a checkpoint of the run."""
-        initial = self.initial_checkpoint
-        return self.fixed.get(tower) or (initial if initial and tower in initial.towers else None)
 
 
 def resolve_model(
     config: RunConfig,
     explicit: frozenset[str],
     task_type: type[Task],
-    data: DataConfig,
+    data: Data,
     *,
     resumes: bool,
     with_weights: bool = True,
-) -> ModelConfig:
+) -> Model:
     """Describe the model, and check that its data, weights and parallel degrees fit.
 
     Args:
@@ -107,15 +55,13 @@ def resolve_model(
         UserError: an unknown model, or classes, weights, degrees or images that do not fit it.
     """
     _check_labels(task_type, data)
-    config, disabled_probes = _disable_probes(config, task_type, data)
+    disabled_probes = _disabled_probes(config, task_type, data)
     num_classes = _num_classes(config, task_type, data)
     sizes = all_sizes(config.img_size_schedule, config.train_img_sizes)
-    if sizes:
-        config = config.model_copy(update={"img_size": sizes[-1]})
     spec = ModelSpec(
         name=config.model,
         num_classes=num_classes,
-        img_size=config.img_size,
+        img_size=sizes[-1] if sizes else config.img_size,
         drop_path=config.drop_path if "drop_path" in explicit else None,
         model_kwargs={**config.model_kwargs, **({"drop_rate": config.drop} if config.drop else {})},
         teacher=describe_teacher(config),
@@ -127,7 +73,7 @@ def resolve_model(
     if 0 < data.train_source.num_classes < num_classes:
         data_has = f"the data has {data.train_source.num_classes} classes"
         notes.append(f"--num-classes {num_classes}: {data_has}, and no image belongs to the other outputs")
-    uses_labels = task_type.has_classes or config.eval_knn or config.eval_linear_probe
+    uses_labels = task_type.has_classes or (not disabled_probes and (config.eval_knn or config.eval_linear_probe))
     if len(names := data.train_source.class_names) == 1 and uses_labels and not data.train_source.multi_label:
         notes.append(f"all training images are of one class, {names[0]!r}: every prediction is correct")
     notes += [*teacher_notes, *disabled_probes, *_describe_dropped_pixels(whole)]
@@ -139,12 +85,14 @@ def resolve_model(
         notes += _describe_random_locked(locked, initial)
     frozen = frozen_names(whole, config.freeze, config.linear_probe, locked)
     image = _resolve_image(config, whole, sizes)
-    task = _create_task(config.model_copy(update={"num_classes": num_classes}), task_type, data, image, whole)
+    task = task_type(config, image, data.train_source, whole, probes=not disabled_probes)
+    if reason := task.supports(whole):
+        raise UserError(reason)
     _check_tokenizer(initial, task)
     notes += task.notes
     if task.tokenizer is not None:
         notes += describe_cut_captions(data.train_source, task.tokenizer)
-    return ModelConfig(
+    return Model(
         spec=spec,
         whole=whole,
         task=task,
@@ -168,16 +116,6 @@ def _resolve_image(config: RunConfig, whole: TimmViT, sizes: Sequence[int]) -> I
     for pixels in [dataclasses.replace(image, img_size=(size, size)) for size in sizes] or [image]:
         training_transform(SampleSpec(pixels, augment=config))
     return image
-
-
-def _create_task(
-    config: RunConfig, task_type: type[Task], data: DataConfig, image: ImageConfig, whole: TimmViT
-) -> Task:
-    """The task of the run; UserError if it cannot train with these settings."""
-    task = task_type(config, image, data.train_source, whole)
-    if reason := task.supports(whole):
-        raise UserError(reason)
-    return task
 
 
 def _initial_weights(
@@ -236,7 +174,7 @@ def _describe_dropped_pixels(whole: TimmViT) -> list[str]:
     ]
 
 
-def _check_labels(task_type: type[Task], data: DataConfig) -> None:
+def _check_labels(task_type: type[Task], data: Data) -> None:
     """Raise UserError if the task needs classes or captions that the images lack."""
     for source in filter(None, (data.train_source, data.val_source)):
         where = f"the data of {source.describe(0)}"
@@ -246,19 +184,16 @@ def _check_labels(task_type: type[Task], data: DataConfig) -> None:
             raise UserError(f"--task {task_type.name} needs a caption for each image; {where} has none")
 
 
-def _disable_probes(config: RunConfig, task_type: type[Task], data: DataConfig) -> tuple[RunConfig, list[str]]:
-    """The flags without --eval-knn and --eval-linear-probe, and a line, if the images lack the classes they need."""
+def _disabled_probes(config: RunConfig, task_type: type[Task], data: Data) -> list[str]:
+    """A line if the images lack the classes that --eval-knn and --eval-linear-probe need; else none."""
     train, val = data.train_source, data.val_source
     requested = (config.eval_knn or config.eval_linear_probe) and not config.eval_only
     if not requested or task_type.has_classes or task_type.has_text:
-        return config, []
+        return []
     if val is not None and train.class_names and train.class_names == val.class_names:
-        return config, []
+        return []
     reason = "there are no images for evaluation" if val is None else "the images have no common classes"
-    return (
-        config.model_copy(update={"eval_knn": 0, "eval_linear_probe": False}),
-        [f"features are not evaluated by --eval-knn or --eval-linear-probe: {reason}"],
-    )
+    return [f"features are not evaluated by --eval-knn or --eval-linear-probe: {reason}"]
 
 
 def _check_tokenizer(initial: InitialCheckpoint | None, task: Task) -> None:
@@ -271,7 +206,7 @@ def _check_tokenizer(initial: InitialCheckpoint | None, task: Task) -> None:
     )
 
 
-def _num_classes(config: RunConfig, task_type: type[Task], data: DataConfig) -> int:
+def _num_classes(config: RunConfig, task_type: type[Task], data: Data) -> int:
     """The number of classes of the head: --num-classes, else the data's; 0 for a task without classes."""
     if not task_type.has_classes:
         return 0
@@ -291,9 +226,7 @@ def _class_parallel(config: RunConfig, num_classes: int) -> bool:
     return config.class_parallel == "on" or pays(num_classes, config.tp)
 
 
-def find_fastest_stages(
-    model: ModelConfig, deepspeed: DeepSpeedSettings, layout: Layout, batch: BatchSizes
-) -> ModelConfig:
+def find_fastest_stages(model: Model, deepspeed: DeepSpeedSettings, layout: Layout, batch: BatchSizes) -> Model:
     """The model with the stages of the fastest step, under `--pp-partition auto`; else as it is.
 
     Args:

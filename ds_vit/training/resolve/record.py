@@ -1,0 +1,110 @@
+"""What a run records of itself: config.yaml, and the settings that a checkpoint stores and a resumed run compares."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import Any
+
+from ds_vit import config as flags
+from ds_vit.config.flag import Scope
+from ds_vit.config.schema import KEY_OF_FLAG, names_with
+from ds_vit.data.settings import PIXEL_FLAGS
+from ds_vit.optim.build import rules_of
+from ds_vit.optim.settings import Optimizer
+from ds_vit.tasks import idle_flags
+from ds_vit.training.resolve.optimizer import DEFAULT_EPOCHS
+from ds_vit.training.run import Run
+
+
+def flag_values(run: Run) -> dict[str, Any]:
+    """The flags by their recipe names, with the numbers that the data and the length of the run decide."""
+    values = {name: getattr(run.config, name) for name in flags.FLAGS}
+    values |= {"num_classes": run.model.task.num_classes, "img_size": run.model.spec.img_size}
+    if run.schedule is not None:
+        values["log_interval"] = run.output.log_interval
+    if not run.model.task.evaluators:
+        values |= {name: flags.default_of(name) for name in ("eval_knn", "eval_linear_probe")}
+    return values
+
+
+def resolved_flags(run: Run) -> dict[str, Any]:
+    """The flags with everything that was resolved written in: a recipe that runs the same again.
+
+    The batch and the optimizer's numbers are in deepspeed.json next to it.
+    """
+    config, optimizer, schedule = run.config, run.optimizer, run.schedule
+    values = flag_values(run)
+    values["deepspeed_config"] = "deepspeed.json"
+    for name in {"output", "set", *KEY_OF_FLAG, *names_with(Scope.START), *idle_flags(type(run.model.task))}:
+        values[name] = None
+    values |= {
+        "lr": optimizer and optimizer.lr,
+        "lr_scale_by_batch": "none",  # done
+        "lr_base_size": flags.default_of("lr_base_size"),
+        "grad_checkpointing": False,
+        **{name: getattr(run.model.image, name) for name in PIXEL_FLAGS},
+    }
+    if run.engine.checkpointing.interval and config.grad_checkpointing:
+        values["grad_checkpointing"] = config.grad_checkpointing
+    if schedule is not None and schedule.rate is not None:
+        values |= {"warmup_steps": schedule.rate.warmup_steps, "warmup_epochs": None}
+        if config.epochs is None and config.max_steps is None:
+            values["epochs"] = DEFAULT_EPOCHS
+    # A resolved value of a flag that does nothing here (the crop of a split that is not evaluated) would be rejected.
+    idle = {name for name in flags.idle_flags(config) if values[name] != flags.default_of(name)}
+    return {name: value for name, value in values.items() if value is not None and name not in idle}
+
+
+def identity_of(run: Run) -> dict[str, Any]:
+    """The settings that must be equal in a run that resumes from a checkpoint of this one."""
+    config, model, source, sizes = run.config, run.model, run.data.train_source, run.data.sizes
+    optimizer, schedule = run.training
+    shapes, horizon = model.saved_shapes, schedule.horizon
+    scheduled = ", ".join(sorted(model.task.schedules(1, horizon)))
+    return {
+        "task": config.task,
+        **{tower: checkpoint.fingerprint for tower, checkpoint in model.fixed.items()},
+        **model.task.identity(),
+        "model": config.model,
+        "num_classes": model.task.num_classes,
+        "img_size": list(model.image.img_size),
+        "img_size_schedule": sizes.in_words if sizes and config.img_size_schedule else "",
+        "train_img_sizes": sorted(config.train_img_sizes),
+        "shapes": {name: list(shape) for name, shape in shapes.items()},
+        "seed": config.seed,
+        "images": len(source),
+        "class_names": list(source.class_names),
+        "decode": config.decode,
+        "mixture": [list(part) for part in source.mixture],
+        "samples": source.fingerprint,
+        "optimizer": optimizer.cls.__name__,
+        **rules_of(optimizer.cls).identity(optimizer.fallback),
+        "trained": [name for name in shapes if name not in model.frozen],
+        **({"task_schedules": f"{scheduled} over {horizon.total_steps} steps"} if scheduled else {}),
+    }
+
+
+def rates_of(run: Run) -> dict[str, Any]:
+    """The source of the learning rate, as a checkpoint stores it: the flags' schedule, or the JSON's scheduler."""
+    optimizer, schedule = run.training
+    if schedule.rate is not None:
+        return dataclasses.asdict(schedule.rate)
+    block = dict(run.engine.json.given("scheduler"))
+    if block.get("type") == "WarmupCosineLR":  # the one whose rates are shares of the optimizer's
+        block["lr"] = optimizer.lr
+    return block
+
+
+def settings_of(run: Run) -> dict[str, Any]:
+    """The settings that a checkpoint stores: flags, and the numbers of the JSON that the curve depends on."""
+    return {**resolved_flags(run), "batch_size": run.config.batch_size, **_numbers(run.training[0])}
+
+
+def _numbers(optimizer: Optimizer) -> dict[str, Any]:
+    """The JSON's numbers by their keys, with the optimizer's defaults; not its rate, which a schedule sets."""
+    given = {**optimizer.arguments, "weight_decay": optimizer.weight_decay}
+    defaults = {name: each.default for name, each in inspect.signature(optimizer.cls.__init__).parameters.items()}
+    names = [name for name, default in defaults.items() if name != "lr" and default is not inspect.Parameter.empty]
+    params = {f"optimizer.params.{name}": given.get(name, defaults[name]) for name in names}
+    return {"gradient_clipping": optimizer.clip, **params}
