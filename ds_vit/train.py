@@ -89,10 +89,10 @@ def train(
         from ds_vit.training.auto_batch import MemoryAdvice, agree_on_batch, choose_batch, memory_of_rank
         from ds_vit.training.build_engine import build_engine
         from ds_vit.training.callbacks import Clock, build_callbacks
-        from ds_vit.training.checkpoint_manager import CheckpointManager, checkpoint_config
+        from ds_vit.training.checkpoint_manager import CheckpointManager
         from ds_vit.training.cost import PeakMemory, flops_by_size
         from ds_vit.training.evaluation import Evaluations, evaluate_only
-        from ds_vit.training.inputs import InputPipeline, input_config, with_workers
+        from ds_vit.training.inputs import InputPipeline, with_workers
         from ds_vit.training.output import check_folder, check_shared, default_folder, move_unsaved_run
         from ds_vit.training.resolve import resolve
         from ds_vit.training.resume import can_resume_in
@@ -174,31 +174,19 @@ def train(
             engine.graphs.say = reporter.say
 
         # ---- inputs and evaluations ----------------------------------------------------------------------------------
-        samples, task = folder.samples if config.log_samples else None, run.model.task
-        inputs = InputPipeline(input_config(run), engine, throughput, samples, folder.skipped)
+        inputs = InputPipeline(run, engine, throughput, folder)
         if reporter and config.log_images:
-            names, number = task.class_names, run.batch.accumulation
+            names, number = run.model.task.class_names, run.batch.accumulation
             sheet = TrainingSheet(run.model.image, run.data.train_source, names, config.log_images, number)
             inputs.look = partial(sheet.add, save=reporter.training_images)
-        draws = run.layout.pp == 1 and not config.sequence_parallel and bool(task.class_names or task.teachers)
-        evaluations = Evaluations(engine, inputs, ema, config.eval_interval, draws, watchdog, reporter)
+        evaluations = Evaluations(engine, inputs, ema, watchdog, reporter)
 
         # ---- the loop ------------------------------------------------------------------------------------------------
-        precision, rate, horizon = run.engine.precision.name, run.schedule.rate, run.schedule.horizon
-        log = StepLog(engine, inputs, run.output.log_interval, precision, flops, throughput, peak, reporter)
+        log = StepLog(engine, inputs, flops, peak, reporter)
         callbacks = build_callbacks(run, engine, ema, clock, log, watchdog, reporter, folder.profile)
-        checkpoints = CheckpointManager(
-            checkpoint_config(run),
-            folder.checkpoints,
-            engine,
-            task,
-            run.model.saved_shapes,
-            engine.teachers or ema,
-            throughput,
-            signals or Signals(),
-            reporter,
-        )
-        trainer = Trainer(engine, inputs, rate, horizon, evaluations, callbacks, checkpoints, watchdog, folder)
+        average, received = engine.teachers or ema, signals or Signals()
+        checkpoints = CheckpointManager(run, folder.checkpoints, engine, average, throughput, received, reporter)
+        trainer = Trainer(run.schedule, engine, inputs, evaluations, callbacks, checkpoints, watchdog, folder)
         with phase("reading the checkpoint") if run.output.resume else contextlib.nullcontext():
             trainer.restore()
         if reporter:
@@ -209,7 +197,8 @@ def train(
                 reporter.say(
                     f"this run is finished: {steps}; a longer one needs a larger --epochs and --allow-schedule-change"
                 )
-            note_start(folder, trainer.step, run.layout, run.engine.zero_stage, device, hosts, rate, precision)
+            zero_stage, precision = run.engine.zero_stage, run.engine.precision.name
+            note_start(folder, trainer.step, run.layout, zero_stage, device, hosts, run.schedule.rate, precision)
         try:
             exit_word = trainer.run()
         finally:

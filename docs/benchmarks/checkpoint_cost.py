@@ -69,13 +69,12 @@ def measure(model: str, folder: str, rounds: int) -> dict[str, float]:
     from ds_vit.engine.start import device_of, quiet_deepspeed
     from ds_vit.fault_tolerance.signals import Signals
     from ds_vit.launching.process import discover
-    from ds_vit.models.zoo import names_and_shapes
     from ds_vit.monitoring.metrics import Throughput
     from ds_vit.optim.ema import Ema
     from ds_vit.parallel.groups import build_groups
     from ds_vit.training.build_engine import build_engine
-    from ds_vit.training.checkpoint_manager import CheckpointManager, checkpoint_config
-    from ds_vit.training.inputs import InputPipeline, input_config
+    from ds_vit.training.checkpoint_manager import CheckpointManager
+    from ds_vit.training.inputs import InputPipeline
     from ds_vit.training.resolve import resolve
     from ds_vit.training.run import World
 
@@ -87,18 +86,15 @@ def measure(model: str, folder: str, rounds: int) -> dict[str, float]:
     plan = resolve(config, explicit, World(discover(), on_cpu=True))
     engine = build_engine(plan, device_of(0), build_groups(plan.layout, saves=True))
     average, throughput = Ema(engine.zero_map, 0.999), Throughput()
-    inputs = InputPipeline(input_config(plan), engine, throughput).training()
+    inputs = InputPipeline(plan, engine, throughput).training()
     for _ in range(2):
         begin = time.perf_counter()
         engine.train_step(inputs)
         between = time.perf_counter() - begin
     average.update()
     rows, nothing = Rows(), SimpleNamespace(state_dict=dict, conclude=lambda: None)
-    shapes, config = names_and_shapes(plan.model.whole), checkpoint_config(plan)
-    parent = RunFolder(Path(folder)).checkpoints
-    checkpoint_manager = CheckpointManager(
-        config, parent, engine, plan.model.task, shapes, average, throughput, Signals(), rows
-    )
+    shapes, parent = plan.model.saved_shapes, RunFolder(Path(folder)).checkpoints
+    checkpoint_manager = CheckpointManager(plan, parent, engine, average, throughput, Signals(), rows)
     checkpoint_manager.trainer = nothing
     share = RankShare(engine.zero_map, average.tensors, shapes)
 

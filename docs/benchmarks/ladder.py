@@ -41,7 +41,7 @@ from ds_vit.monitoring.metrics import Throughput, make_console, print_columns
 from ds_vit.tasks.metrics import Batch
 from ds_vit.tools.bench import Bench, make_ours, measure_sides, resolve_engine, table, title
 from ds_vit.training.cost import Cost
-from ds_vit.training.inputs import InputPipeline, input_config
+from ds_vit.training.inputs import InputPipeline
 from ds_vit.training.resolve import resolve
 from ds_vit.training.run import Run, World
 
@@ -133,7 +133,7 @@ class FedStep:
         self._batches: Iterator[Batch] = iter(())
 
         def feed(engine: Engine) -> Iterator[Batch]:
-            self._inputs = InputPipeline(input_config(run), engine, Throughput())
+            self._inputs = InputPipeline(run, engine, Throughput())
             return iter(lambda: next(self._batches), None)
 
         self._step = make_ours(run, device, stack, feed)

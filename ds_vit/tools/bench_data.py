@@ -33,7 +33,7 @@ from ds_vit.launching.process import Process, discover
 from ds_vit.tools.bench import seconds_of
 
 if TYPE_CHECKING:
-    from ds_vit.training.inputs import InputConfig
+    from ds_vit.training.run import Run
 
 STAGES = ("read", "decode", "augment", "collate", "transfer")
 ON_DEVICE = "augment on device"  # with --augment-on device: the way there, and all but erasing and mixing
@@ -97,7 +97,7 @@ def bench_data(words: Sequence[str], images: int, process: Process | None = None
     """
     from deepspeed.accelerator import get_accelerator
 
-    from ds_vit.training.inputs import input_config, with_workers
+    from ds_vit.training.inputs import with_workers
     from ds_vit.training.resolve import resolve
     from ds_vit.training.run import World
 
@@ -105,15 +105,15 @@ def bench_data(words: Sequence[str], images: int, process: Process | None = None
     process = process or discover()
     on_cpu = get_accelerator().device_name() == "cpu"
     run = resolve(config, explicit, World(process, on_cpu))
-    inputs = input_config(with_workers(run) if config.workers == "auto" else run)
+    run = with_workers(run) if config.workers == "auto" else run
     device = device_of(process.local_rank)
-    samples = _samples(inputs.data, images)
-    seconds = _stages(inputs, samples, device)
+    samples = _samples(run.data, images)
+    seconds = _stages(run, samples, device)
     ranks = process.local_world_size or 1
     cores = len(os.sched_getaffinity(0))
-    rate = _loader_rate(inputs, len(samples), device)
-    number = inputs.data.workers.number
-    augment = inputs.task.augment
+    rate = _loader_rate(run, len(samples), device)
+    number = run.data.workers.number
+    augment = run.model.task.augment
     used = ["--decode fast"] if augment.decode == "fast" else []
     used += ["--augment-on device"] if augment.augment_on == "device" or device.type == "cpu" else []
     return DataBench(
@@ -146,20 +146,20 @@ def _fastest(run: Callable[[], object], images: int, clock: Callable[[], float] 
     return min(seconds_of(run, clock=clock) for _ in range(_TRIES)) / images
 
 
-def _stages(inputs: InputConfig, samples: Sequence[_Sample], device: torch.device) -> dict[str, float]:
-    source = inputs.data.train_source
+def _stages(run: Run, samples: Sequence[_Sample], device: torch.device) -> dict[str, float]:
+    source = run.data.train_source
     clock = time.perf_counter  # reading and transfer wait
     read = _fastest(lambda: [source.encoded(sample.number) for sample in samples], len(samples), clock)
     with shielded():
-        decode, both = (_fastest(run, len(samples)) for run in _decode_and_augment(inputs, samples))
-    loader = _loader(inputs, Workers(0))
-    batches = list(itertools.islice(loader, max(1, len(samples) // inputs.data.share.micro_batch)))
+        decode, both = (_fastest(run, len(samples)) for run in _decode_and_augment(run, samples))
+    loader = _loader(run, Workers(0))
+    batches = list(itertools.islice(loader, max(1, len(samples) // run.data.share.micro_batch)))
     rows = sum(batch.num_rows for batch in batches)
     whole = _fastest(lambda: list(itertools.islice(loader, len(batches))), rows)
 
     def transfer() -> None:
         for batch in batches:
-            _finish(inputs, batch, device)
+            _finish(run, batch, device)
 
     def augment_there() -> None:
         for batch in batches:
@@ -171,38 +171,36 @@ def _stages(inputs: InputConfig, samples: Sequence[_Sample], device: torch.devic
     collate = max(0.0, whole - read - decode - augment)
     to_device = _fastest(transfer, rows, clock)
     found = dict(zip(STAGES, (read, decode, augment, collate, to_device), strict=True))
-    if inputs.task.augment.augment_on == "device":
+    if run.model.task.augment.augment_on == "device":
         there = min(_fastest(augment_there, rows, clock), to_device)
         found |= {"transfer": to_device - there, ON_DEVICE: there}
     return found
 
 
-def _finish(inputs: InputConfig, batch: MicroBatch, device: torch.device) -> None:
-    finish_images(batch, inputs.task.image, inputs.task.augment, device=device)
+def _finish(run: Run, batch: MicroBatch, device: torch.device) -> None:
+    finish_images(batch, run.model.task.image, run.model.task.augment, device=device)
     if batch.local_images is not None:
-        finish_local_images(batch, inputs.task.image, device=device)
+        finish_local_images(batch, run.model.task.image, device=device)
 
 
-def _loader(inputs: InputConfig, workers: Workers) -> Loader:
+def _loader(run: Run, workers: Workers) -> Loader:
     """Of the first data-parallel rank, which reads all parts of a sample, without images of other sizes."""
-    data, task = inputs.data, inputs.task
+    data, task = run.data, run.model.task
     share = dataclasses.replace(data.share, dp_rank=0)
     data = dataclasses.replace(data, share=share, sizes=None, workers=workers)
     spec = dataclasses.replace(task.samples(()), reads=ALL_PARTS)
-    return train_loader(data, spec, range(10**9 // data.order.global_batch), on_bad_image=inputs.on_bad_image)
+    return train_loader(data, spec, range(10**9 // data.order.global_batch), on_bad_image=run.config.on_bad_image)
 
 
-def _decode_and_augment(
-    inputs: InputConfig, samples: Sequence[_Sample]
-) -> tuple[Callable[[], None], Callable[[], None]]:
+def _decode_and_augment(run: Run, samples: Sequence[_Sample]) -> tuple[Callable[[], None], Callable[[], None]]:
     """Only decoding what the crop needs, and decoding with augmentation."""
-    transform = training_transform(inputs.task.samples(()))
-    source, size, turn = inputs.data.train_source, inputs.task.image.img_size, inputs.task.image.exif_rotation
+    transform = training_transform(run.model.task.samples(()))
+    source, size, turn = run.data.train_source, run.model.task.image.img_size, run.model.task.image.exif_rotation
 
     def opened(sample: _Sample) -> Any:
         if sample.data is None:  # the data set's own code gives pixels: reading and decoding are one
             return source.opened(sample.number, exif_rotation=turn)
-        return open_image(sample.data, sample.name, inputs.task.augment.decode, exif_rotation=turn)
+        return open_image(sample.data, sample.name, run.model.task.augment.decode, exif_rotation=turn)
 
     def box(sample: _Sample) -> Box:
         image = opened(sample)
@@ -230,15 +228,15 @@ def _decode_and_augment(
     return decode, both
 
 
-def _loader_rate(inputs: InputConfig, images: int, device: torch.device) -> float:
+def _loader_rate(run: Run, images: int, device: torch.device) -> float:
     """Images per second of a rank's loader once its workers run."""
-    batches = iter(_loader(inputs, inputs.data.workers))
-    for _ in range(2 * inputs.data.workers.number + 1):
+    batches = iter(_loader(run, run.data.workers))
+    for _ in range(2 * run.data.workers.number + 1):
         next(batches)
     start, seen = time.perf_counter(), 0
     while seen < images:
         batch = next(batches)
-        _finish(inputs, batch, device)
+        _finish(run, batch, device)
         seen += batch.num_rows
     rate = seen / (time.perf_counter() - start)
     batches.close()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch.profiler import profile
 
 from ds_vit.config.units import parse_steps
-from ds_vit.data.image_sizes import ImageSizes
 from ds_vit.device import is_accelerator, profiled_activities, synchronize
 from ds_vit.engine.base import Engine
 from ds_vit.engine.step_guard import SkippedStep, StepResult
@@ -124,24 +123,20 @@ class BadSteps(Callback):
     """Counts steps that were not applied, and ends the run or returns to a checkpoint if that is configured.
 
     Attributes:
+        run: of this rank.
         engine: the engine whose guard rejects steps.
         reporter: on rank 0; None elsewhere.
-        stop: a rejected step ends the run (--on-nonfinite stop); else it is skipped.
-        max_rollbacks: how often the run may return to a checkpoint.
-        fp16: the loss is scaled, so that a gradient that is not finite is an overflow.
         skipped: number of steps that were not applied.
         rollbacks: number of rollbacks.
         in_a_row: number of steps that were not applied since the last applied one.
     """
 
+    run: Run
     engine: Engine
     reporter: Reporter | None
-    stop: bool
-    max_rollbacks: int
-    fp16: bool
-    skipped: int = 0
-    rollbacks: int = 0
-    in_a_row: int = 0
+    skipped: int = field(init=False, default=0)
+    rollbacks: int = field(init=False, default=0)
+    in_a_row: int = field(init=False, default=0)
 
     def after_result(self, step: Step) -> None:
         """Count and report a step that was not applied.
@@ -157,7 +152,8 @@ class BadSteps(Callback):
         self.skipped += 1
         self.in_a_row += 1
         skipped, number = step.result.outcome().skipped, step.number
-        overflow = self.fp16 and (skipped is None or skipped.reason == "nonfinite")
+        scales_loss = "fp16" in self.run.engine.precision.name  # a gradient that is not finite is then an overflow
+        overflow = scales_loss and (skipped is None or skipped.reason == "nonfinite")
         reason = "overflow" if overflow or skipped is None else skipped.reason
         if self.reporter:
             norm, (layer, layer_norm) = (skipped.grad_norm, skipped.layer) if skipped else (None, (None, None))
@@ -165,7 +161,7 @@ class BadSteps(Callback):
             row |= {"layer_norm": layer_norm, "loss_scale": step.loss_scale, "skipped_steps": self.skipped}
             self.reporter.skip(row, str(skipped) if skipped and not overflow else None)
         advice = "earlier checkpoints are intact; lower the learning rate, warm up for longer or clip harder"
-        if not overflow and self.stop:
+        if not overflow and self.run.config.on_nonfinite == "stop":
             diverged = Diverged(
                 f"step {number}: {skipped}; the update was not applied; {advice}, or continue past such steps "
                 "with --on-nonfinite skip"
@@ -174,7 +170,7 @@ class BadSteps(Callback):
             diverged = Diverged(f"step {number}: {self.in_a_row} steps in a row were skipped ({reason}); {advice}")
         else:
             return
-        if skipped is not None and self.rollbacks < self.max_rollbacks:
+        if skipped is not None and self.rollbacks < self.run.config.rollback:
             raise RollBack(number, skipped, diverged)
         raise diverged
 
@@ -220,50 +216,54 @@ class AverageWeights(Callback):
 class SetImageSize(Callback):
     """Sets the image size of the model: that of the step in training, the largest one in evaluation."""
 
+    run: Run
     engine: Engine
-    sizes: ImageSizes
-    patch_size: tuple[int, int]
 
     def __post_init__(self) -> None:
-        self._size = self.sizes.sizes[-1]
+        assert self.run.data.sizes is not None, "all images have the model's size"
+        self._sizes = self.run.data.sizes
+        self._size = self._sizes.sizes[-1]
 
     def before_step(self, step: int) -> None:
         """As `Callback.before_step`."""
-        self._set(self.sizes.at(step - 1))
+        self._set(self._sizes.at(step - 1))
 
     def before_evaluation(self, step: int) -> None:
         """As `Callback.before_evaluation`."""
-        self._set(self.sizes.sizes[-1])
+        self._set(self._sizes.sizes[-1])
 
     def _set(self, size: int) -> None:
         if size != self._size:
-            self.engine.take_images_of(size, self.patch_size)
+            self.engine.take_images_of(size, self.run.model.whole.patch_embed.patch_size)
             self._size = size
 
 
 @dataclass(eq=False)
 class GradientStatistics(Callback):
-    """Writes a row of kind "gradients" every `interval` steps (--grad-stats-interval)."""
+    """Writes a row of kind "gradients" every --grad-stats-interval steps."""
 
-    health: GradientHealth
-    interval: int
+    run: Run
+    engine: Engine
     bad_steps: BadSteps
     reporter: Reporter | None
+
+    def __post_init__(self) -> None:
+        self._health = GradientHealth(self.engine.zero_map, self.engine.clipped_by)
 
     def before_step(self, step: int) -> None:
         """As `Callback.before_step`."""
         if self.needs_result(step):
-            self.health.arm()
+            self._health.arm()
 
     def needs_result(self, step: int) -> bool:
         """As `Callback.needs_result`."""
-        return (step - 1) % self.interval == 0
+        return (step - 1) % self.run.config.grad_stats_interval == 0
 
     def after_step(self, step: Step) -> None:
         """As `Callback.after_step`."""
         if not self.needs_result(step.number):
             return
-        row = self.health.finish()
+        row = self._health.finish()
         if self.reporter and step.result.outcome().applied:
             counters = {"loss_scale": step.loss_scale, "skipped_steps": self.bad_steps.skipped}
             self.reporter.gradients({"step": step.number, **row, **counters})
@@ -406,18 +406,18 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(eq=False)
 class CheckReplicas(Callback):
-    """Compares the weights of ranks that should hold the same ones, bitwise, every `interval` steps (--check-replicas).
+    """Compares the weights of ranks that should hold the same ones, bitwise, every --check-replicas steps.
 
     A replica that drifts (a faulty link, a missed reduction, a driver's nondeterminism) changes the curve long before
     it shows in the loss.
     """
 
+    run: Run
     engine: Engine
-    interval: int
 
     def after_step(self, step: Step) -> None:
         """As `Callback.after_step`; see `check_replicas`."""
-        if step.number % self.interval == 0:
+        if step.number % self.run.config.check_replicas == 0:
             check_replicas(self.engine, step.number)
 
 
@@ -490,20 +490,17 @@ def build_callbacks(
         reporter: of rank 0.
         folder: of a profile.
     """
-    config, stops = run.config, run.config.on_nonfinite == "stop"
-    fp16 = "fp16" in run.engine.precision.name
-    bad_steps = BadSteps(engine, reporter, stop=stops, max_rollbacks=config.rollback, fp16=fp16)
+    config, bad_steps = run.config, BadSteps(run, engine, reporter)
     callbacks: list[Callback] = [bad_steps]
     if ema is not None:
         callbacks.append(AverageWeights(ema))
     if run.data.sizes is not None:
-        callbacks.append(SetImageSize(engine, run.data.sizes, run.model.whole.patch_embed.patch_size))
+        callbacks.append(SetImageSize(run, engine))
     if config.grad_stats_interval:
-        health = GradientHealth(engine.zero_map, engine.clipped_by)
-        callbacks.append(GradientStatistics(health, config.grad_stats_interval, bad_steps, reporter))
+        callbacks.append(GradientStatistics(run, engine, bad_steps, reporter))
     callbacks.append(clock)
     if config.check_replicas:
-        callbacks.append(CheckReplicas(engine, config.check_replicas))
+        callbacks.append(CheckReplicas(run, engine))
     callbacks.append(log)
     if steps := parse_steps(config.profile_steps, "--profile-steps"):
         callbacks.append(Profile(steps, folder, engine.groups, engine.device, clock.throughput, watchdog, reporter))

@@ -11,7 +11,7 @@ import platform
 import shutil
 import time
 from collections.abc import Mapping
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -41,16 +41,14 @@ from ds_vit.checkpoint.load import (
     verify_together,
 )
 from ds_vit.checkpoint.snapshot import Save, Saver
-from ds_vit.config.units import Interval, in_words
-from ds_vit.data.sampler import SampleOrder
+from ds_vit.config.units import in_words
 from ds_vit.engine.base import Engine
 from ds_vit.fault_tolerance.errors import NotSaved, UserError
-from ds_vit.fault_tolerance.signals import Deadline, Interrupted, Signals, signal_name
+from ds_vit.fault_tolerance.signals import Interrupted, Signals, signal_name
 from ds_vit.monitoring.metrics import Reporter, Throughput
 from ds_vit.optim.ema import Ema, TeacherAverage
-from ds_vit.tasks.task import Task
 from ds_vit.training.resolve.record import identity_of, rates_of, settings_of
-from ds_vit.training.resume import Resume, first_step, skipped_batches
+from ds_vit.training.resume import first_step, skipped_batches
 from ds_vit.training.run import Run
 from ds_vit.weights.files import names_as_metadata
 
@@ -68,61 +66,14 @@ class Stateful(Protocol):
         """Restore the state."""
 
 
-@dataclass(frozen=True)
-class CheckpointConfig:
-    """When a run saves and stops, what it resumes from, and what its checkpoints say about it.
-
-    Attributes:
-        interval: between checkpoints; false for none.
-        keep: checkpoints to keep in addition to the best one; 0 keeps all.
-        has_best: an evaluation may mark a checkpoint as the best one.
-        rollback: a bad step may return the run to its last checkpoint.
-        deadline: when the run has to stop.
-        order: of the training samples.
-        resume: the checkpoint to resume from; None for a new run.
-        schedule: sets the learning rate (state.json).
-        identity: must be the same in a run that resumes (state.json).
-        flags: resolved (state.json).
-    """
-
-    interval: Interval
-    keep: int
-    has_best: bool
-    rollback: bool
-    deadline: Deadline
-    order: SampleOrder
-    resume: Resume | None
-    schedule: Mapping[str, Any]
-    identity: Mapping[str, Any]
-    flags: Mapping[str, Any]
-
-
-def checkpoint_config(run: Run) -> CheckpointConfig:
-    """The checkpoints of a resolved run."""
-    return CheckpointConfig(
-        interval=run.output.interval,
-        keep=run.config.keep_checkpoints,
-        has_best=run.has_best,
-        rollback=bool(run.config.rollback),
-        deadline=run.output.deadline,
-        order=run.data.order,
-        resume=run.output.resume,
-        schedule=rates_of(run),
-        identity=identity_of(run),
-        flags=settings_of(run),
-    )
-
-
 @dataclass(eq=False)
 class CheckpointManager:
     """Saves and restores one run.
 
     Attributes:
-        config: of the run's checkpoints.
+        run: of this rank.
         parent: the folder `checkpoints`, shared by all ranks.
         engine: running, with the groups that saving takes.
-        task: has state, names of classes and parameters with separate files.
-        shapes: timm name → whole shape, of all parameters in the model's order.
         ema: the moving average, or None.
         throughput: is paused while training waits for a save.
         signals: received by this rank.
@@ -135,28 +86,30 @@ class CheckpointManager:
             `s + skipped_batches`.
     """
 
-    config: CheckpointConfig
+    run: Run
     parent: Path
     engine: Engine
-    task: Task
-    shapes: InitVar[Mapping[str, torch.Size]]
     ema: Ema | None
     throughput: Throughput
     signals: Signals
     reporter: Reporter | None = None
     trainer: Stateful = field(init=False)
-    num_failed: int = 0
-    stopped_unsaved: bool = False
-    stopped: str = ""
-    skipped_batches: int = 0
+    num_failed: int = field(init=False, default=0)
+    stopped_unsaved: bool = field(init=False, default=False)
+    stopped: str = field(init=False, default="")
+    skipped_batches: int = field(init=False, default=0)
 
-    def __post_init__(self, shapes: Mapping[str, torch.Size]) -> None:
-        config, engine, ema, task = self.config, self.engine, self.ema, self.task
-        self._every_steps = config.interval.steps or config.interval.epochs * config.order.steps_per_epoch
+    def __post_init__(self) -> None:
+        run, engine, ema, shapes = self.run, self.engine, self.ema, self.run.model.saved_shapes
+        self.task, self._order, self._interval = run.model.task, run.data.order, run.output.interval
+        # Of state.json; written out now, because names and labels of many images take a while.
+        self._record = {"schedule": rates_of(run), "run": identity_of(run), "config": settings_of(run)}
+        task = self.task
+        self._every_steps = self._interval.steps or self._interval.epochs * self._order.steps_per_epoch
         self._saver = Saver(
             self.parent,
             RankShare(engine.zero_map, ema.tensors if ema else None, shapes),
-            config.keep,
+            run.config.keep_checkpoints,
             engine.groups.files,
             apart=task.weight_files(),
             averages=task.average_files(),
@@ -190,7 +143,7 @@ class CheckpointManager:
         if dist.get_rank() == 0 and self.parent.is_dir():
             for name in remove_leftovers(self.parent):
                 self._say(f"removed {name}, which a run left that was ended while it saved")
-        resume = self.config.resume
+        resume = self.run.output.resume
         if resume is None:
             return 0
         step, state = self._load(self._open_intact(resume.checkpoint.path, falls_back=resume.falls_back))
@@ -216,7 +169,7 @@ class CheckpointManager:
     def _load(self, checkpoint: Checkpoint) -> tuple[int, Mapping[str, Any]]:
         """Restore everything except the trainer's state, which is returned with the step."""
         state = checkpoint.state
-        step = first_step(state, self.config.order)
+        step = first_step(state, self._order)
         average = self.ema.tensors if self.ema else None
         load_tensors(checkpoint, self.engine.zero_map, average, state["optimizer"])
         if self.ema is not None:
@@ -233,7 +186,7 @@ class CheckpointManager:
         self._rollback_to = due if from_first_rank(due.is_dir) else checkpoint.path
         self._best_step = self._figures = None  # of steps that the run abandons
         self._due = False
-        self.skipped_batches = skipped_batches(state, self.config.order)
+        self.skipped_batches = skipped_batches(state, self._order)
         return step, {**state["history"], **from_first_rank(lambda: read_figures(checkpoint.path))}
 
     def _open_intact(self, path: Path, *, falls_back: bool) -> Checkpoint:
@@ -265,7 +218,7 @@ class CheckpointManager:
         if self._saved_step == step:
             self._figures = step, figures
             self._write_figures()
-        if not is_best or not self.config.interval:
+        if not is_best or not self._interval:
             return
         self._best_step = step
         if self._saved_step != step:
@@ -284,15 +237,15 @@ class CheckpointManager:
         """
         if step and self._every_steps and step % self._every_steps == 0:
             self._due = True
-        seconds = self.config.interval.seconds
+        seconds = self._interval.seconds
         elapsed = bool(seconds) and time.monotonic() - self._saved_at >= seconds
         number, late, busy, clock = self.engine.groups.largest(
-            (self.signals.received, self.config.deadline.passed, self._saver.busy, elapsed and dist.get_rank() == 0)
+            (self.signals.received, self.run.output.deadline.passed, self._saver.busy, elapsed and dist.get_rank() == 0)
         )
         self._collect()
         if number or late:
             self._stop(step, number)
-        if self.config.interval and step and not self._reserved:
+        if self._interval and step and not self._reserved:
             self._reserved = True
             self._report_disk_space()
             self._saver.reserve()
@@ -300,14 +253,14 @@ class CheckpointManager:
             self._due = False
         elif self._due or clock:
             # A best step cannot be replaced by a later one, and a rollback returns to this very step: these wait.
-            if busy and self._best_step != step and not self.config.rollback:
+            if busy and self._best_step != step and not self.run.config.rollback:
                 self._postpone(step)
             else:
                 self._start_save(step)
 
     def asked_to_stop(self) -> bool:
         """Whether any rank has received a signal or reached the time limit (a collective); call `boundary` next."""
-        return any(self.engine.groups.largest((self.signals.received, self.config.deadline.passed)))
+        return any(self.engine.groups.largest((self.signals.received, self.run.output.deadline.passed)))
 
     def end_save(self) -> None:
         """Complete the checkpoint that is being written, before this process ends with an error."""
@@ -316,7 +269,7 @@ class CheckpointManager:
 
     def finish(self, step: int) -> None:
         """Complete the last save, and save the last step of training if the run has checkpoints."""
-        self._save_now(step if self.config.interval else 0, due=False)
+        self._save_now(step if self._interval else 0, due=False)
 
     def save_last(self, step: int) -> str:
         """Save the step that the run stops at, unless it is saved (a collective); returns a phrase for people."""
@@ -331,7 +284,7 @@ class CheckpointManager:
 
         A failure counts in `num_failed`, and a line says why.
         """
-        best = [partial(self._saver.save_best, folder)] if self.config.interval else []
+        best = [partial(self._saver.save_best, folder)] if self._interval else []
         for save in (partial(self._saver.save_weights, folder, step), *best):
             try:
                 save()
@@ -344,8 +297,9 @@ class CheckpointManager:
         if self.reporter is None:
             return
         each, at_the_end = self._saver.num_bytes()
-        keep, most, best = self.config.keep, self.config.keep + 1, ""
-        if self.config.has_best:
+        keep = self.run.config.keep_checkpoints
+        most, best = keep + 1, ""
+        if self.run.has_best:
             most, best = most + 1, " the best,"
         need = (most if keep else 1) * each + at_the_end
         existing = next(path for path in (self.parent, *self.parent.absolute().parents) if path.exists())
@@ -375,7 +329,7 @@ class CheckpointManager:
         self._due = False
         back = folder_name(step) if due or self._rollback_to is None else self._rollback_to.name
         state = {**self._state(step), "rollback_step": step_of(back)}
-        spare = back if self.config.rollback else ""
+        spare = back if self.run.config.rollback else ""
         self._saver.start(Save(step, state, best=self._best_step == step, spare=spare))
         self._saved_step, self._saved_at = step, time.monotonic()
         self.throughput.resume()
@@ -431,7 +385,7 @@ class CheckpointManager:
 
     def _state(self, step: int) -> dict[str, Any]:
         """state.json: everything but tensors, and nothing that depends on the layout."""
-        config, order = self.config, self.config.order
+        order = self._order
         epoch, rest = divmod(step, order.steps_per_epoch)
         return {
             "step": step,
@@ -440,14 +394,12 @@ class CheckpointManager:
             "images_seen": step * order.global_batch,
             "global_batch": order.global_batch,
             "skipped_batches": self.skipped_batches,
-            "schedule": config.schedule,
             "optimizer": optimizer_scalars(self.engine.zero_map),
             "engine": self.engine.progress(),
             "ema_updates": self.ema.updates if self.ema else None,
             "history": self.trainer.state_dict(),
             "task": tensors_as_json(self.task.state_dict()),
-            "run": config.identity,
-            "config": config.flags,
+            **self._record,
             "versions": {
                 "python": platform.python_version(),
                 "torch": torch.__version__,

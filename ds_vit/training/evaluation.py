@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,7 +35,7 @@ from ds_vit.tasks.evaluators import FeatureBank
 from ds_vit.tasks.metrics import Batch, Metrics
 from ds_vit.tasks.zero_shot import ZeroShotAccuracy
 from ds_vit.training.build_engine import build_engine
-from ds_vit.training.inputs import EvaluationInputs, InputPipeline, input_config
+from ds_vit.training.inputs import EvaluationInputs, InputPipeline
 from ds_vit.training.run import Run
 from ds_vit.training.tables import show_end, show_start, summarise
 
@@ -196,7 +195,7 @@ def _count(
 
 
 def build_and_evaluate(
-    run: Run, device: torch.device, groups: Groups, watch: Watch, skipped: Path | None = None
+    run: Run, device: torch.device, groups: Groups, watch: Watch, folder: RunFolder | None = None
 ) -> tuple[Engine, dict[str, float]]:
     """Build a model and evaluate it (a collective).
 
@@ -205,14 +204,14 @@ def build_and_evaluate(
         device: of this rank.
         groups: of the run.
         watch: observes it.
-        skipped: file for the names of images that could not be decoded, or None.
+        folder: for the names of images that could not be decoded, or None.
 
     Returns:
         The engine; the figures of the task's metrics, the same on every rank.
     """
     with watch.doing("building the model", None):
         engine = build_engine(run, device, groups)
-    pipeline = InputPipeline(input_config(run), engine, Throughput(), skipped=skipped)
+    pipeline = InputPipeline(run, engine, Throughput(), folder)
     figures = evaluate(engine, pipeline, watch)
     pipeline.skipped.gather()
     return engine, figures
@@ -246,7 +245,7 @@ def evaluate_only(run: Run, folder: RunFolder, groups: Groups, started: float, w
     pictures: dict[str, torch.Tensor] = {}
     watchdog.beat(0, "building the model", patience=4)
     watch = Watch(watched, lambda: watchdog.beat(0, "evaluation"), pictures.update, doing=Line(console).doing)
-    engine, figures = build_and_evaluate(run, device, groups, watch, folder.skipped)
+    engine, figures = build_and_evaluate(run, device, groups, watch, folder)
     seconds = time.perf_counter() - started
     skipped = {"skipped_images": len(run.data.validation) - int(figures["images"])}
     summary = summarise(run, [figures], [], Throughput(), skipped, seconds, steps=0, exit_word="completed")
@@ -275,8 +274,6 @@ class Evaluations:
         engine: runs the model.
         inputs: of the run.
         ema: the average, which is evaluated too, or None.
-        interval: epochs between evaluations; 0 for only the end of the run.
-        draws_token_maps: draw where the model looks: each rank sees whole images.
         watchdog: receives every bit of progress.
         reporter: of rank 0.
     """
@@ -284,17 +281,21 @@ class Evaluations:
     engine: Engine
     inputs: InputPipeline
     ema: Ema | None
-    interval: int
-    draws_token_maps: bool
     watchdog: Watchdog
     reporter: Reporter | None
-    evaluations: list[dict[str, float]] = field(default_factory=list)
-    ema_evaluations: list[dict[str, float]] = field(default_factory=list)
-    evaluated_step: int = 0
+    evaluations: list[dict[str, float]] = field(init=False, default_factory=list)
+    ema_evaluations: list[dict[str, float]] = field(init=False, default_factory=list)
+    evaluated_step: int = field(init=False, default=0)
 
     @cached_property
     def _has_split(self) -> bool:
         return self.inputs.data.val_source is not None or self.inputs.data.zeroshot is not None
+
+    @cached_property
+    def _draws_token_maps(self) -> bool:
+        """Whether it is drawn where the model looks: each rank sees whole images."""
+        run, task = self.inputs.run, self.inputs.task
+        return run.layout.pp == 1 and not run.config.sequence_parallel and bool(task.class_names or task.teachers)
 
     @cached_property
     def _shown(self) -> Source:
@@ -305,13 +306,14 @@ class Evaluations:
 
     def is_due(self, done: int) -> bool:
         """Whether the weights after `done` steps have to be evaluated or drawn, and have not been yet."""
-        draws_training = self.draws_token_maps and bool(self.inputs.task.teachers)  # which often has no other split
+        draws_training = self._draws_token_maps and bool(self.inputs.task.teachers)  # which often has no other split
         if not (self._has_split or draws_training) or not done or done == self.evaluated_step:
             return False
-        if done >= self.inputs.config.total_steps:
+        if done >= self.inputs.run.total_steps:
             return True
         epochs, rest = divmod(done, self.inputs.data.order.steps_per_epoch)
-        return self.interval > 0 and rest == 0 and epochs % self.interval == 0
+        interval = self.inputs.run.config.eval_interval  # 0 for only the end of the run
+        return interval > 0 and rest == 0 and epochs % interval == 0
 
     def run(self, step: int, should_stop: Callable[[], bool]) -> bool:
         """Exact metrics over the validation split; without one, only pictures of training images (a collective).
@@ -364,7 +366,7 @@ class Evaluations:
         show = partial(self._show, step, kind)
         watch = Watch(self.watchdog.micro_batches, stop_on_signal, show, note, **doing)
         figures = evaluate(self.engine, self.inputs, watch)
-        if kind == "eval" and self.draws_token_maps:
+        if kind == "eval" and self._draws_token_maps:
             self._draw(step)
         if self.reporter:
             skipped = len(validation) - int(figures["images"])

@@ -25,12 +25,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ds_vit.config.run_folder import LineLog
+from ds_vit.config.run_folder import LineLog, RunFolder
 from ds_vit.data.augment.on_device import Crops
 from ds_vit.data.batches import MicroBatch
 from ds_vit.data.loader import eval_loader, train_loader
 from ds_vit.data.sampler import Share, evaluation_keys, evaluation_rows, num_evaluation_batches
-from ds_vit.data.settings import Data, Workers
+from ds_vit.data.settings import Workers
 from ds_vit.data.sources.source import Source
 from ds_vit.device import pins_memory
 from ds_vit.engine.base import Engine
@@ -41,52 +41,6 @@ from ds_vit.parallel.layout import Layout
 from ds_vit.tasks.metrics import Batch
 from ds_vit.tasks.task import Field, Task
 from ds_vit.training.run import Run
-
-
-@dataclass(frozen=True)
-class InputConfig:
-    """Which samples a run loads, and how this rank loads its part of them.
-
-    Attributes:
-        task: makes the tensors of a batch.
-        data: the samples, and this rank's part of them.
-        total_steps: optimizer steps of the run; 0 in evaluation only.
-        on_bad_image: "error" or "skip"; training replaces an image in both cases, and "error" then ends the run.
-        max_bad_images: the share of an epoch's images that may be skipped.
-        layout: degrees of parallelism.
-        rank: of this process.
-    """
-
-    task: Task
-    data: Data
-    total_steps: int
-    on_bad_image: str
-    max_bad_images: float
-    layout: Layout
-    rank: int
-
-    @property
-    def stages(self) -> set[str]:
-        """As `stages_of`, of this rank."""
-        return stages_of(self.layout, self.rank)
-
-    @property
-    def leader(self) -> int:
-        """The rank that loads for this rank's tensor-parallel group."""
-        return self.rank - self.layout.tp_rank(self.rank)
-
-
-def input_config(run: Run) -> InputConfig:
-    """The inputs of a resolved run."""
-    return InputConfig(
-        task=run.model.task,
-        data=run.data,
-        total_steps=run.total_steps,
-        on_bad_image=run.config.on_bad_image,
-        max_bad_images=run.config.max_bad_images,
-        layout=run.layout,
-        rank=run.process.rank,
-    )
 
 
 def stages_of(layout: Layout, rank: int) -> set[str]:
@@ -116,37 +70,34 @@ class InputPipeline:
     """Inputs of training and evaluation for one rank.
 
     Args:
-        config: of the inputs.
+        run: of this rank.
         engine: its device, type and process groups.
         throughput: counts how long the loop waited for data.
-        samples: folder for files of the samples that each step used (--log-samples), or None.
-        skipped: file that images are named in that could not be decoded, or None.
+        folder: of the run, for the samples that each step used (--log-samples) and the names of images that could not
+            be decoded; None to write neither.
 
     Attributes:
         data: the samples, and this rank's part of them.
         task: makes the tensors of a batch.
+        stages: of this rank, as `stages_of`.
+        leader: the rank that loads for this rank's tensor-parallel group.
         decoded: images of training that the loader decoded ("loader"), and the counts of `decode_on`.
         look: receives the micro-batches of a new run, as read and as the model gets them; or None.
     """
 
-    def __init__(
-        self,
-        config: InputConfig,
-        engine: Engine,
-        throughput: Throughput,
-        samples: Path | None = None,
-        skipped: Path | None = None,
-    ) -> None:
-        self.config, self.data, self.task = config, config.data, config.task
+    def __init__(self, run: Run, engine: Engine, throughput: Throughput, folder: RunFolder | None = None) -> None:
+        config, layout, rank = run.config, run.layout, run.process.rank
+        self.run, self.data, self.task = run, run.data, run.model.task
         self.engine = engine
         self.throughput = throughput
-        self.loads = config.rank == config.leader
-        self.samples = LineLog(samples / f"rank-{config.rank:05d}.jsonl") if samples is not None else None
+        self.stages, self.leader = stages_of(layout, rank), rank - layout.tp_rank(rank)
+        self.loads = rank == self.leader
+        self.samples = LineLog(folder.samples / f"rank-{rank:05d}.jsonl") if folder and config.log_samples else None
         self.look: Callable[[MicroBatch, Batch], None] | None = None
         order = self.data.order
         epoch_images = order.steps_per_epoch * order.global_batch
         most = config.max_bad_images if config.on_bad_image == "skip" else 0.0
-        self.skipped = SkippedImages(skipped, epoch_images=epoch_images, most=most)
+        self.skipped = SkippedImages(folder.skipped if folder else None, epoch_images=epoch_images, most=most)
         self.decoded: Counter[str] = Counter()
         self._pins = pins_memory(engine.device)
         self._stream = torch.Stream(engine.device) if self._pins else None
@@ -158,9 +109,9 @@ class InputPipeline:
             first_step: optimizer steps that are done.
             skipped_batches: global batches that were left out before this step.
         """
-        config, data, task, share = self.config, self.data, self.task, self.data.share
+        data, task, share = self.data, self.task, self.data.share
         fields = self._here(task.fields(training=True))
-        steps = range(first_step, max(first_step, config.total_steps))
+        steps = range(first_step, max(first_step, self.run.total_steps))
         read: Iterator[MicroBatch] = iter(())
         if self.loads:
             loader = train_loader(
@@ -168,11 +119,12 @@ class InputPipeline:
                 task.samples(fields),
                 range(steps.start + skipped_batches, steps.stop + skipped_batches),
                 skipped_batches=skipped_batches,
-                on_bad_image="skip" if config.on_bad_image == "skip" else "replace",
+                on_bad_image="skip" if self.run.config.on_bad_image == "skip" else "replace",
                 pin_memory=self._pins,
             )
             read = iter(loader)
-        for step, micro_index in itertools.product(steps, range(share.accumulation)):
+        for number in range(steps.start * share.accumulation, steps.stop * share.accumulation):
+            step, micro_index = divmod(number, share.accumulation)
             rows = share.rows(micro_index)
             if not self.loads:
                 _, keys = data.order.rows(step + skipped_batches, rows)
@@ -182,7 +134,7 @@ class InputPipeline:
             before = time.perf_counter()
             batch = next(read)
             self.throughput.waited(time.perf_counter() - before)
-            if "first" in config.stages:
+            if "first" in self.stages:
                 # Noted only here: a row is read on several ranks.
                 self.skipped.add(data.train_source, batch.skipped, "training", data.order.epoch_of(step))
                 if isinstance(batch.images, Crops) and task.augment.decode == "fast":
@@ -207,10 +159,10 @@ class InputPipeline:
             fields: of a batch; None for those of the task's evaluation.
             on_every_rank: a small split, all of it on every data-parallel rank; damaged images do not count.
         """
-        config, data = self.config, self.data
+        data = self.data
         source = data.validation if source is None else source
         fields = self._here(self.task.fields(training=False) if fields is None else fields)
-        share, on_bad_image, num_workers = data.eval_share, config.on_bad_image, data.workers.number
+        share, on_bad_image, num_workers = data.eval_share, self.run.config.on_bad_image, data.workers.number
         if on_every_rank:
             share, on_bad_image, num_workers = Share(0, 1, min(data.eval_rows, len(source))), "skip", 0
         loader = eval_loader(
@@ -221,7 +173,7 @@ class InputPipeline:
             num_workers=num_workers,
             pin_memory=self._pins,
         )
-        counts = "last" in config.stages and not on_every_rank  # once a row
+        counts = "last" in self.stages and not on_every_rank  # once a row
         split = "training" if source is data.train_source else "evaluation"
 
         def read() -> Generator[Batch, None, None]:
@@ -257,7 +209,7 @@ class InputPipeline:
             for index in range(num_batches):
                 numbers, valid = evaluation_rows(len(texts), share, index)
                 batch = {"number": numbers, "keys": evaluation_keys(numbers), "valid": valid}
-                if "first" in self.config.stages:
+                if "first" in self.stages:
                     batch["texts"] = np.stack([tokenizer.encode(texts[number]) for number in numbers])
                 yield self._with_blanks({name: torch.from_numpy(array).to(device) for name, array in batch.items()})
 
@@ -265,7 +217,7 @@ class InputPipeline:
 
     def _with_blanks(self, batch: Batch) -> Batch:
         """A batch with zeros for missing inputs of a pipeline, which runs all towers."""
-        if self.config.layout.pp == 1 or "first" not in self.config.stages:
+        if self.run.layout.pp == 1 or "first" not in self.stages:
             return batch
         rows = len(batch["keys"])
         blanks = {
@@ -277,7 +229,7 @@ class InputPipeline:
 
     def _here(self, fields: Iterable[Field]) -> tuple[Field, ...]:
         """The fields of this rank's stage, with their type there."""
-        own = (field for field in fields if field.stage in self.config.stages)
+        own = (field for field in fields if field.stage in self.stages)
         return tuple(dataclasses.replace(field, dtype=field.dtype or self.engine.dtype) for field in own)
 
     def _finish(self, fields: Sequence[Field], batch: MicroBatch, *, training: bool) -> Batch:
@@ -300,8 +252,8 @@ class InputPipeline:
 
     def _share(self, batch: Batch) -> Batch:
         """Send or receive each tensor, in the order of their names (the same on both sides)."""
-        for name in sorted(batch) if self.config.layout.tp > 1 else ():
-            dist.broadcast(batch[name], self.config.leader, group=self.engine.groups.tp)
+        for name in sorted(batch) if self.run.layout.tp > 1 else ():
+            dist.broadcast(batch[name], self.leader, group=self.engine.groups.tp)
         return batch
 
     def _receive(self, fields: Sequence[Field], rows: int, *, valid: bool = False) -> Batch:

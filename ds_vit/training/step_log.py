@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ds_vit.engine.base import Engine
 from ds_vit.engine.step_guard import StepResult
-from ds_vit.monitoring.metrics import Lagging, Reporter, Throughput, peak_tflops
+from ds_vit.monitoring.metrics import Lagging, Reporter, peak_tflops
 from ds_vit.planner.counting import Flops
 from ds_vit.training.callbacks import Callback, RollBack, Step
 from ds_vit.training.cost import PeakMemory
@@ -25,29 +25,25 @@ class StepLog(Callback):
     Attributes:
         engine: runs the model.
         inputs: of the run.
-        interval: steps between rows of metrics.jsonl.
-        precision: by its name, for the peak of the accelerator.
         flops: of an image by its size, on rank 0; of the model's size under None.
-        throughput: images per second, and the time waited for data.
         peak: measures the memory.
         reporter: of rank 0; None elsewhere.
     """
 
     engine: Engine
     inputs: InputPipeline
-    interval: int
-    precision: str
     flops: Mapping[int | None, Flops]
-    throughput: Throughput
     peak: PeakMemory
     reporter: Reporter | None
 
     def __post_init__(self) -> None:
+        run = self.inputs.run
+        self.interval, self._last = run.output.log_interval, run.total_steps
         # TensorBoard gets 200 points of a short run too.
-        self.point_interval = max(1, min(self.interval, self.inputs.config.total_steps // 200))
+        self.point_interval = max(1, min(self.interval, self._last // 200))
         self.epoch_loss = EpochMean(self.engine.device)
         self._since = 0  # the step of the last row
-        self._peak = peak_tflops(self.engine.device, self.precision)
+        self._peak = peak_tflops(self.engine.device, run.engine.precision.name)
         self._late_loss = Lagging()
 
     def before_training(self, step: int) -> None:
@@ -63,7 +59,7 @@ class StepLog(Callback):
         return self._is_row(step) or step % self.point_interval == 0
 
     def _is_row(self, step: int) -> bool:
-        return step == 1 or step % self.interval == 0 or step == self.inputs.config.total_steps
+        return step == 1 or step % self.interval == 0 or step == self._last
 
     def after_step(self, step: Step) -> None:
         """As `Callback.after_step`."""
@@ -87,7 +83,7 @@ class StepLog(Callback):
         losses = torch.stack((step.result.loss.float(), self.epoch_loss.own(self._epoch(number))))
         loss, epoch_loss = self.engine.mean(losses).tolist()
         norm = _norm(step.result)
-        rate, waiting = self.throughput.window(count=number > 1)
+        rate, waiting = self.inputs.throughput.window(count=number > 1)
         memory = self.peak.measured_bytes()
         gauges = self.inputs.task.gauges(self.engine.context)
         of_task = {**self._parameters(), **{name: float(value) for name, value in gauges.items()}}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from ds_vit.config.run_folder import RunFolder
@@ -17,9 +17,8 @@ from ds_vit.fault_tolerance.errors import EndedTogether, UserError, is_out_of_me
 from ds_vit.fault_tolerance.exit_codes import Diverged
 from ds_vit.fault_tolerance.signals import Interrupted
 from ds_vit.fault_tolerance.watchdog import Watchdog
-from ds_vit.optim.schedules import LearningRate
+from ds_vit.optim.settings import Schedule
 from ds_vit.tasks.metrics import Batch
-from ds_vit.tasks.task import Horizon
 from ds_vit.training.callbacks import Callback, RollBack, Step
 from ds_vit.training.checkpoint_manager import CheckpointManager
 from ds_vit.training.evaluation import Evaluations, Stopped
@@ -31,10 +30,9 @@ class Trainer:
     """The loop of one run, on this rank; all ranks do the same things in the same order.
 
     Attributes:
+        schedule: of the run.
         engine: runs the model.
         inputs: of the run.
-        schedule: of the learning rate; None where the JSON's scheduler sets it.
-        horizon: of the task's schedules.
         evaluations: of the run.
         callbacks: are called around each step, in this order.
         checkpoints: saves and restores this trainer.
@@ -43,20 +41,19 @@ class Trainer:
         step: optimizer steps that are done.
     """
 
+    schedule: Schedule
     engine: Engine
     inputs: InputPipeline
-    schedule: LearningRate | None
-    horizon: Horizon
     evaluations: Evaluations
     callbacks: Sequence[Callback]
     checkpoints: CheckpointManager
     watchdog: Watchdog
     folder: RunFolder
-    step: int = 0
-    _open: Step | None = None  # the last step, until it is known whether it was applied
+    step: int = field(init=False, default=0)
+    _open: Step | None = field(init=False, default=None)  # the last step, until it is known whether it was applied
 
     def __post_init__(self) -> None:
-        self.total_steps = self.inputs.config.total_steps
+        self.total_steps = self.schedule.total_steps
         self.checkpoints.trainer = self
 
     def run(self) -> str:
@@ -124,10 +121,10 @@ class Trainer:
         Raises:
             RollBack, Diverged: as `BadSteps.after_result`.
         """
-        if self.schedule is not None:
-            self.engine.set_lr(self.schedule.lr(step - 1))
-        task = self.inputs.task
-        self.engine.begin_step(step, task.schedules(step, self.horizon), task.held_names(step, self.horizon))
+        task, rate, horizon = self.inputs.task, self.schedule.rate, self.schedule.horizon
+        if rate is not None:
+            self.engine.set_lr(rate.lr(step - 1))
+        self.engine.begin_step(step, task.schedules(step, horizon), task.held_names(step, horizon))
         lr, loss_scale = self.engine.lr(), self.engine.loss_scale()
         for callback in self.callbacks:
             callback.before_step(step)

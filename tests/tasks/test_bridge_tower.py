@@ -59,16 +59,15 @@ def by_transformers(folder, tmp_path_factory):
     """Rows and weights of transformers' model under torch's SGD, each global batch in one piece."""
     from ds_vit.data.device import finish_images
     from ds_vit.data.loader import train_loader
-    from ds_vit.training.inputs import input_config
 
     run = resolved(command(tmp_path_factory.mktemp("alone") / "run", folder, 1, 1, 0))
-    task, inputs = run.model.task, input_config(run)
+    task = run.model.task
     model = transformers.BridgeTowerForContrastiveLearning.from_pretrained(folder)
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
     optimizer = torch.optim.SGD(model.parameters(), **SGD["params"])
-    loader = train_loader(inputs.data, task.samples(task.fields(training=True)), range(STEPS))
+    loader = train_loader(run.data, task.samples(task.fields(training=True)), range(STEPS))
     rows = []
     for step, batch in enumerate(loader, start=1):
         ids = batch.texts[: batch.num_rows]

@@ -213,10 +213,9 @@ def train_plainly(argv, *, lr, clip, bound):
     from ds_vit.models.layers import tower_of
     from ds_vit.models.param_groups import no_weight_decay_names
     from ds_vit.models.sequential import SequentialViT, timm_names
-    from ds_vit.training.inputs import input_config
 
     run = resolved(argv)
-    task, whole, inputs = run.model.task, run.model.whole, input_config(run)
+    task, whole = run.model.task, run.model.whole
     towers = {}
     for name, layers in task.towers(whole).items():
         initialise(tower_of(whole, name), layers, seed=run.config.seed, device="cpu")
@@ -233,7 +232,7 @@ def train_plainly(argv, *, lr, clip, bound):
         for name, p in parameters.items()
     ]
     optimizer = torch.optim.AdamW(groups, lr=lr, eps=1e-6)
-    loader = train_loader(inputs.data, task.samples(task.fields(training=True)), range(STEPS))
+    loader = train_loader(run.data, task.samples(task.fields(training=True)), range(STEPS))
     rows = []
     for step, batch in enumerate(loader, start=1):
         images = towers["image"](finish_images(batch, task.image, task.augment, device="cpu"), batch.keys)

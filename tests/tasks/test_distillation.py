@@ -22,7 +22,7 @@ from timm.task import FeatureDistillationTask, LogitDistillationTask, TokenDisti
 from ds_vit.checkpoint.folder import newest, open_checkpoint
 from ds_vit.models.keyed_init import initialise
 from ds_vit.tasks.distillation import loss_weights
-from ds_vit.training.inputs import InputPipeline, input_config
+from ds_vit.training.inputs import InputPipeline
 
 STEPS, BATCH, CLIP, TEMPERATURE = 10, 24, 0.1, 3.0
 NAME, WITH_TOKEN = "vit_tiny_patch16_224", "deit_tiny_distilled_patch16_224"
@@ -129,7 +129,7 @@ def expected(weights, tmp_path_factory):
     def curve(kind):
         plan = resolved(command(weights, folder / kind, kind, BATCH, 1, 1))
         engine = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32)
-        batches = InputPipeline(input_config(plan), engine, SimpleNamespace(waited=lambda seconds: None)).training()
+        batches = InputPipeline(plan, engine, SimpleNamespace(waited=lambda seconds: None)).training()
         task = timm_task(weights, kind).train()
         if kind == "feature":  # drawn by the run's seed
             whole = plan.model.whole

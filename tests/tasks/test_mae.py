@@ -32,7 +32,7 @@ from ds_vit.tasks import find_task
 from ds_vit.tasks.losses import MaskedPatchLoss
 from ds_vit.tools.evaluate import evaluate_weights
 from ds_vit.tools.evaluate import main as evaluate_main
-from ds_vit.training.inputs import InputPipeline, input_config
+from ds_vit.training.inputs import InputPipeline
 from ds_vit.weights.export import export
 
 STEPS, BATCH, CLIP = 10, 16, 0.1
@@ -60,7 +60,7 @@ def command(folder, words, stage=1, optimizer="SGD"):
 def inputs(plan):
     """The run's own batches."""
     engine = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32)
-    return InputPipeline(input_config(plan), engine, SimpleNamespace(waited=lambda seconds: None))
+    return InputPipeline(plan, engine, SimpleNamespace(waited=lambda seconds: None))
 
 
 def plain_model(plan):
@@ -250,7 +250,7 @@ def test_another_mask_is_another_run(ranks, tmp_path):
     words = [*MAE, *RUN, "-b", 16, "--checkpoint-interval", 1, "--output", tmp_path / "run"]
     train_in(ranks, 1, command(tmp_path, [*words, "--max-steps", 1]))
     go_on = [*words, "--max-steps", 2, "--resume", "auto"]
-    assert resolved(command(tmp_path, go_on)).resume is not None
+    assert resolved(command(tmp_path, go_on)).output.resume is not None
     for flag, value, there, here in (
         ("--mask-ratio", [0.5], "0.75", "0.5"),
         ("--decoder-depth", [3], "2", "3"),
@@ -298,5 +298,5 @@ def test_images_are_finished_once(tmp_path):
 def test_a_run_without_classes(tmp_path):
     """A recipe that turns mixing and smoothing off is rejected; a classifier over the data's classes, or sharded."""
     plan = resolved([*command(tmp_path, [*MAE, *RUN, "-b", 8]), "--mixup", "0", "--smoothing", "0"])
-    assert (plan.config.num_classes, plan.model.class_parallel, plan.config.active) == (0, False, False)
+    assert (plan.model.task.num_classes, plan.model.class_parallel, plan.config.active) == (0, False, False)
     assert plan.data.train_source.num_classes == 10

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +16,7 @@ from ds_vit.fault_tolerance.signals import Deadline, Interrupted, Signals
 from ds_vit.monitoring.metrics import Throughput
 from ds_vit.tasks.metrics import Figure
 from ds_vit.training import checkpoint_manager, inputs
-from ds_vit.training.checkpoint_manager import CheckpointConfig, CheckpointManager
+from ds_vit.training.checkpoint_manager import CheckpointManager
 from ds_vit.training.inputs import SkippedImages
 
 
@@ -64,7 +63,7 @@ class NoDisk:
 
 def with_rollback(manager: CheckpointManager) -> CheckpointManager:
     """The same run with `--rollback 1`."""
-    manager.config = dataclasses.replace(manager.config, rollback=True)
+    manager.run.config.rollback = 1
     return manager
 
 
@@ -78,34 +77,30 @@ def said() -> list[str]:
 def manager(monkeypatch, tmp_path, said) -> CheckpointManager:
     """Of one rank with `--checkpoint-interval 4`."""
     stand_ins = {"Saver": NoDisk, "RankShare": lambda *_: None}
+    stand_ins |= {name: lambda run: {} for name in ("rates_of", "identity_of", "settings_of")}
     stand_ins |= {"from_first_rank": lambda question: question(), "read_figures": lambda _: {}}
     for name in ("load_tensors", "first_step", "skipped_batches"):
         stand_ins[name] = (lambda state, order: state["step"]) if name == "first_step" else (lambda *_: 0)
     for name, stand_in in stand_ins.items():
         monkeypatch.setattr(checkpoint_manager, name, stand_in)
     monkeypatch.setattr(CheckpointManager, "_state", lambda self, step: {})
-    config = CheckpointConfig(
-        interval=Interval(steps=4),
-        keep=2,
-        has_best=True,
-        rollback=False,
-        deadline=Deadline(None, 0.0),
-        order=SampleOrder(3, 1, 0),
-        resume=None,
-        schedule={},
-        identity={},
-        flags={},
-    )
     figures = (Figure("top1", "top-1", "%"),)
     task = SimpleNamespace(
         weight_files=dict, average_files=dict, teachers=(), class_names=(), tokenizer=None, figures=figures
     )
     task.load_state_dict = lambda _: None
+    run = SimpleNamespace(
+        config=SimpleNamespace(keep_checkpoints=2, rollback=0),
+        data=SimpleNamespace(order=SampleOrder(3, 1, 0)),
+        model=SimpleNamespace(task=task, saved_shapes={}),
+        output=SimpleNamespace(interval=Interval(steps=4), deadline=Deadline(None, 0.0), resume=None),
+        has_best=True,
+    )
     groups = SimpleNamespace(largest=list, files=None)
     engine = SimpleNamespace(groups=groups, zero_map=None, restore_progress=lambda *_: None)
     trainer = SimpleNamespace(conclude=lambda: None)
     reporter = SimpleNamespace(say=said.append, checkpoint=lambda _: None)
-    made = CheckpointManager(config, tmp_path, engine, task, {}, None, Throughput(), Signals(), reporter)
+    made = CheckpointManager(run, tmp_path, engine, None, Throughput(), Signals(), reporter)
     made.trainer = trainer
     return made
 

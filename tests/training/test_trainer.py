@@ -48,15 +48,15 @@ def make(recorder, saved=1):
         return SimpleNamespace(applied=True)
 
     task = SimpleNamespace(schedules=lambda step, horizon: {}, held_names=lambda step, horizon: frozenset())
-    config = SimpleNamespace(total_steps=4)
+    schedule = SimpleNamespace(total_steps=4, rate=None, horizon=4)
     skipped = MagicMock(most=0.0, has_new=False, too_many=str, state_dict=dict)
-    inputs = SimpleNamespace(config=config, task=task, skipped=skipped, training=lambda *_: iter(()))
+    inputs = SimpleNamespace(task=task, skipped=skipped, training=lambda *_: iter(()))
     checkpoints = MagicMock(skipped_batches=0, num_failed=0, roll_back=lambda: (saved, {}) if saved else None)
     evaluations = MagicMock(is_due=lambda step: False, state_dict=dict)
     engine = MagicMock(train_step=train_step)
     engine.groups.largest = list
     folder = SimpleNamespace(path=None)
-    return Trainer(engine, inputs, None, 4, evaluations, [recorder], checkpoints, MagicMock(), folder)
+    return Trainer(schedule, engine, inputs, evaluations, [recorder], checkpoints, MagicMock(), folder)
 
 
 def test_a_result_comes_late_unless_it_is_needed():
@@ -86,12 +86,13 @@ def test_a_rollback_leaves_out_the_samples_since_the_checkpoint():
 def test_an_interruption_does_not_begin_the_count_anew():
     """A run that is stopped every hour and would go on skipping for ever; an older checkpoint, which has no count."""
     guard = SimpleNamespace(recent=list, remember=lambda values: None)
+    run = SimpleNamespace(config=None, engine=SimpleNamespace(precision=SimpleNamespace(name="fp16")))
     engine = SimpleNamespace(mean=float, guard=guard)
     outcome = SimpleNamespace(applied=False, skipped=None)
     overflow = SimpleNamespace(outcome=lambda: outcome, loss=0.5)
 
     def make():
-        return BadSteps(engine, None, stop=True, max_rollbacks=0, fp16=True)
+        return BadSteps(run, engine, None)
 
     def skip(bad_steps, times):
         for step in range(times):
