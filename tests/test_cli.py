@@ -86,6 +86,28 @@ def test_train_is_the_trainer(capsys):
     assert "there is no flag --epoch; the nearest is --epochs" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["launch/train.py", "--help"], 0),
+        (["launch/train.py", "--help-all"], 0),
+        (["launch/train.py", "--epochs", "0"], 2),
+        (["-m", "ds_vit", "train", "--help"], 0),
+        (["-m", "ds_vit", "train", "--dataset", "digits", "--lerning-rate", "1"], 2),
+        (["-m", "ds_vit", "--help"], 0),
+    ],
+)
+def test_help_and_wrong_flags_do_not_import_torch(words, code):
+    """Catches: seconds of waiting for a list of flags, or for the message about a slip."""
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", *words], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == code, done.stderr
+    imported = set(re.findall(r"\| +([\w.]+)$", done.stderr, re.MULTILINE))
+    assert "ds_vit.config.schema" in imported
+    assert imported.isdisjoint({"torch", "deepspeed", "timm"})
+
+
 def test_help_begins_with_what_matters(capsys):
     """Three hundred lines for somebody who has come for the first time; a flag that stands nowhere."""
     short, whole = help_of(capsys, "train"), help_of(capsys, "train", "--help-all")

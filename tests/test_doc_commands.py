@@ -341,7 +341,12 @@ def test_every_benchmark_script_says_how_it_is_called():
 
 @pytest.mark.parametrize(
     ("script", "page"),
-    [("ten_epochs.py", "from_timm.md"), ("status_table.py", "status.md"), ("results_page.py", "results.md")],
+    [
+        ("ten_epochs.py", "from_timm.md"),
+        ("status_table.py", "status.md"),
+        ("results_page.py", "results.md"),
+        ("flag_tables.py", "configuration.md"),
+    ],
 )
 def test_tables_are_those_of_their_files(script, page):
     # Catches: a figure that was edited in the page, files measured again, a test for a device that the page lacks.

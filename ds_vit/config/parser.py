@@ -183,14 +183,19 @@ def show_examples(text: str) -> str:
     return "\n".join(["examples:", *commands]) if commands else ""
 
 
+def shown_default(name: str) -> str:
+    """The default of a flag as --help writes it; empty where it says nothing."""
+    default = default_of(name)
+    if isinstance(default, tuple):
+        return " ".join(f"{value:g}" for value in default)
+    return "" if default in (None, "", {}, False) else str(default)
+
+
 def help_of(name: str, show_default: bool = True) -> str:
     """The text of a flag: its tasks, its meaning, its default."""
-    meta, default = FLAGS[name], default_of(name) if show_default else None
-    if isinstance(default, tuple):
-        default = " ".join(f"{value:g}" for value in default)
-    shown = "" if default in (None, "", {}, False) else f" [{default}]"
+    meta, default = FLAGS[name], shown_default(name) if show_default else ""
     task = f"--task {', '.join(meta.task.split())}: " if meta.task else ""
-    return f"{task}{meta.text}{shown}"
+    return f"{task}{meta.text}{default and f' [{default}]'}"
 
 
 @functools.cache

@@ -26,53 +26,55 @@ def _read(part: str) -> tuple[str, bool, list[str]]:
     return name, "!=" in part, patterns.split("|") if patterns else []
 
 
-def _holds(part: str, config: RunConfig) -> bool:
-    name, differs, patterns = _read(part)
-    if not patterns:
-        return bool(getattr(config, name))
-    return any(fnmatchcase(text, pattern) for text in _texts(name, config) for pattern in patterns) != differs
-
-
-def _texts(name: str, config: RunConfig) -> list[str]:
-    value = getattr(config, name)
-    items = value if isinstance(value, tuple) else (value,)
-    return [f"{item:g}" if isinstance(item, float) else str(item) for item in items]
-
-
-def _why_idle(condition: Condition, config: RunConfig, *, is_needed: bool) -> str:
-    """The end of "--flag has no effect …" under a condition; empty if it has one."""
-    asked, words = (condition, "") if isinstance(condition, str) else condition
+def _holds(condition: Condition, config: RunConfig) -> bool:
+    asked = condition if isinstance(condition, str) else condition[0]
     if not isinstance(asked, str):
-        return "" if bool(asked(config)) is is_needed else words
-    parts = asked.split(" or ")
-    holding = [part for part in parts if _holds(part, config)]
-    if bool(holding) is is_needed or words:
-        return "" if bool(holding) is is_needed else words
-    if not is_needed:
-        return f"with {_or([_written(_read(part)[0], config) for part in holding])}"
-    read = [_read(part) for part in parts]
-    names = any(patterns and not differs for _, differs, patterns in read)
+        return bool(asked(config))
+    return any(_part_holds(*_read(part), config) for part in asked.split(" or "))
+
+
+def _part_holds(name: str, differs: bool, patterns: Sequence[str], config: RunConfig) -> bool:
+    value = getattr(config, name)
+    if not patterns:
+        return bool(value)
+    items = value if isinstance(value, tuple) else (value,)
+    texts = [f"{item:g}" if isinstance(item, float) else str(item) for item in items]
+    return any(fnmatchcase(text, pattern) for text in texts for pattern in patterns) != differs
+
+
+def _in_words(condition: Condition, *, is_needed: bool) -> str:
+    """The end of "--flag has no effect …"."""
+    if not isinstance(condition, str):
+        return condition[1]
+    parts = [_read(part) for part in condition.split(" or ")]
     shown = [
         f"{spelling(name)} {'' if differs else _or(patterns).replace('*', '…')}".strip()
-        for name, differs, patterns in read
+        for name, differs, patterns in parts
     ]
-    return f"{'unless' if names else 'without'} {_or(shown)}"
+    has_values = any(patterns and not differs for _, differs, patterns in parts)
+    return f"{'with' if not is_needed else 'unless' if has_values else 'without'} {_or(shown)}"
 
 
 def _or(words: Sequence[str]) -> str:
     return " or ".join([", ".join(words[:-1]), *words[-1:]] if len(words) > 1 else words)
 
 
+def conditions_of(name: str) -> list[tuple[Condition, bool, str]]:
+    """A flag's conditions, whether each must hold for an effect, and the end of "--flag has no effect …"."""
+    both = ((FLAGS[name].idle_if, False), (FLAGS[name].needs, True))
+    return [(one, is_needed, _in_words(one, is_needed=is_needed)) for ones, is_needed in both for one in ones]
+
+
 def idle_flags(config: RunConfig) -> dict[str, str]:
     """Each flag without effect in this combination, by its recipe name → why."""
     idle: dict[str, str] = {}
     for name, meta in FLAGS.items():
-        reasons = ["with --eval-only (weights are given by --initial-checkpoint)"]
-        reasons *= config.eval_only and Scope.EVALUATION not in meta.scope
-        reasons += [_why_idle(condition, config, is_needed=False) for condition in meta.idle_if]
-        reasons += [_why_idle(condition, config, is_needed=True) for condition in meta.needs]
-        if reason := next(filter(None, reasons), ""):
-            idle[name] = reason
+        if config.eval_only and Scope.EVALUATION not in meta.scope:
+            idle[name] = "with --eval-only (weights are given by --initial-checkpoint)"
+            continue
+        for condition, is_needed, words in conditions_of(name):
+            if _holds(condition, config) != is_needed:
+                idle.setdefault(name, words)
     return idle
 
 

@@ -369,7 +369,7 @@ class TableSettings(Settings, section="data", scope=FREE | RECORDED, task="clip 
     )
     csv_separator: Annotated[str, ONE_CHARACTER] = flag(
         "",
-        "--dataset csv/…: separator of the columns, such as \t or , (default: the one in the header)",
+        "--dataset csv/…: separator of the columns, such as \\t or , (default: the one in the header)",
         needs="dataset=csv/* or data_dir=csv/*",
         metavar="CHAR",
     )

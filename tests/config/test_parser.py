@@ -106,7 +106,7 @@ REFUSED = {
     "--mixup-off-epoch 3": "--mixup-off-epoch has no effect without --mixup, --cutmix or --cutmix-minmax",
     "--mixup 0.8 --mixup-switch-prob 0.3": "--mixup-switch-prob has no effect without --cutmix or --cutmix-minmax",
     "--dataset digits": "--data-dir has no effect with --dataset digits",
-    "--dataset glyphs --data-dir= --exif-rotation on": "--exif-rotation has no effect with --dataset glyphs",
+    "--dataset glyphs --data-dir= --exif-rotation on": "--exif-rotation has no effect with --dataset digits or glyphs",
     "--csv-separator , --dataset hfds/x": "--csv-separator has no effect unless --dataset csv/… or --data-dir csv/…",
     "--csv-img-key x --dataset wds/x": "--csv-img-key has no effect unless --dataset csv/…, hfds/… or parquet/…",
     "--csv-caption-key x": "--csv-caption-key has no effect unless --dataset csv/…, hfds/…, parquet/… or wds/…",

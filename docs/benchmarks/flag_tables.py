@@ -1,0 +1,59 @@
+"""The tables of docs/configuration.md: every flag, from the metadata that also makes `--help-all` and the errors.
+
+python docs/benchmarks/flag_tables.py [--write]
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from gpu_tables import FOLDER, between, table  # next to this file
+
+from ds_vit.config.flag import spelling
+from ds_vit.config.parser import shown_default
+from ds_vit.config.rules import conditions_of
+from ds_vit.config.schema import FLAGS, KEY_OF_FLAG, SECTIONS, describe_range, describe_values, kinds_of_flag
+
+PAGE = FOLDER.parent / "configuration.md"
+
+
+def row(name: str) -> list[str]:
+    """A flag, what it takes, its default, and what it means."""
+    meta, kinds = FLAGS[name], kinds_of_flag(name)
+    spelled = ", ".join(f"`{word}`" for word in (spelling(name), *meta.short))
+    takes = ", ".join(f"`{word}`" for word in kinds[0].words) or f"`{meta.metavar}`" * bool(meta.metavar)
+    if bounds := describe_range(name).removeprefix("must be "):
+        takes = f"{takes or describe_values(name).removeprefix('auto or ')}: {bounds.removeprefix('auto, or ')}"
+    text = ", ".join(f"`{task}`" for task in meta.task.split())
+    text = f"{text}: {meta.text}" if text else meta.text
+    if idle := [words for *_, words in conditions_of(name)]:
+        text += f". No effect {'; '.join(idle)}"
+    text += f". In the JSON: `{KEY_OF_FLAG[name]}`" if name in KEY_OF_FLAG else ""
+    text = re.sub(r"--[a-z][\w-]*", r"`\g<0>`", text.replace("<", "&lt;"))
+    default = f"`{shown_default(name)}`" * bool(shown_default(name))
+    return [cell.replace("|", "\\|") for cell in (spelled, takes or describe_values(name), default, text)]
+
+
+def tables() -> str:
+    """A table for each group of --help."""
+    header = ("flag", "takes", "default", "meaning")
+    rows = {section: [row(name) for name in FLAGS if FLAGS[name].section == section] for section in SECTIONS}
+    return "\n\n".join(f"### {section.capitalize()}\n\n{table(header, of)}" for section, of in rows.items())
+
+
+def main() -> None:
+    """Print the tables, or write them into the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="into docs/configuration.md, between its two comments")
+    if parser.parse_args().write:
+        PAGE.write_text(between(PAGE.read_text(), "flags", tables()))
+    else:
+        print(tables())
+
+
+if __name__ == "__main__":
+    main()
