@@ -119,9 +119,10 @@ def test_a_value_of_the_wrong_type_hides_no_other_problem(tmp_path, capsys):
     assert "ds-vit from-timm 'COMMAND' translates a whole command of timm's" in remedy
 
     settings = {"scale": [0.1], "mean": [1, "a"], "no_aug": 1, "model": ["a"], "lr": True, "max_steps": 1.5, "epoch": 3}
+    settings |= {"eval_only": ""}
     values = ["--scale takes 2 numbers, not 0.1", "--mean takes numbers, not 1 a", "--no-aug takes true or false, not"]
     values += ["--model takes a word, not ['a']", "--lr takes a number, not True", "--max-steps takes a whole number"]
-    values += ['there is no flag "epoch"; the nearest is --epochs']
+    values += ['there is no flag "epoch"; the nearest is --epochs', "--eval-only takes true or false, not ''"]
     assert_begin(problems_of(from_values, {"deepspeed_config": "x.json", "data_dir": "d", **settings}), values)
     recipe = tmp_path / "r.yaml"
     recipe.write_text(yaml.safe_dump(settings, sort_keys=False))
