@@ -151,7 +151,7 @@ def _stages(run: Run, samples: Sequence[_Sample], device: torch.device) -> dict[
     clock = time.perf_counter  # reading and transfer wait
     read = _fastest(lambda: [source.encoded(sample.number) for sample in samples], len(samples), clock)
     with shielded():
-        decode, both = (_fastest(run, len(samples)) for run in _decode_and_augment(run, samples))
+        decode, both = (_fastest(each, len(samples)) for each in _decode_and_augment(run, samples))
     loader = _loader(run, Workers(0))
     batches = list(itertools.islice(loader, max(1, len(samples) // run.data.share.micro_batch)))
     rows = sum(batch.num_rows for batch in batches)

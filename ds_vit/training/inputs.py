@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ from ds_vit.monitoring.metrics import Throughput
 from ds_vit.parallel.groups import gather_objects
 from ds_vit.parallel.layout import Layout
 from ds_vit.tasks.metrics import Batch
-from ds_vit.tasks.task import Field, Task
+from ds_vit.tasks.task import Field
 from ds_vit.training.run import Run
 
 
@@ -283,14 +283,27 @@ MAX_WORKERS = 16
 """Of a rank: at some 500 images per second per core, more than any model takes that is worth sharing over GPUs."""
 
 
-def count_workers(reads: Callable[[int], str], process: Process) -> Workers:
+def with_workers(run: Run) -> Run:
+    """The run with the loader processes of `--workers auto`; see `count_workers`."""
+    workers = count_workers(partial(decodes_images, run), run.process)
+    return dataclasses.replace(run, data=dataclasses.replace(run.data, workers=workers))
+
+
+def decodes_images(run: Run, rank: int) -> bool:
+    """Whether a rank decodes images: a field of its stage needs them, and it loads for its tensor-parallel group."""
+    fields, stages = run.model.task.fields(training=run.optimizer is not None), stages_of(run.layout, rank)
+    needed = any(field.reads == "images" and field.stage in stages for field in fields)
+    return needed and run.layout.tp_rank(rank) == 0
+
+
+def count_workers(decodes: Callable[[int], bool], process: Process) -> Workers:
     """Loader processes of this rank: its equal part of the cores that the training processes of this host leave.
 
     Once the ranks have met this is a collective: ranks that are bound to separate cores do not share them. Before, all
     ranks of this host count.
 
     Args:
-        reads: rank → what it reads, as `reads_of`.
+        decodes: whether a rank decodes images.
         process: this rank.
     """
     own = (socket.gethostname(), os.sched_getaffinity(0))
@@ -298,19 +311,10 @@ def count_workers(reads: Callable[[int], str], process: Process) -> Workers:
     here = list(range(first, min(first + (process.local_world_size or 1), process.world_size)))
     if dist.is_initialized():
         here = [rank for rank, (host, cores) in enumerate(gather_objects(own)) if host == own[0] and cores & own[1]]
-    num_cores, num_loaders = min(len(own[1]), cpu_quota()), sum(reads(rank) == "images" for rank in here)
-    number = 1
-    if reads(process.rank) == "images":
-        number = max(1, min(MAX_WORKERS, (num_cores - len(here)) // num_loaders))
+    num_cores, num_loaders = min(len(own[1]), cpu_quota()), sum(map(decodes, here))
+    number = max(1, min(MAX_WORKERS, (num_cores - len(here)) // num_loaders)) if decodes(process.rank) else 1
     trained = f"{len(here)} training process{'es' if len(here) > 1 else ''}"
     return Workers(number, f"{num_cores} cores for {trained}, {num_loaders} of which load images")
-
-
-def with_workers(run: Run) -> Run:
-    """The run with the number of loader processes of `--workers auto`; see `count_workers`."""
-    training = run.optimizer is not None
-    workers = count_workers(lambda rank: reads_of(run.model.task, run.layout, rank, training=training), run.process)
-    return dataclasses.replace(run, data=dataclasses.replace(run.data, workers=workers))
 
 
 def cpu_quota(limit_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
@@ -319,17 +323,6 @@ def cpu_quota(limit_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
     if len(words) != 2 or not words[0].isdigit():  # "max 100000"
         return 2**31
     return max(1, int(words[0]) // int(words[1]))
-
-
-def reads_of(task: Task, layout: Layout, rank: int, *, training: bool) -> str:
-    """The part of each sample that a rank reads: "images", "targets" or "" for none.
-
-    It follows from the fields of its pipeline stage. One rank of a tensor-parallel group reads.
-    """
-    if layout.tp_rank(rank):
-        return ""
-    reads = {field.reads for field in task.fields(training=training) if field.stage in stages_of(layout, rank)}
-    return "images" if "images" in reads else "targets" if reads else ""
 
 
 @dataclass(eq=False)

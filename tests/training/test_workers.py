@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections import Counter
 from unittest import mock
 
 import pytest
@@ -17,7 +16,7 @@ from ds_vit.data import loader
 from ds_vit.data.loader import Loader
 from ds_vit.launching.process import Process
 from ds_vit.training import inputs
-from ds_vit.training.inputs import MAX_WORKERS, count_workers, cpu_quota, reads_of
+from ds_vit.training.inputs import MAX_WORKERS, count_workers, cpu_quota, decodes_images
 
 KWARGS = ("--model-kwargs", "patch_size=8", "embed_dim=24", "depth=3", "num_heads=2", "--max-steps", "1")
 ZERO0 = ("--deepspeed_config", str(ROOT / "ds_configs" / "cpu_zero0_fp32.json"))
@@ -35,11 +34,11 @@ def with_cores(number, quota=2**31, first=0):
 @pytest.mark.parametrize(
     ("cores", "quota", "reading", "number"),
     [
-        (16, 2**31, ["images"] * 4, 3),
-        (2, 2**31, ["images"] * 4, 1),
-        (128, 2**31, ["images"], MAX_WORKERS),
-        (64, 4, ["images"] * 2, 1),
-        (20, 2**31, ["images", "", "", "", "", "", "targets", ""], 12),
+        (16, 2**31, [True] * 4, 3),
+        (2, 2**31, [True] * 4, 1),
+        (128, 2**31, [True], MAX_WORKERS),
+        (64, 4, [True] * 2, 1),
+        (20, 2**31, [True, *[False] * 7], 12),
     ],
 )
 def test_cores_are_shared(cores, quota, reading, number):
@@ -50,14 +49,14 @@ def test_cores_are_shared(cores, quota, reading, number):
             count_workers(reading.__getitem__, Process("env", rank, len(reading), rank, len(reading))).number
             for rank in range(len(reading))
         ]
-    assert counted == [number if word == "images" else 1 for word in reading]
+    assert counted == [number if decodes else 1 for decodes in reading]
 
 
 def bound_to_nine_cores():
     """On a rank that has cores of its own, as by Slurm's --cpus-per-task."""
     rank = dist.get_rank()
     with with_cores(9, first=9 * rank):
-        return count_workers(lambda of: "images", Process("slurm", rank, 2, rank, 2)).number
+        return count_workers(lambda of: True, Process("slurm", rank, 2, rank, 2)).number
 
 
 def test_bound_ranks_share_no_cores(ranks):
@@ -65,13 +64,12 @@ def test_bound_ranks_share_no_cores(ranks):
     assert ranks.run(2, bound_to_nine_cores) == [8, 8]
 
 
-def test_who_reads_what():
-    # Catches: middle stages and second slices that count as loaders.
+def test_who_decodes_images():
+    # Catches: later stages and second slices that count as loaders.
     plan = resolved([*RUN, "--workers", "auto", "--pp", 3, "--tp", 2], world=12)
-    reads = [reads_of(plan.model.task, plan.layout, rank, training=True) for rank in range(12)]
-    assert Counter(reads) == {"images": 2, "targets": 2, "": 8}
-    assert {plan.layout.stage(rank) for rank in range(12) if reads[rank] == "images"} == {0}
-    assert {plan.layout.tp_rank(rank) for rank in range(12) if reads[rank]} == {0}
+    decoding = [rank for rank in range(12) if decodes_images(plan, rank)]
+    assert len(decoding) == 2
+    assert {(plan.layout.stage(rank), plan.layout.tp_rank(rank)) for rank in decoding} == {(0, 0)}
 
 
 @contextlib.contextmanager
