@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
 from ds_vit.config import RunConfig
 from ds_vit.config.flag import Scope
@@ -31,7 +30,7 @@ from ds_vit.fault_tolerance.signals import Deadline
 from ds_vit.models.layers import BlockLayer
 from ds_vit.optim.settings import Schedule
 from ds_vit.tasks import find_task
-from ds_vit.training.resolve.data import batch_origins, resolve_batch, resolve_data
+from ds_vit.training.resolve.data import resolve_batch, resolve_data
 from ds_vit.training.resolve.deepspeed import DeepSpeedSettings, read, sum_micro_batches, write_out
 from ds_vit.training.resolve.engine import check_compilation, describe_machine, replays_steps, resolve_layout
 from ds_vit.training.resolve.model import find_fastest_stages, resolve_model
@@ -85,34 +84,28 @@ def resolve(
     model = resolve_model(config, explicit, task_type, data, resumes=resume is not None, with_weights=with_weights)
     _check_recomputation(deepspeed, model)
     model = find_fastest_stages(model, deepspeed, layout, batch)
-    optimizer, schedule, sizes = None, None, None
-    origins, numbers = batch_origins(config, deepspeed, batch), dict[str, Any]()
+    optimizer, schedule = None, None
     if not config.eval_only:
-        per_epoch = data.order.steps_per_epoch
-        optimizer, schedule, found = resolve_update(config, explicit, deepspeed, per_epoch, batch.global_batch, model)
-        params = {"lr": optimizer.lr, "weight_decay": optimizer.decay}
-        params = {name: value for name, value in params.items() if value is not None}
-        origins |= found
-        numbers = {"clip": optimizer.clip, "optimizer": params, "scheduler": schedule.scheduler}
-        sizes = _image_sizes(config, schedule)
-    deepspeed = write_out(deepspeed, batch, layout, model.whole.embed_dim, origins, **numbers)
+        optimizer, schedule = resolve_update(config, explicit, deepspeed, data.order, model)
+        data = dataclasses.replace(data, sizes=_image_sizes(config, schedule))
+    json, origins = write_out(config, deepspeed, batch, model.whole.embed_dim, optimizer, schedule)
     graphs = optimizer is not None and replays_steps(config, deepspeed, layout, model.task, on_cpu=world.on_cpu)
     run = Run(
         config,
         world.process,
         layout,
         batch,
-        dataclasses.replace(data, sizes=sizes, notes=(*kept, *data.notes)),
+        dataclasses.replace(data, notes=(*kept, *data.notes)),
         model,
         optimizer,
         schedule,
         EngineSettings(
-            json=deepspeed.json,
+            json=json,
             precision=deepspeed.precision,
             checkpointing=deepspeed.checkpointing,
             compile_mode=config.compile_mode if config.compile else None,
             graphs=graphs,
-            origins=deepspeed.origins,
+            origins=origins,
             notes=(*describe_machine(world, deepspeed), *deepspeed.notes, *compiling, *in_16_bits),
         ),
         _resolve_output(config, world, resume, schedule),

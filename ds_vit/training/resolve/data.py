@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from ds_vit.config import RunConfig, default_of, spelling
+from ds_vit.config import RunConfig, default_of
 from ds_vit.config.batch import KEYS, BatchSizes, batch_sizes
-from ds_vit.config.schema import KEY_OF_FLAG, PROGRAM_DATASET
+from ds_vit.config.schema import PROGRAM_DATASET
+from ds_vit.config.units import parse_set
 from ds_vit.data.decode import describe_depth, require_fast, require_fast_on_device
 from ds_vit.data.sampler import SampleOrder, Share
 from ds_vit.data.settings import Data, Workers, ZeroShotData
@@ -45,7 +46,7 @@ def resolve_batch(
         UserError: an impossible batch.
     """
     if config.auto_batch:
-        _check_nothing_fixed(deepspeed)
+        _check_nothing_fixed(config, deepspeed)
     of_json = deepspeed.json.train_batch_size
     resumes = resume is not None and of_json == resume.global_batch and not config.allow_batch_change
     batch = batch_sizes(
@@ -137,31 +138,15 @@ def _zero_shot(config: RunConfig) -> ZeroShotData | None:
     return open_zero_shot(config.zeroshot, config.zeroshot_templates, folder or None)
 
 
-def _check_nothing_fixed(deepspeed: DeepSpeedSettings) -> None:
+def _check_nothing_fixed(config: RunConfig, deepspeed: DeepSpeedSettings) -> None:
     """Reject a JSON that fixes what --auto-batch chooses; in a JSON that a run wrote, the two numbers follow."""
     for key in KEYS:
-        is_followed = key == "train_batch_size" or (deepspeed.of_a_run and key not in deepspeed.origins)
+        is_followed = key == "train_batch_size" or (deepspeed.of_a_run and key not in parse_set(config.set))
         if getattr(deepspeed.json, key) is not None and not is_followed:
             raise UserError(
                 f"{deepspeed.path} fixes {key} to {getattr(deepspeed.json, key)}, which --auto-batch is to find; write "
                 f'"auto" there or say --set {key}=auto, or drop --auto-batch'
             )
-
-
-def batch_origins(config: RunConfig, deepspeed: DeepSpeedSettings, batch: BatchSizes) -> dict[str, str]:
-    """Which numbers of the batch are not the JSON's, and where they came from."""
-    flag_of = {key: name for name, key in KEY_OF_FLAG.items()}
-    origins = {}
-    for key, number in batch.as_json().items():
-        if getattr(deepspeed.json, key) == number:
-            continue
-        flag = flag_of.get(key)
-        if flag is not None and getattr(config, flag) == number:
-            origins[key] = spelling(flag)
-        else:
-            computed = flag is None or deepspeed.json.train_batch_size is not None
-            origins[key] = "batch arithmetic" if computed else "default"
-    return origins
 
 
 def _needs_labels(config: RunConfig) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -15,11 +14,12 @@ from ds_vit.config.deepspeed_json import derived_path, leaves, load_json, overla
 from ds_vit.config.deepspeed_keys import DeepSpeedJson, read_json
 from ds_vit.config.deepspeed_rules import Checkpointing, Precision
 from ds_vit.config.deepspeed_verdicts import idle_keys, rejected
+from ds_vit.config.flag import spelling
 from ds_vit.config.schema import KEY_OF_FLAG
 from ds_vit.config.units import parse_set
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.optim.build import optimizer_class
-from ds_vit.parallel.layout import Layout
+from ds_vit.optim.settings import Optimizer, Schedule
 
 T = TypeVar("T")
 _PRECISIONS = ("bf16", "fp16", "torch_autocast")
@@ -28,17 +28,16 @@ IDLE = "DeepSpeed keys without effect in this run: "
 
 @dataclass(frozen=True)
 class DeepSpeedSettings:
-    """The JSON, and its number formats and recomputation.
+    """The JSON as read, and its number formats and recomputation.
 
     Attributes:
         path: the file, named in messages.
-        json: between `read` and `write_out` the file without its idle keys; then what DeepSpeed gets, without "auto".
+        json: the file without its idle keys.
         precision: the number formats.
         checkpointing: of activations.
         file: the file with the values of --set, before anything was resolved.
         of_a_run: the file was written by a run: its global batch counts, and the two other numbers of the batch follow.
         asks_for_gpu: the file asks for a 16-bit type, by name or "auto"; a CPU is slow in it, or takes another.
-        origins: dotted name of a value in `json` → where it came from; values of the file have none.
         notes: lines for people.
     """
 
@@ -49,17 +48,7 @@ class DeepSpeedSettings:
     file: Mapping[str, Any] = field(default_factory=dict, repr=False)
     of_a_run: bool = False
     asks_for_gpu: bool = False
-    origins: Mapping[str, str] = field(default_factory=dict, repr=False)
     notes: tuple[str, ...] = field(default=(), compare=False)
-
-    @property
-    def zero_stage(self) -> int:
-        """The ZeRO stage, 0 without ZeRO."""
-        return self.json.zero_stage
-
-    def origin(self, name: str) -> str:
-        """The origin of a value of the JSON, for people."""
-        return self.origins.get(name, "JSON")
 
 
 def read(config: RunConfig, *, on_cpu: bool) -> DeepSpeedSettings:
@@ -118,10 +107,7 @@ def read(config: RunConfig, *, on_cpu: bool) -> DeepSpeedSettings:
     )
     if problems or precision is None or checkpointing is None:
         raise UserError(*problems)
-    origins = {**dict.fromkeys(leaves(given), "--set"), **dict.fromkeys(monitor, "--wandb")}
-    return DeepSpeedSettings(
-        path, json, precision, checkpointing, file, of_a_run, asks_for_gpu, origins=origins, notes=tuple(notes)
-    )
+    return DeepSpeedSettings(path, json, precision, checkpointing, file, of_a_run, asks_for_gpu, tuple(notes))
 
 
 def optimizer_of(json: DeepSpeedJson, path: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
@@ -170,34 +156,31 @@ def sum_micro_batches(
 
 
 def write_out(
+    config: RunConfig,
     settings: DeepSpeedSettings,
     batch: BatchSizes,
-    layout: Layout,
     width: int,
-    origins: Mapping[str, str],
-    *,
-    clip: float = 0.0,
-    optimizer: Mapping[str, float] | None = None,
-    scheduler: Mapping[str, float] | None = None,
-) -> DeepSpeedSettings:
-    """Write the resolved numbers into the JSON. Bucket sizes follow the width, as in Hugging Face's integration.
+    optimizer: Optimizer | None,
+    schedule: Schedule | None,
+) -> tuple[DeepSpeedJson, dict[str, str]]:
+    """The JSON with the resolved numbers. Bucket sizes follow the width, as in Hugging Face's integration.
 
     Args:
+        config: the flags.
         settings: from `read`.
         batch: the batch arithmetic.
-        layout: of the run.
         width: of the model.
-        origins: dotted name of a number in the JSON → where it came from, where that is not the JSON.
-        clip: the largest norm of the gradient.
-        optimizer: values of `optimizer.params` that flags decide; None in evaluation only.
-        scheduler: values for "auto" in `scheduler.params`.
+        optimizer: None in evaluation only.
+        schedule: None in evaluation only.
+
+    Returns:
+        The JSON; and the dotted name of each value that no file gave → its origin.
 
     Raises:
         UserError: "auto" where nothing resolves it, or a value that DeepSpeed itself rejects.
     """
     path, json = settings.path, settings.json
-    always = {**batch.as_json(), "gradient_clipping": clip}
-    always |= {f"optimizer.params.{key}": value for key, value in (optimizer or {}).items()}
+    always: dict[str, Any] = {**batch.as_json(), "gradient_clipping": 0.0}
     auto: dict[str, Any] = {
         "bf16.enabled": settings.precision.name == "bf16",
         "fp16.enabled": settings.precision.name == "fp16",
@@ -206,8 +189,11 @@ def write_out(
         "zero_optimization.allgather_bucket_size": width * width,
         "zero_optimization.stage3_prefetch_bucket_size": int(0.9 * width * width),
         "zero_optimization.stage3_param_persistence_threshold": 10 * width,
-        **{f"scheduler.params.{key}": value for key, value in (scheduler or {}).items()},
     }
+    if optimizer is not None and schedule is not None:
+        always |= {"gradient_clipping": optimizer.clip, "optimizer.params.lr": optimizer.lr}
+        always |= {} if optimizer.decay is None else {"optimizer.params.weight_decay": optimizer.decay}
+        auto |= {f"scheduler.params.{key}": value for key, value in schedule.scheduler.items()}
     names = json.auto - always.keys()
     for name in sorted(names - auto.keys()):
         known = ", ".join(sorted({*auto, *always} - {*batch.as_json(), "gradient_clipping"}))
@@ -216,17 +202,21 @@ def write_out(
     json = json.replace(always | {name: auto[name] for name in names - {*default}}, default)
     deepspeed_rules.check_scheduler(json, path)
     deepspeed_rules.check_with_deepspeed(json, path)
-    return dataclasses.replace(settings, json=json, origins=_origins(settings, json, origins))
+    return json, _origins(config, settings.file, json)
 
 
-def _origins(settings: DeepSpeedSettings, json: DeepSpeedJson, known: Mapping[str, str]) -> dict[str, str]:
-    """The origin of each value that is not the file's."""
-    file, origins = leaves(settings.file), {}
+def _origins(config: RunConfig, file: Mapping[str, Any], json: DeepSpeedJson) -> dict[str, str]:
+    """The origin of each value that is not the file's: --set, a flag, an "auto" or a default."""
+    by_set, by_file, origins = leaves(parse_set(config.set)), leaves(file), {}
+    flags = {key: (spelling(name), getattr(config, name)) for name, key in KEY_OF_FLAG.items()}
+    if config.lr_scale_by_batch != "none":
+        flags[KEY_OF_FLAG["lr"]] = ("--lr-scale-by-batch", json.given(KEY_OF_FLAG["lr"]))
     for name, value in leaves(json.dump()).items():
-        if name in settings.origins and file.get(name) == value:
-            origins[name] = settings.origins[name]
-        elif name in known:
-            origins[name] = known[name]
-        elif file.get(name) != value:
-            origins[name] = '"auto"' if file.get(name) == "auto" else "default"
+        flag, given = flags.get(name, ("", None))
+        if given not in (None, "", False) and given == value:
+            origins[name] = flag
+        elif name in by_set and by_file[name] == value:
+            origins[name] = "--set"
+        elif by_file.get(name) != value:
+            origins[name] = '"auto"' if by_file.get(name) == "auto" else "default"
     return origins

@@ -29,7 +29,7 @@ def resolve_layout(config: RunConfig, process: Process, deepspeed: DeepSpeedSett
     layout = Layout.of_world(process.world_size, config.pp, config.tp)
     check_tp_inside_hosts(layout, process, config.tp_across_hosts)
     scales = deepspeed.precision.name == "autocast-fp16" and not config.eval_only
-    if scales and deepspeed.zero_stage == 0 and config.pp * config.tp > 1:
+    if scales and deepspeed.json.zero_stage == 0 and config.pp * config.tp > 1:
         raise UserError(
             f"{deepspeed.path}: torch_autocast in float16 at ZeRO stage 0 keeps a separate loss scale on every rank, "
             f'which does not work with --pp {config.pp} --tp {config.tp}; use stage 1, or "dtype": "bfloat16"'
@@ -37,7 +37,7 @@ def resolve_layout(config: RunConfig, process: Process, deepspeed: DeepSpeedSett
     flag = f"--check-replicas {config.check_replicas}"
     if config.check_replicas and layout.dp * layout.tp == 1:
         raise UserError(f"{flag} has no effect with {layout}: no two ranks hold the same weights; drop it")
-    if config.check_replicas and deepspeed.zero_stage == 3:
+    if config.check_replicas and deepspeed.json.zero_stage == 3:
         raise UserError(f"{flag} has no effect at ZeRO stage 3, where every weight exists once; use stage 0 to 2")
     return layout
 
@@ -90,7 +90,7 @@ def replays_steps(config: RunConfig, deepspeed: DeepSpeedSettings, layout: Layou
     obstacles = (
         (on_cpu, "a CPU has no CUDA graphs"),
         (not on_cpu and not has_graphs(), "this accelerator has no CUDA graphs"),
-        (deepspeed.zero_stage == 3, "ZeRO stage 3 gathers weights by hooks, which a replay does not run"),
+        (deepspeed.json.zero_stage == 3, "ZeRO stage 3 gathers weights by hooks, which a replay does not run"),
         (layout.pp > 1, f"--pp {layout.pp} exchanges activations between replays"),
         (not deepspeed.json.flat_gradients, "the JSON offloads the optimizer to the host"),
         (deepspeed.checkpointing.cpu, "the JSON keeps activations in the host's memory"),
@@ -102,7 +102,7 @@ def replays_steps(config: RunConfig, deepspeed: DeepSpeedSettings, layout: Layou
     found = next((words for is_so, words in obstacles if is_so), "")
     if config.cuda_graph == "on" and found:
         raise UserError(f"--cuda-graph on: {found}; drop it")
-    row = (task.name, deepspeed.zero_stage, deepspeed.precision.name, layout.dp > 1)
+    row = (task.name, deepspeed.json.zero_stage, deepspeed.precision.name, layout.dp > 1)
     return not found and (config.cuda_graph == "on" or (config.cuda_graph == "auto" and row in RECORDED_GRAPHS))
 
 

@@ -14,6 +14,7 @@ from ds_vit.config.deepspeed_keys import DeepSpeedJson
 from ds_vit.config.deepspeed_rules import check_grad_norm
 from ds_vit.config.schema import KEY_OF_FLAG
 from ds_vit.config.units import parse_steps
+from ds_vit.data.sampler import SampleOrder
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.optim.build import check_rate_factors, describe_default_decay, rules_of
 from ds_vit.optim.rate_factors import rate_factors
@@ -36,28 +37,29 @@ _FILLS = {
 
 
 def resolve_update(
-    config: RunConfig,
-    explicit: frozenset[str],
-    deepspeed: DeepSpeedSettings,
-    steps_per_epoch: int,
-    global_batch: int,
-    model: Model,
-) -> tuple[Optimizer, Schedule, dict[str, str]]:
+    config: RunConfig, explicit: frozenset[str], deepspeed: DeepSpeedSettings, order: SampleOrder, model: Model
+) -> tuple[Optimizer, Schedule]:
     """The JSON's optimizer and scheduler, completed by the flags.
-
-    Returns:
-        Both; and the dotted name in the JSON → where its number came from, where it is not the JSON's.
 
     Raises:
         UserError: an unsupported optimizer, or flags and a JSON that contradict each other.
     """
-    path, json = deepspeed.path, deepspeed.json
+    path, json, per_epoch = deepspeed.path, deepspeed.json, order.steps_per_epoch
     cls, arguments = optimizer_of(json, path)
-    lr, of_lr, scaling = _learning_rate(config, cls, arguments, json, global_batch, path)
-    clip, of_clip, unmentioned = _clip(config, json, path)
-    decay, of_decay = _decay(config, json, path)
-    total_steps, scheduled_steps = _count_steps(config, steps_per_epoch)
-    horizon = Horizon(scheduled_steps, steps_per_epoch, decay or 0.0)
+    lr, scaling = _scale_by_batch(config, _base_rate(config, cls, arguments, json, path), order.global_batch)
+    clip, unmentioned = _from_json_or_flag(config, "clip_grad", json, 0.0, path), []
+    if clip is None:
+        clip = 1.0  # DeepSpeed's own default; written down, so that it can be seen
+        unmentioned = [f"{path} does not mention gradient_clipping: DeepSpeed's default 1.0 holds"]
+    check_grad_norm(json, path, clip=clip)
+    decay = _from_json_or_flag(config, "weight_decay", json, DEFAULT_WEIGHT_DECAY, path)
+    if config.weight_decay_end is not None and not decay:
+        raise UserError(
+            f"--weight-decay-end {config.weight_decay_end:g} has no effect: there is no weight decay to begin with in "
+            f"{path}; give --weight-decay a value above 0"
+        )
+    total_steps, scheduled_steps = _count_steps(config, per_epoch)
+    horizon = Horizon(scheduled_steps, per_epoch, decay or 0.0)
     optimizer = Optimizer(
         cls=cls,
         arguments={**arguments, "lr": lr},
@@ -71,10 +73,10 @@ def resolve_update(
     rate, scheduler = None, {}
     if json.scheduler is not None:
         _check_one_schedule(config, explicit, json, path)
-        scheduler, notes = _fill_scheduler(config, explicit, json, steps_per_epoch, scheduled_steps)
+        scheduler, notes = _fill_scheduler(config, explicit, json, per_epoch, scheduled_steps)
         scheduler = {"warmup_max_lr": lr, **scheduler}
     else:
-        warmup, notes = _warmup_steps(config, steps_per_epoch, scheduled_steps)
+        warmup, notes = _warmup_steps(config, per_epoch, scheduled_steps)
         rate = LearningRate(
             name=config.sched,
             base_lr=lr,
@@ -84,54 +86,8 @@ def resolve_update(
             min_lr=config.min_lr,
             decay_fraction=config.wsd_decay_fraction,
         )
-    notes = [*_unreached(config, steps_per_epoch, total_steps), *notes]
-    origins = {"lr": of_lr, "clip_grad": of_clip, "weight_decay": of_decay}
-    return (
-        optimizer,
-        Schedule(rate, scheduler, total_steps, horizon, tuple(notes)),
-        {KEY_OF_FLAG[flag]: origin for flag, origin in origins.items() if origin},
-    )
-
-
-def _learning_rate(
-    config: RunConfig, cls: type, arguments: Mapping[str, Any], json: DeepSpeedJson, global_batch: int, path: str
-) -> tuple[float, str, list[str]]:
-    """The rate after warm-up, where it came from, and lines for people."""
-    lr = _base_rate(config, cls, arguments, json, path)
-    origin = "--lr" if config.lr is not None else "" if "lr" in arguments else f"{cls.__name__}'s default"
-    if config.lr_scale_by_batch == "none":
-        return lr, origin, []
-    root, power = ("", 1.0) if config.lr_scale_by_batch == "linear" else ("sqrt ", 0.5)
-    scaled = lr * (global_batch / config.lr_base_size) ** power
-    note = f"learning rate {lr:g} x {root}({global_batch} / {config.lr_base_size}) = {scaled:g}"
-    return scaled, "--lr-scale-by-batch", [note]
-
-
-def _clip(config: RunConfig, json: DeepSpeedJson, path: str) -> tuple[float, str, list[str]]:
-    """The gradient norm above which gradients are scaled down, 0 for never; its origin; and lines for people."""
-    clip, origin = _from_json_or_flag(config, "clip_grad", json, 0.0, path)
-    notes = []
-    if clip is None:
-        # DeepSpeed's own default; written down, so that it can be seen.
-        clip, origin = 1.0, "DeepSpeed's default"
-        notes.append(f"{path} does not mention gradient_clipping: DeepSpeed's default 1.0 holds")
-    check_grad_norm(json, path, clip=clip)
-    return clip, origin, notes
-
-
-def _decay(config: RunConfig, json: DeepSpeedJson, path: str) -> tuple[float | None, str]:
-    """The weight decay, None for the optimizer's default, and its origin.
-
-    Raises:
-        UserError: an end of a schedule that has no start.
-    """
-    decay, origin = _from_json_or_flag(config, "weight_decay", json, DEFAULT_WEIGHT_DECAY, path)
-    if config.weight_decay_end is not None and not decay:
-        raise UserError(
-            f"--weight-decay-end {config.weight_decay_end:g} has no effect: there is no weight decay to begin with in "
-            f"{path}; give --weight-decay a value above 0"
-        )
-    return decay, origin
+    notes = [*_unreached(config, per_epoch, total_steps), *notes]
+    return optimizer, Schedule(rate, scheduler, total_steps, horizon, tuple(notes))
 
 
 def _rate_factors(
@@ -152,19 +108,15 @@ def _rate_factors(
     return rate_factors(model.whole, config.layer_decay, task.rate_factors(model.whole))
 
 
-def _from_json_or_flag(
-    config: RunConfig, flag: str, json: DeepSpeedJson, fallback: float, path: str
-) -> tuple[float | None, str]:
-    """The flag's number, else the JSON's, else (for "auto") the fallback, None where neither gives one; its origin."""
+def _from_json_or_flag(config: RunConfig, flag: str, json: DeepSpeedJson, fallback: float, path: str) -> float | None:
+    """The flag's number, else the JSON's, else (for "auto") the fallback; None where neither gives one."""
     given, value = getattr(config, flag), json.given(KEY_OF_FLAG[flag])
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
     if value not in (None, "auto") and not is_number:
         raise UserError(f'{path}: {KEY_OF_FLAG[flag]} must be a number >= 0 or "auto", not {value!r}')
     if given is not None:
-        return given, flags.spelling(flag)
-    if value == "auto":
-        return fallback, "default"
-    return None if value is None else float(value), ""
+        return given
+    return fallback if value == "auto" else None if value is None else float(value)
 
 
 def _base_rate(
@@ -185,6 +137,15 @@ def _base_rate(
     if isinstance(lr, bool) or not isinstance(lr, (int, float)) or lr < 0:
         raise UserError(f"{path}: optimizer.params.lr must be a number >= 0, not {lr!r}")
     return float(lr)
+
+
+def _scale_by_batch(config: RunConfig, lr: float, global_batch: int) -> tuple[float, list[str]]:
+    """The rate after --lr-scale-by-batch, and a line that says so."""
+    if config.lr_scale_by_batch == "none":
+        return lr, []
+    root, power = ("", 1.0) if config.lr_scale_by_batch == "linear" else ("sqrt ", 0.5)
+    scaled = lr * (global_batch / config.lr_base_size) ** power
+    return scaled, [f"learning rate {lr:g} x {root}({global_batch} / {config.lr_base_size}) = {scaled:g}"]
 
 
 def _count_steps(config: RunConfig, steps_per_epoch: int) -> tuple[int, int]:
