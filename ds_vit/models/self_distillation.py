@@ -198,7 +198,7 @@ def create_self_distillation(
     model = create_model(spec, for_training=for_training, device=device, classifier=False)
     _check_backbone(model, spec)
     none = dict.fromkeys(("drop_rate", "pos_drop_rate", "patch_drop_rate", "proj_drop_rate"), 0.0)
-    still = replace(spec, drop_path=0.0, model_kwargs={**spec.model_kwargs, **none})
+    still = replace(spec, drop_path_rate=0.0, model_kwargs={**spec.model_kwargs, **none})
     teacher = create_model(still, for_training=for_training, device=device, classifier=False)
     mix_in(teacher, TokenViT, reads_patches=reads_patches)
     mix_in(model, SelfDistillationViT, reads_patches=reads_patches, settings=settings)

@@ -54,7 +54,7 @@ class TextSettings:
         pool: one of `POOLS`.
         activation: of the blocks.
         eps: of the norms.
-        drop_path: stochastic depth rate of the last block, from 0 at the first.
+        drop_path_rate: stochastic depth rate of the last block, from 0 at the first.
         embed_dim: E; None for the width of the image tower, which then has no projection (SigLIP).
         projection_bias: of the text projection.
 
@@ -74,7 +74,7 @@ class TextSettings:
     pool: str = "end"
     activation: type[nn.Module] = nn.GELU
     eps: float = 1e-5
-    drop_path: float = 0.0
+    drop_path_rate: float = 0.0
     embed_dim: int | None = 512
     projection_bias: bool = False
 
@@ -144,7 +144,7 @@ class TextTower(nn.Module):
         super().__init__()
         width, norm = settings.width, partial(LayerNorm, eps=settings.eps, device=device)
         self.settings, self.initial_logits = settings, initial_logits
-        rates = torch.linspace(0, settings.drop_path, settings.depth).tolist()
+        rates = torch.linspace(0, settings.drop_path_rate, settings.depth).tolist()
         self.token_embed = nn.Embedding(settings.vocab_size, width, device=device)
         self.pos_embed = nn.Parameter(torch.empty(1, settings.context_length, width, device=device))
         self.blocks = nn.ModuleList(

@@ -50,7 +50,7 @@ class ModelSpec:
             large_sizes.py, `local-dir:FOLDER` or `hf-hub:ORG/NAME`.
         num_classes: outputs of the classifier.
         img_size: height and width in pixels, one number for a square; None is the model's own.
-        drop_path: stochastic depth rate of the last block, from 0 at the first; None is the model's own.
+        drop_path_rate: stochastic depth rate of the last block, from 0 at the first; None is the model's own.
         model_kwargs: further arguments of timm's constructor.
         teacher: the fixed model that this one is distilled from; None for none.
     """
@@ -58,7 +58,7 @@ class ModelSpec:
     name: str
     num_classes: int = 1000
     img_size: int | tuple[int, int] | None = None
-    drop_path: float | None = None
+    drop_path_rate: float | None = None
     model_kwargs: Mapping[str, Any] = field(default_factory=dict)
     teacher: TeacherSpec | None = None
 
@@ -122,10 +122,10 @@ def _constructor_arguments(spec: ModelSpec, model: Described) -> dict[str, Any]:
     arguments: dict[str, Any] = {**given, "num_classes": spec.num_classes, "dynamic_img_size": False}
     if spec.img_size is not None:
         arguments["img_size"] = spec.img_size
-    if spec.drop_path is not None:
-        if not 0.0 <= spec.drop_path < 1.0:
-            raise UserError(f"drop_path {spec.drop_path} must lie in [0, 1)")
-        arguments["drop_path_rate"] = spec.drop_path
+    if spec.drop_path_rate is not None:
+        if not 0.0 <= spec.drop_path_rate < 1.0:
+            raise UserError(f"drop_path_rate {spec.drop_path_rate} must lie in [0, 1)")
+        arguments["drop_path_rate"] = spec.drop_path_rate
     return arguments
 
 

@@ -108,7 +108,7 @@ class Contrastive(Task):
             context_length=tokenizer.context_length,
             end_id=tokenizer.end_id,
             pad_id=tokenizer.pad_id,
-            drop_path=spec.drop_path or 0.0,
+            drop_path_rate=spec.drop_path_rate or 0.0,
         )
         return create_contrastive_model(spec, settings, cls.initial_logits, for_training=for_training)
 

@@ -97,7 +97,7 @@ class Distillation(Classification):
         assert spec.teacher is not None, "resolve_model describes the teacher"
         by_features = config.kd_distill_type == "feature"
         classes = 0 if by_features else spec.num_classes
-        asked = replace(spec.teacher.model, num_classes=classes, img_size=image_size(student), drop_path=0.0)
+        asked = replace(spec.teacher.model, num_classes=classes, img_size=image_size(student), drop_path_rate=0.0)
         teacher = create_model(asked, for_training=False)
         teacher.pretrained_cfg = {**teacher.pretrained_cfg, **spec.teacher.pixels}
         student.teacher = teacher.requires_grad_(False)

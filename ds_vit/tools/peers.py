@@ -203,7 +203,7 @@ def _open_clip_model(run: Run) -> nn.Module:
     image_settings = {
         "timm_model_name": spec.name,
         "timm_pool": "",
-        "timm_drop_path": spec.drop_path,
+        "timm_drop_path": spec.drop_path_rate,
         "image_size": run.model.image.img_size,
     }
     scale, *bias = whole.text.initial_logits
@@ -279,16 +279,16 @@ class _MultiCrop(nn.Module):
     Args:
         config: of the run.
         img_size: of the ViT; its own where None.
-        drop_path: of the ViT.
+        drop_path_rate: of the ViT.
     """
 
-    def __init__(self, config: Any, img_size: Any, drop_path: float) -> None:
+    def __init__(self, config: Any, img_size: Any, drop_path_rate: float) -> None:
         super().__init__()
         import timm
         from lightly.models.modules import DINOProjectionHead
 
         options: dict[str, Any] = {"img_size": img_size} if img_size else {}
-        options |= {"drop_path_rate": drop_path, **config.model_kwargs}
+        options |= {"drop_path_rate": drop_path_rate, **config.model_kwargs}
         self.backbone = timm.create_model(config.model, num_classes=0, dynamic_img_size=True, **options)
         widths = (self.backbone.num_features, config.head_hidden_dim, config.head_bottleneck_dim)
         self.head = DINOProjectionHead(*widths, config.prototypes)

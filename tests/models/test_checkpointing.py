@@ -49,7 +49,7 @@ def step(model, spec):
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_computed_twice(kind):
     """Full: the blocks' forward pass, once more. Selective: no product and no attention. To the last bit the same."""
-    spec = small(kind, drop_path=0.3, proj_drop_rate=0.1)
+    spec = small(kind, drop_path_rate=0.3, proj_drop_rate=0.1)
     found = {mode: step(model_in(mode, spec), spec) for mode in MODES}
     flops = {mode: total for mode, (total, _) in found.items()}
     described = create_model(spec)

@@ -22,7 +22,7 @@ NAMES = {
 
 def two_models(name, dtype=torch.float32, **kwargs):
     """The same model eager and compiled, and images."""
-    spec = small_spec(name, drop_path=0.2, img_size=small_image_size(name), depth=4, **kwargs)
+    spec = small_spec(name, drop_path_rate=0.2, img_size=small_image_size(name), depth=4, **kwargs)
     models = our_model(spec).to(dtype), our_model(spec).to(dtype)
     for model in models:
         shake(model)

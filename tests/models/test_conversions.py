@@ -45,8 +45,8 @@ def converted(model):
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
-        ("vit_tiny_patch16_224", {"drop_path": 0.5}),
-        ("vit_tiny_patch16_224", {"interval": 1, "drop_path": 0.5}),
+        ("vit_tiny_patch16_224", {"drop_path_rate": 0.5}),
+        ("vit_tiny_patch16_224", {"interval": 1, "drop_path_rate": 0.5}),
         ("vit_small_patch14_reg4_dinov2", {}),  # registers and layer scale
         ("vit_base_patch16_clip_224", {}),  # a norm before the blocks
         ("vit_tiny_patch16_224", {"qk_norm": True}),

@@ -128,7 +128,7 @@ def test_every_gradient_is_timms(kind):
 
 def test_the_description_stays_as_it_is():
     """Taking a model apart that changes the model: its names, its rotary embedding, its drop-path."""
-    model = create_model(small_spec(KINDS["learned rotary frequencies"], drop_path=0.3))
+    model = create_model(small_spec(KINDS["learned rotary frequencies"], drop_path_rate=0.3))
     before = str(model)
     layers = take_apart(model)
     assert str(model) == before

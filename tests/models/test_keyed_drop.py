@@ -107,7 +107,7 @@ def test_nothing_happens_in_eval():
 @pytest.mark.parametrize("kind", KINDS)
 def test_timms_rates_and_places_are_kept(kind):
     """A block class whose drop-path is elsewhere or whose rate does not grow with the depth."""
-    spec = small_spec(KINDS[kind], drop_path=0.3, depth=3, proj_drop_rate=0.1, pos_drop_rate=0.2, drop_rate=0.4)
+    spec = small_spec(KINDS[kind], drop_path_rate=0.3, depth=3, proj_drop_rate=0.1, pos_drop_rate=0.2, drop_rate=0.4)
     model = create_model(spec)
     expected = {}
     for name, module in model.named_modules():
@@ -147,7 +147,7 @@ def test_patch_dropout_gathers_the_rotary_table_alike():
 
 def test_training_without_keys_is_an_error_where_something_is_random():
     """A forgotten key that is read as a constant."""
-    spec = small_spec("vit_tiny_patch16_224", drop_path=0.5)
+    spec = small_spec("vit_tiny_patch16_224", drop_path_rate=0.5)
     model = our_model(spec)
     with pytest.raises(ValueError, match=r"blocks\.1\.drop_path1.*keys"):
         model(images(spec))
@@ -186,7 +186,7 @@ def test_one_hash_for_all_gives_each_its_own_bits(dtype):
 @pytest.mark.parametrize("interval", [0, 1, 2])
 def test_a_micro_batch_is_hashed_once_and_its_repetition_draws_the_same(interval):
     """Draws of the micro-batch that ran last, in the repetition of an earlier one: a pipeline runs several ahead."""
-    spec = small_spec(KINDS["Eva with rotary tables"], drop_path=0.5, patch_drop_rate=0.5, depth=4)
+    spec = small_spec(KINDS["Eva with rotary tables"], drop_path_rate=0.5, patch_drop_rate=0.5, depth=4)
     model = our_model(spec, checkpoint_interval=interval)
     pixels, keys = images(spec, 6), torch.arange(6) + 100
     hashed = []

@@ -32,10 +32,10 @@ MODELS = {
 }
 
 
-def made(name="ViT", drop_path=0.3, reads_patches=True, **settings):
+def made(name="ViT", drop_path_rate=0.3, reads_patches=True, **settings):
     """The description, and its towers in training mode with random values that are not zero."""
     model, kwargs = MODELS[name]
-    spec = ModelSpec(model, img_size=16, drop_path=drop_path, model_kwargs={**SMALL, **kwargs})
+    spec = ModelSpec(model, img_size=16, drop_path_rate=drop_path_rate, model_kwargs={**SMALL, **kwargs})
     whole = create_self_distillation(spec, SETTINGS, reads_patches=reads_patches)
     towers = {}
     for tower, layers in take_apart_towers(whole).items():
@@ -87,7 +87,7 @@ def test_small_images_are_computed_as_by_timm(name):
 
 
 def test_a_masked_patch_is_the_mask_token_whatever_it_shows():
-    _, towers = made(drop_path=0.0)
+    _, towers = made(drop_path_rate=0.0)
     tower, masks = towers[MAIN_TOWER], torch.zeros(1, 16, dtype=torch.bool)
     masks[0, 5] = True
     images = torch.randn(1, 3, 16, 16, generator=torch.Generator().manual_seed(0))
@@ -124,8 +124,8 @@ def test_a_head_gives_rows_of_length_1_and_the_lengths_of_its_prototypes():
 @pytest.mark.parametrize("tower", [MAIN_TOWER, TEACHER])
 def test_the_class_token_is_that_of_all_tokens(tower):
     # Catches: patches that are left out while they are read, a last block that computes them all the same.
-    whole = made(drop_path=0.0)[1][tower]
-    without_patches = made(drop_path=0.0, reads_patches=False)[1][tower]
+    whole = made(drop_path_rate=0.0)[1][tower]
+    without_patches = made(drop_path_rate=0.0, reads_patches=False)[1][tower]
     images, keys = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0)), torch.arange(2)
     tokens, class_token = whole(images, keys), without_patches(images, keys)
     assert (tokens.shape[1], class_token.shape[1]) == (17, 1)
@@ -133,7 +133,7 @@ def test_the_class_token_is_that_of_all_tokens(tower):
 
 
 def test_the_cost_of_a_sample_counts_its_crops():
-    whole, _ = made(drop_path=0.0)
+    whole, _ = made(drop_path_rate=0.0)
     one = count_flops(whole)
     count_crops(whole, num_local=4, local_size=8, masked_share=0.25)
     # Two large crops of 17 tokens and four small ones of 5 in the student, two in the teacher.
@@ -142,7 +142,7 @@ def test_the_cost_of_a_sample_counts_its_crops():
     assert (whole.dino_head.images_per_sample[0], whole.teacher_head.images_per_sample[0]) == of_heads
     assert count_flops(whole).forward > 2 * one.forward
     layers = take_apart_towers(whole)
-    before = take_apart_towers(made(drop_path=0.0)[0])
+    before = take_apart_towers(made(drop_path_rate=0.0)[0])
     for name in (MAIN_TOWER, HEAD):
         model = tower_of(whole, name)
         of_image, kept = (sum(each.bytes for each in kept_by_layers(model, parts[name])) for parts in (before, layers))

@@ -28,7 +28,7 @@ from ds_vit.planner.counting import count_flops
         (ModelSpec("resnet50"), r"'resnet50' is of timm's 'resnet' family; .* classes VisionTransformer and Eva only"),
         (ModelSpec("vit_tiny_patch16_224", num_classes=0), r"num_classes 0 has no classifier to train"),
         (ModelSpec("vit_tiny_patch16_224", num_classes=-1), r"num_classes -1 must not be negative"),
-        (ModelSpec("vit_tiny_patch16_224", drop_path=1.0), r"drop_path 1\.0 must lie in \[0, 1\)"),
+        (ModelSpec("vit_tiny_patch16_224", drop_path_rate=1.0), r"drop_path_rate 1\.0 must lie in \[0, 1\)"),
         (ModelSpec("vit_tiny_patch16_224", img_size=8), r"img_size 8 is smaller than one patch"),
         (ModelSpec("vit_tiny_patch16_224", model_kwargs={"detph": 2}), r"no argument 'detph'.*nearest: 'depth'"),
         (ModelSpec("vit_tiny_patch16_224", model_kwargs={"img_size": 32}), r"'img_size': use --img-size"),
@@ -72,7 +72,11 @@ def test_attention_dropout_is_found_in_every_attention(attn_layer):
 def test_a_spec_reaches_timm():
     """A flag that is lost on its way."""
     spec = ModelSpec(
-        "vit_tiny_patch16_224.augreg_in21k", num_classes=7, img_size=(32, 64), drop_path=0.2, model_kwargs={"depth": 3}
+        "vit_tiny_patch16_224.augreg_in21k",
+        num_classes=7,
+        img_size=(32, 64),
+        drop_path_rate=0.2,
+        model_kwargs={"depth": 3},
     )
     model = create_model(spec)
     assert all(parameter.is_meta for parameter in model.parameters())

@@ -106,7 +106,7 @@ def compare_model(kind: str, interval: int, sequence_parallel: bool, class_paral
     """Images to loss, drop-path, dropout and patch dropout on: the gradients of every parameter and of the images."""
     random = {"drop_rate": 0.2, "pos_drop_rate": 0.2, "proj_drop_rate": 0.2, "patch_drop_rate": 0.3}
     name, kwargs = MODELS[kind]
-    layers = whole_layers(spec_of(name, kwargs | random, drop_path=0.4))
+    layers = whole_layers(spec_of(name, kwargs | random, drop_path_rate=0.4))
     tp = tensor_parallel(sequence_parallel)
     own = SequentialViT(sharded_copies(layers, tp, class_parallel), checkpoint_interval=interval)
     whole = SequentialViT(layers)

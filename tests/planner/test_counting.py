@@ -44,7 +44,7 @@ def measured(model, dtype):
 @pytest.mark.parametrize(
     ("name", "kwargs"),
     [
-        ("vit_tiny_patch16_224", {"drop_path": 0.1, "model_kwargs": {"depth": 3, "proj_drop_rate": 0.1}}),
+        ("vit_tiny_patch16_224", {"drop_path_rate": 0.1, "model_kwargs": {"depth": 3, "proj_drop_rate": 0.1}}),
         ("eva02_tiny_patch14_224", {"model_kwargs": {"depth": 2}}),
         ("vit_dwee_patch16_reg1_gap_256", {"model_kwargs": {"depth": 2}}),
         ("vit_small_patch16_rope_mixed_224", {"model_kwargs": {"depth": 2}}),
@@ -85,7 +85,7 @@ def test_layer_costs_add_up():
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "vit_small_patch16_rope_mixed_224"])
 def test_blocks_that_are_alike_are_counted_once(name, monkeypatch):
     """A block that costs something else and is taken for its neighbour; and blocks that are all counted."""
-    model = create_model(ModelSpec(name, num_classes=10, drop_path=0.1))
+    model = create_model(ModelSpec(name, num_classes=10, drop_path_rate=0.1))
     count, counted = counting._count_forward, []
     monkeypatch.setattr(counting, "_count_forward", lambda layer, value: counted.append(layer) or count(layer, value))
     layer_flops(model, take_apart(model))

@@ -18,11 +18,11 @@ ENCODERS = {kind: name for kind, name in KINDS.items() if kind != "convolutional
 SAMPLES = 3
 
 
-def spec_of(name: str, grid: int = 4, drop_path: float | None = None, **kwargs: Any) -> ModelSpec:
+def spec_of(name: str, grid: int = 4, drop_path_rate: float | None = None, **kwargs: Any) -> ModelSpec:
     """A name at depth 2 (or as `kwargs` say) on `grid` x `grid` patches."""
     arguments = small_kwargs(name) | kwargs
     patch = create_model(ModelSpec(name, model_kwargs=arguments), for_training=False).patch_embed.patch_size[0]
-    return ModelSpec(name, img_size=grid * patch, drop_path=drop_path, model_kwargs=arguments)
+    return ModelSpec(name, img_size=grid * patch, drop_path_rate=drop_path_rate, model_kwargs=arguments)
 
 
 def layers_of(

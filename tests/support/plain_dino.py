@@ -96,7 +96,7 @@ def write_weights(folder: Path) -> Path:
 
 def initial_weights(folder: Path) -> dict[str, torch.Tensor]:
     """Of all towers, by our names: the file's, and ours of heads and mask token."""
-    spec = ModelSpec(MODEL, img_size=SIZE, drop_path=DROP_PATH, model_kwargs=KWARGS)
+    spec = ModelSpec(MODEL, img_size=SIZE, drop_path_rate=DROP_PATH, model_kwargs=KWARGS)
     whole = create_self_distillation(spec, HEAD)
     found = {}
     for name, layers in take_apart_towers(whole).items():

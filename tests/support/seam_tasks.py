@@ -98,7 +98,7 @@ class WithTeacher(Classification):
     def create_model(cls, spec, config, *, for_training):
         """The teacher is a second model of the same kind, without drop-path."""
         whole = create_model(spec, for_training=for_training)
-        whole.teacher = create_model(dataclasses.replace(spec, drop_path=0.0), for_training=for_training)
+        whole.teacher = create_model(dataclasses.replace(spec, drop_path_rate=0.0), for_training=for_training)
         whole.teacher.requires_grad_(False)
         whole.further_towers = ("teacher",)
         return whole
@@ -146,7 +146,7 @@ class WithTwoTeachers(WithTeacher):
         whole = super().create_model(spec, config, for_training=for_training)
         kwargs = {**spec.model_kwargs, "depth": len(whole.blocks) // 2}
         for name in ("mirror", "mirror_teacher"):
-            half = dataclasses.replace(spec, model_kwargs=kwargs, drop_path=0.0)
+            half = dataclasses.replace(spec, model_kwargs=kwargs, drop_path_rate=0.0)
             setattr(whole, name, create_model(half, for_training=for_training))
         whole.mirror_teacher.requires_grad_(False)
         whole.further_towers = ("teacher", "mirror", "mirror_teacher")

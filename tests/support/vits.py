@@ -47,10 +47,10 @@ def small_kwargs(name: str) -> dict[str, Any]:
     return kwargs
 
 
-def small_spec(name: str, drop_path: float | None = None, img_size: int | None = None, **kwargs: Any) -> ModelSpec:
+def small_spec(name: str, drop_path_rate: float | None = None, img_size: int | None = None, **kwargs: Any) -> ModelSpec:
     """The spec of a small model with 10 classes."""
     return ModelSpec(
-        name, num_classes=10, img_size=img_size, drop_path=drop_path, model_kwargs=small_kwargs(name) | kwargs
+        name, num_classes=10, img_size=img_size, drop_path_rate=drop_path_rate, model_kwargs=small_kwargs(name) | kwargs
     )
 
 
@@ -72,7 +72,7 @@ def timm_model(spec: ModelSpec, *, shaken: bool = True) -> nn.Module:
     """The same model as timm alone builds it, on the CPU, by default moved away from its initial values."""
     torch.manual_seed(0)
     extra = {} if spec.img_size is None else {"img_size": spec.img_size}
-    extra |= {} if spec.drop_path is None else {"drop_path_rate": spec.drop_path}
+    extra |= {} if spec.drop_path_rate is None else {"drop_path_rate": spec.drop_path_rate}
     model = timm.create_model(spec.name, num_classes=spec.num_classes, **extra, **spec.model_kwargs)
     if shaken:
         shake(model)

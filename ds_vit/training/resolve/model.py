@@ -62,7 +62,7 @@ def resolve_model(
         name=config.model,
         num_classes=num_classes,
         img_size=sizes[-1] if sizes else config.img_size,
-        drop_path=config.drop_path if "drop_path" in explicit else None,
+        drop_path_rate=config.drop_path if "drop_path" in explicit else None,
         model_kwargs={**config.model_kwargs, **({"drop_rate": config.drop} if config.drop else {})},
         teacher=describe_teacher(config),
     )
