@@ -58,7 +58,7 @@ class StagedViT(PipelineModule):
         groups: of the run.
         task: defines the step, which the last stage takes.
         tower_names: of the task, in the order of the last layer's outputs.
-        checkpoint_interval: recompute every so many blocks (0: none).
+        recompute_interval: recompute every so many blocks (0: none).
         checkpoint_function: `checkpoint_function(function, *tensors)`.
     """
 
@@ -70,7 +70,7 @@ class StagedViT(PipelineModule):
         task: Task,
         tower_names: Sequence[str],
         *,
-        checkpoint_interval: int,
+        recompute_interval: int,
         checkpoint_function: Callable,
     ) -> None:
         self._bounds = list(bounds)
@@ -79,7 +79,7 @@ class StagedViT(PipelineModule):
         first = layers[bounds[groups.pipeline_stage]]
         if isinstance(first, HeadLayer):
             first.drops_frequencies = False  # the stage before does
-        self._interval = checkpoint_interval
+        self._interval = recompute_interval
         self._checkpoint = checkpoint_function
         self.target_names = [*(field.name for field in task.fields(training=True) if field.stage == "last"), "keys"]
         self.tower_names = tuple(tower_names)

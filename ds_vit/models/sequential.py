@@ -129,14 +129,14 @@ class BlockRun:
 def run_layers(
     layers: Iterable[Layer],
     inputs: Any,
-    checkpoint_interval: int,
+    recompute_interval: int,
     checkpoint_function: CheckpointFunction,
     set_size: Callable[[], None] = lambda: None,
 ) -> Any:
     """Run layers one after the other on `inputs`; returns the outputs of the last.
 
     All random draws of the layers are hashed before the first of them runs. If gradients are enabled, every
-    `checkpoint_interval` consecutive blocks are run by `checkpoint_function`, which recomputes them in the backward
+    `recompute_interval` consecutive blocks are run by `checkpoint_function`, which recomputes them in the backward
     pass; 0 keeps all activations. `set_size` is called before the layers run, and before blocks run again.
     """
     set_size()
@@ -145,14 +145,14 @@ def run_layers(
     if keys is None:  # a module that draws says so itself
         drops = []
     bits = [hash_together(drops, keys)] if drops else []
-    recompute = checkpoint_interval > 0 and torch.is_grad_enabled()
+    recompute = recompute_interval > 0 and torch.is_grad_enabled()
     with Together(drops, bits[0]).active() if drops else nullcontext():
         for are_blocks, group in itertools.groupby(layers, lambda layer: recompute and isinstance(layer, BlockLayer)):
             if not are_blocks:
                 for layer in group:
                     inputs = layer(inputs)
                 continue
-            while blocks := list(itertools.islice(group, checkpoint_interval)):
+            while blocks := list(itertools.islice(group, recompute_interval)):
                 run = BlockRun(blocks, drops, set_size).forward
                 inputs = (checkpoint_function(run, *inputs, *bits), *inputs[1:])
     return inputs
@@ -165,24 +165,24 @@ class SequentialViT(nn.Module):
         self,
         layers: Sequence[Layer],
         *,
-        checkpoint_interval: int = 0,
+        recompute_interval: int = 0,
         checkpoint_function: CheckpointFunction | None = None,
     ) -> None:
         """Args:
         layers: from `take_apart`, initialised.
-        checkpoint_interval: blocks that are recomputed together in the backward pass; 0 keeps all activations.
+        recompute_interval: blocks that are recomputed together in the backward pass; 0 keeps all activations.
         checkpoint_function: from checkpointing.py; by default `recompute_all`.
 
         Raises:
             UserError: a negative interval, or a function without an interval.
         """
         super().__init__()
-        if checkpoint_interval < 0:
-            raise UserError(f"checkpoint_interval {checkpoint_interval} must be 0 (off) or a number of blocks")
-        if checkpoint_function is not None and not checkpoint_interval:
-            raise ValueError("a checkpoint_function without a checkpoint_interval has no effect")
+        if recompute_interval < 0:
+            raise UserError(f"recompute_interval {recompute_interval} must be 0 (off) or a number of blocks")
+        if checkpoint_function is not None and not recompute_interval:
+            raise ValueError("a checkpoint_function without a recompute_interval has no effect")
         self.layers = nn.ModuleList(layers)
-        self.checkpoint_interval = checkpoint_interval
+        self.recompute_interval = recompute_interval
         self.checkpoint_function = checkpoint_function or recompute_all
         embed = layers[0]
         takes_sizes = isinstance(embed, EmbedLayer) and embed.takes_sizes
@@ -197,7 +197,7 @@ class SequentialViT(nn.Module):
         Raises:
             UserError: no keys for a model that draws random numbers: with drop-path, dropout or a mask.
         """
-        arguments = self.checkpoint_interval, self.checkpoint_function
+        arguments = self.recompute_interval, self.checkpoint_function
         if self._sizes is None:
             return run_layers(self.layers, (images, keys, *others), *arguments)
         set_size = partial(self._sizes.set, images.shape[-1])

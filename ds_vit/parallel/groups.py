@@ -24,12 +24,13 @@ import contextlib
 import datetime
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ds_vit.config import RunConfig
 from ds_vit.parallel.layout import AXES, Layout
 from ds_vit.parallel.tensor.collectives import TensorParallel
 
@@ -73,11 +74,11 @@ class Groups:
         """The pipeline stage that this rank is in."""
         return self.layout.stage(self.rank)
 
-    def tensor_parallel(self, *, sequence_parallel: bool) -> TensorParallel | None:
+    def tensor_parallel(self, config: RunConfig) -> TensorParallel | None:
         """This rank among those that share its layers, or None without tensor parallelism."""
         if self.tp is None:
             return None
-        return TensorParallel(self.tp_rank, self.layout.tp, self.tp, sequence_parallel)
+        return replace(TensorParallel.planned(config), rank=self.tp_rank, group=self.tp)
 
     def largest(self, values: Sequence[int]) -> list[int]:
         """The maximum of each small number over all ranks (a collective that waits for no device)."""

@@ -21,17 +21,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from ds_vit.config import RunConfig
 from ds_vit.config.batch import BatchSizes
 from ds_vit.config.deepspeed_rules import Checkpointing, Precision, elements_of_bucket, sums_in_fp32
-from ds_vit.models.conversions import cast_block_buffers, norms_in_fp32
 from ds_vit.models.layers import BlockLayer, Layer
-from ds_vit.models.param_groups import freeze
 from ds_vit.models.zoo import TimmViT, num_parameters
 from ds_vit.optim.build import STATES_OF_FALLBACK
 from ds_vit.optim.muon import Muon
 from ds_vit.parallel.layout import Layout
 from ds_vit.parallel.tensor.collectives import TensorParallel
-from ds_vit.parallel.tensor.shard import shard_layer
+from ds_vit.parallel.tensor.shard import rank_converters
 from ds_vit.planner.counting import Kept, Temporary, kept_by_layers, temporary_memory
 
 if TYPE_CHECKING:
@@ -44,36 +43,28 @@ _ALIGNMENT = 8
 
 def layers_of_rank(
     layers: Sequence[Layer],
+    config: RunConfig,
     *,
-    tp: int,
     class_parallel: bool,
     compute: str,
-    sequence_parallel: bool = False,
-    norms_fp32: bool = True,
     frozen: frozenset[str] = frozenset(),
 ) -> list[Layer]:
     """The layers as the first rank of a tensor-parallel group has them: sharded, cast and frozen, in place.
 
     Args:
         layers: all of a model, whole.
-        tp: tensor-parallel degree.
-        sequence_parallel: between the sharded parts each rank holds a share of the tokens.
+        config: the flags; see `rank_converters`.
         class_parallel: the classifier is sharded over classes.
         compute: torch's name of the weights' type.
-        norms_fp32: norms compute in fp32.
         frozen: timm names of what is not trained.
     """
-    group = TensorParallel(0, tp, None, sequence_parallel)
+    dtype, tp = getattr(torch, compute), TensorParallel.planned(config)
+    converters = rank_converters(config, tp, class_parallel=class_parallel, dtype=dtype, frozen=frozen)
     for layer in layers:
-        freeze(layer, frozen)
-        if tp > 1:
-            shard_layer(layer, group, class_parallel=class_parallel)
-        if (dtype := getattr(torch, compute)) != torch.float32:
-            for parameter in layer.parameters():
-                parameter.data = parameter.data.to(dtype)
-            cast_block_buffers(layer, dtype)
-            if norms_fp32:
-                norms_in_fp32(layer)
+        for parameter in layer.parameters():
+            parameter.data = parameter.data.to(dtype)
+        for convert in converters:
+            convert(layer)
     return list(layers)
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ds_vit.config import RunConfig
 from ds_vit.config.batch import BatchSizes, nearest_dp, ways_to_share
 from ds_vit.config.deepspeed_rules import Checkpointing, Precision, with_fp32_sums
 from ds_vit.fault_tolerance.errors import UserError
@@ -246,7 +247,7 @@ class Search:
         """The memory and the work of each layer of a rank at a tensor-parallel degree."""
         request, model, compute = self.request, self._shallow(3), self.request.precision.compute
         class_parallel = tp > 1 and pays(request.spec.num_classes, tp)
-        layers = layers_of_rank(take_apart(model), tp=tp, class_parallel=class_parallel, compute=compute)
+        layers = layers_of_rank(take_apart(model), RunConfig(tp=tp), class_parallel=class_parallel, compute=compute)
         self._unaligned[tp] = unaligned_matrices(layers)
         cls, arguments = self._optimizer
         states, fallback = states_per_element(cls, arguments), rules_of(cls).fallback(model, arguments) or frozenset()

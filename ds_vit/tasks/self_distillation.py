@@ -236,7 +236,7 @@ class SelfDistillation(Task):
 
     def setup(self, context: StepContext) -> None:
         """As `Task.setup`."""
-        self._tp = context.groups.tensor_parallel(sequence_parallel=False)
+        self._tp = context.groups.tensor_parallel(self.config)
         prototypes = self.model.settings.prototypes
         self.centers, self._next_centers = (
             {part: torch.zeros(prototypes, device=context.device) for part in _PARTS} for _ in range(2)

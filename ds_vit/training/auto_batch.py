@@ -342,7 +342,7 @@ class TrialStep(contextlib.AbstractContextManager["TrialStep"]):
         self.inputs = kept_by_layers(run.model.whole, cost.layers, run.engine.dtype)[start].inputs
         self.layers = self._build(cost.layers[start:stop], start)
         assert isinstance(task, ChainTask), "resolve_model rejects --auto-batch for other tasks"
-        tp = TensorParallel(0, run.layout.tp, None, run.config.sequence_parallel)
+        tp = TensorParallel.planned(run.config)
         self.loss = task.loss(tp if run.model.class_parallel else None)
         built = nn.ModuleList(dict.fromkeys(self.layers))
         here = 0 if run.engine.zero_stage == 3 else sum(p.numel() * p.element_size() for p in built.parameters())

@@ -19,17 +19,15 @@ from ds_vit.engine.patches import plain_linear_at_zero3, tf32_products, torch_li
 from ds_vit.engine.pipeline import PipeEngine, StagedViT
 from ds_vit.engine.plain import PlainEngine
 from ds_vit.models.compiled import compile_block, compile_function, compiler_settings
-from ds_vit.models.conversions import cast_block_buffers, compute_class_token, norms_in_fp32, skip_idle_modules
+from ds_vit.models.conversions import compute_class_token, skip_idle_modules
 from ds_vit.models.keyed_init import initialise
 from ds_vit.models.layers import MAIN_TOWER, Layer, tower_of
-from ds_vit.models.param_groups import freeze, no_weight_decay_names
+from ds_vit.models.param_groups import no_weight_decay_names
 from ds_vit.models.sequential import SequentialViT, Towers, timm_names
 from ds_vit.optim.build import attach, build_optimizer, parameter_groups
 from ds_vit.parallel.groups import Groups
-from ds_vit.parallel.tensor.shard import shard_layer
+from ds_vit.parallel.tensor.shard import Converter, rank_converters
 from ds_vit.training.run import Run
-
-Converter = Callable[[Layer], object]
 
 
 def build_engine(run: Run, device: torch.device, groups: Groups) -> Engine:
@@ -50,14 +48,14 @@ def build_engine(run: Run, device: torch.device, groups: Groups) -> Engine:
 def _build_engine(run: Run, device: torch.device, groups: Groups) -> Engine:
     towers = _build_towers(run, device, groups)
     task, whole = run.model.task, run.model.whole
-    tp = groups.tensor_parallel(sequence_parallel=run.config.sequence_parallel) if run.model.class_parallel else None
+    tp = groups.tensor_parallel(run.config) if run.model.class_parallel else None
     shared: dict[str, Any] = {"class_parallel": tp, "groups": groups}
     interval = run.engine.checkpointing.interval
     engine_type: type[PlainEngine | PipeEngine] = PlainEngine
     model: Towers | StagedViT
     if run.layout.pp == 1:
         function = run.engine.recompute if interval else None
-        made = partial(SequentialViT, checkpoint_interval=interval, checkpoint_function=function)
+        made = partial(SequentialViT, recompute_interval=interval, checkpoint_function=function)
         model = Towers({name: made(layers) for name, layers in towers.items()})
         shared["replays"] = run.engine.graphs
     else:
@@ -68,7 +66,7 @@ def _build_engine(run: Run, device: torch.device, groups: Groups) -> Engine:
             groups,
             task,
             [*task.towers(whole)],
-            checkpoint_interval=interval,
+            recompute_interval=interval,
             checkpoint_function=run.engine.recompute,
         )
     optimizer = _build_optimizer(run, model, device)
@@ -136,7 +134,7 @@ def _write_initial(
     task, towers = run.model.task, _layers_of_stage(run)[1]
     for name in (*task.teachers, *task.fixed_towers):  # they hold averages, or are not saved
         towers.pop(name, None)
-    _fill(run, device, towers, [*_sharding(run, groups), pass_on], torch.float32)
+    _fill(run, device, towers, [*_of_rank(run, groups, torch.float32), pass_on], torch.float32)
 
 
 def _build_optimizer(run: Run, model: torch.nn.Module, device: torch.device) -> torch.optim.Optimizer | None:
@@ -160,12 +158,7 @@ def layer_converters(run: Run, groups: Groups) -> list[Converter]:
 
     ZeRO-3 partitions weights that are sharded, cast and frozen already.
     """
-    converters = _sharding(run, groups)
-    if run.engine.dtype != torch.float32:
-        converters.append(partial(cast_block_buffers, dtype=run.engine.dtype))  # DeepSpeed casts only parameters
-        if run.config.norm_dtype == "float32":
-            converters.append(norms_in_fp32)
-    converters.append(partial(freeze, names=run.model.frozen))
+    converters = _of_rank(run, groups, run.engine.dtype)
     if run.model.reads_class_token:
         converters.append(compute_class_token)
     converters.append(skip_idle_modules)  # the others find members by name
@@ -176,10 +169,10 @@ def layer_converters(run: Run, groups: Groups) -> list[Converter]:
     return converters
 
 
-def _sharding(run: Run, groups: Groups) -> list[Converter]:
-    """Shards a layer over the tensor-parallel ranks, where there are several."""
-    tp = groups.tensor_parallel(sequence_parallel=run.config.sequence_parallel)
-    return [] if tp is None else [partial(shard_layer, tp=tp, class_parallel=run.model.class_parallel)]
+def _of_rank(run: Run, groups: Groups, dtype: torch.dtype) -> list[Converter]:
+    """The converters of layers with parameters of a type that the planner counts too."""
+    options: dict[str, Any] = {"class_parallel": run.model.class_parallel, "dtype": dtype, "frozen": run.model.frozen}
+    return rank_converters(run.config, groups.tensor_parallel(run.config), **options)
 
 
 def _partition(run: Run, groups: Groups) -> Converter:

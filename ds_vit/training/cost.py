@@ -77,11 +77,9 @@ class Cost:
         run, model = self.run, self.run.model
         layers = layers_of_rank(
             layers,
-            tp=run.layout.tp,
-            sequence_parallel=run.config.sequence_parallel,
+            run.config,
             class_parallel=model.class_parallel,
             compute=run.engine.precision.compute,
-            norms_fp32=run.config.norm_dtype == "float32",
             frozen=model.frozen,
         )
         if model.reads_class_token:

@@ -34,7 +34,7 @@ def small(kind, **kwargs):
 def model_in(mode, spec):
     """The model of a spec, the same in each mode."""
     interval, function = MODES[mode]
-    model = our_model(spec, checkpoint_interval=interval, checkpoint_function=function)
+    model = our_model(spec, recompute_interval=interval, checkpoint_function=function)
     shake(model)
     return model
 

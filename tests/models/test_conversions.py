@@ -15,7 +15,7 @@ READS_ALL = {"average pooling": "vit_base_patch16_rpn_224", "attention pooling":
 def pair(name, interval=0, **kwargs):
     """A small model that computes all tokens, and one that computes the class token where that is read alone."""
     spec = small_spec(name, depth=2, **kwargs)
-    models = [our_model(spec, checkpoint_interval=interval).train() for _ in range(2)]
+    models = [our_model(spec, recompute_interval=interval).train() for _ in range(2)]
     for model in models:
         shake(model)
     for layer in models[1].layers:

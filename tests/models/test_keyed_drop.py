@@ -187,7 +187,7 @@ def test_one_hash_for_all_gives_each_its_own_bits(dtype):
 def test_a_micro_batch_is_hashed_once_and_its_repetition_draws_the_same(interval):
     """Draws of the micro-batch that ran last, in the repetition of an earlier one: a pipeline runs several ahead."""
     spec = small_spec(KINDS["Eva with rotary tables"], drop_path_rate=0.5, patch_drop_rate=0.5, depth=4)
-    model = our_model(spec, checkpoint_interval=interval)
+    model = our_model(spec, recompute_interval=interval)
     pixels, keys = images(spec, 6), torch.arange(6) + 100
     hashed = []
     mix = randomness.mix_tensor

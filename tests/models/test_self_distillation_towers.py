@@ -65,7 +65,7 @@ def step(tower):
 def test_blocks_are_recomputed_at_the_size_of_their_first_run(name):
     # Catches: rotary tables or token counts of the pass that came last.
     _, kept = made(name)
-    _, recomputed = made(name, checkpoint_interval=1)
+    _, recomputed = made(name, recompute_interval=1)
     expected, found = (step(towers[MAIN_TOWER]) for towers in (kept, recomputed))
     assert all(gradient.abs().sum() > 0 for gradient in expected.values())
     for parameter, gradient in expected.items():

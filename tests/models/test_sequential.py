@@ -93,7 +93,7 @@ def test_illegal_checkpointing_is_refused():
     """A setting without effect."""
     layers = take_apart(create_model(TINY))
     with pytest.raises(ValueError, match="-1 must be 0"):
-        SequentialViT(layers, checkpoint_interval=-1)
+        SequentialViT(layers, recompute_interval=-1)
     with pytest.raises(ValueError, match="has no effect"):
         SequentialViT(layers, checkpoint_function=checkpoint)
 
@@ -101,7 +101,7 @@ def test_illegal_checkpointing_is_refused():
 @pytest.mark.parametrize("interval", [0, 1])
 def test_a_frozen_part_gets_no_gradient_and_the_rest_does(interval):
     """Recomputation behind a frozen embedding, where no input of the first group needs a gradient."""
-    model = our_model(TINY, checkpoint_interval=interval)
+    model = our_model(TINY, recompute_interval=interval)
     frozen = frozen_names(create_model(TINY), ["patch_embed", "cls_token", "pos_embed", "blocks.0"])
     freeze(model, frozen)
     model(images(TINY)).sum().backward()

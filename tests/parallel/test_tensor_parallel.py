@@ -108,7 +108,7 @@ def compare_model(kind: str, interval: int, sequence_parallel: bool, class_paral
     name, kwargs = MODELS[kind]
     layers = whole_layers(spec_of(name, kwargs | random, drop_path_rate=0.4))
     tp = tensor_parallel(sequence_parallel)
-    own = SequentialViT(sharded_copies(layers, tp, class_parallel), checkpoint_interval=interval)
+    own = SequentialViT(sharded_copies(layers, tp, class_parallel), recompute_interval=interval)
     whole = SequentialViT(layers)
     for model in (own, whole):
         model.train()
@@ -217,7 +217,7 @@ def compare_autoencoders(sequence_parallel: bool) -> None:
         model = autoencoder(kind, **kwargs)
         check_degree(model, tp.size)
         layers = layers_of(model, torch.float64)
-        own = SequentialViT(sharded_copies(layers, tp), checkpoint_interval=interval)
+        own = SequentialViT(sharded_copies(layers, tp), recompute_interval=interval)
         whole = SequentialViT(layers)
         pixels, keys = batch_of(model, torch.float64)
         loss, predictions = loss_of(model), []

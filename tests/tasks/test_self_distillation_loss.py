@@ -192,13 +192,14 @@ def shares_on_rank(dp, tp, cases):
     """On a rank: the shares of several cases by name (part, dtype, masks, micro-batches)."""
     import torch.distributed as dist
 
+    from ds_vit.config import RunConfig
     from ds_vit.parallel.groups import build_groups, gather_rows
     from ds_vit.parallel.layout import Layout
     from ds_vit.parallel.tensor.class_parallel import own_classes
 
     losses.ROWS_AT_ONCE = ROWS_AT_ONCE
     groups = build_groups(Layout(pp=1, dp=dp, tp=tp))
-    shards = groups.tensor_parallel(sequence_parallel=False)
+    shards = groups.tensor_parallel(RunConfig(tp=tp))
 
     def sum_over_ranks(x):
         x = x.clone()

@@ -37,7 +37,7 @@ def test_what_is_done_to_a_layer_in_order(stage, compute, norms, tp, compiled, b
         graphs=False,
     )
     model = SimpleNamespace(class_parallel=False, frozen=frozenset(), reads_class_token=reads_class_token)
-    run = SimpleNamespace(config=RunConfig(norm_dtype=norms), model=model, engine=engine)
+    run = SimpleNamespace(config=RunConfig(norm_dtype=norms, tp=tp), model=model, engine=engine)
     groups = Groups(Layout(tp=tp), rank=0, tp=object() if tp > 1 else None)
     names = []
     for converter in layer_converters(run, groups):

@@ -17,8 +17,7 @@ from timm.models.eva import EvaAttention
 from timm.models.vision_transformer import DiffParallelScalingBlock, ParallelScalingBlock
 from torch import nn
 
-from ds_vit.parallel.tensor.collectives import copy_to_region
-from ds_vit.parallel.tensor.region import Region
+from ds_vit.parallel.tensor.collectives import Region, copy_to_region
 
 
 def _split_heads(x: torch.Tensor, num_heads: int) -> torch.Tensor:

@@ -14,12 +14,15 @@ Shapes: B samples, S tokens, D features, t ranks of the group.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+
+from ds_vit.config import RunConfig
+from ds_vit.models.layers import TokenCount
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,16 @@ class TensorParallel:
     size: int
     group: dist.ProcessGroup | None
     sequence_parallel: bool = False
+
+    @classmethod
+    def planned(cls, config: RunConfig) -> TensorParallel:
+        """The first rank of the flags' tensor-parallel group, without the group."""
+        return cls(0, config.tp, None, config.sequence_parallel)
+
+    @property
+    def with_all_tokens(self) -> TensorParallel:
+        """The same place, for layers that work on all tokens."""
+        return replace(self, sequence_parallel=False)
 
     def share_of(self, count: int) -> int:
         """ceil(count / size): the tokens or classes of each rank, padding included."""
@@ -143,3 +156,27 @@ def split_tokens(x: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
 def join_tokens(share: torch.Tensor, num_tokens: int, tp: TensorParallel) -> torch.Tensor:
     """All-gather forward, split backward: shares -> [B, S, D], of which every rank then computes the same."""
     return _Pair.apply(share, _all_tokens, _own_share, num_tokens, tp)
+
+
+@dataclass(frozen=True)
+class Region:
+    """A part of the model in which each rank computes a share of the heads or hidden features of all tokens.
+
+    Attributes:
+        tp: the group; its `sequence_parallel` says what tokens look like outside.
+        num_tokens: of the whole sequence.
+    """
+
+    tp: TensorParallel
+    num_tokens: TokenCount
+
+    def enter(self, x: torch.Tensor, training: bool) -> torch.Tensor:
+        """Tokens as they are outside -> [B, S, D]; backward sums the ranks' gradients."""
+        if not self.tp.sequence_parallel:
+            return copy_to_region(x, self.tp)
+        count = self.num_tokens.training if training else self.num_tokens.evaluating
+        return gather_to_region(x, count, self.tp)
+
+    def leave(self, x: torch.Tensor) -> torch.Tensor:
+        """Every rank's summand [B, S, D] -> the sum, as tokens are outside."""
+        return scatter_from_region(x, self.tp) if self.tp.sequence_parallel else reduce_from_region(x, self.tp)

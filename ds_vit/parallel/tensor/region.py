@@ -9,7 +9,6 @@ Shapes: B samples, S tokens, D width, t ranks; x [..., d] of a norm, d features 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,40 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ds_vit.models.keyed_drop import KeyedDropout
-from ds_vit.models.layers import TokenCount
-from ds_vit.parallel.tensor.collectives import (
-    TensorParallel,
-    copy_to_region,
-    gather_to_region,
-    reduce_from_region,
-    scatter_from_region,
-    stack_over_group,
-    sum_over_group,
-)
-
-
-@dataclass(frozen=True)
-class Region:
-    """A part of the model in which each rank computes a share of the heads or hidden features of all tokens.
-
-    Attributes:
-        tp: the group; its `sequence_parallel` says what tokens look like outside.
-        num_tokens: of the whole sequence.
-    """
-
-    tp: TensorParallel
-    num_tokens: TokenCount
-
-    def enter(self, x: torch.Tensor, training: bool) -> torch.Tensor:
-        """Tokens as they are outside -> [B, S, D]; backward sums the ranks' gradients."""
-        if not self.tp.sequence_parallel:
-            return copy_to_region(x, self.tp)
-        count = self.num_tokens.training if training else self.num_tokens.evaluating
-        return gather_to_region(x, count, self.tp)
-
-    def leave(self, x: torch.Tensor) -> torch.Tensor:
-        """Every rank's summand [B, S, D] -> the sum, as tokens are outside."""
-        return scatter_from_region(x, self.tp) if self.tp.sequence_parallel else reduce_from_region(x, self.tp)
+from ds_vit.parallel.tensor.collectives import Region, TensorParallel, stack_over_group, sum_over_group
 
 
 class Entered(nn.Module):

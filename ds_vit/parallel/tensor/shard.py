@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
 from torch import nn
 
+from ds_vit.config import RunConfig
 from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.models.conversions import cast_block_buffers, norms_in_fp32
 from ds_vit.models.keyed_drop import KeyedDropout, convert, mix_in
 from ds_vit.models.layers import (
     BlockLayer,
@@ -22,11 +23,12 @@ from ds_vit.models.layers import (
     block_stacks,
 )
 from ds_vit.models.masked_autoencoder import BridgeLayer, PixelHeadLayer
+from ds_vit.models.param_groups import freeze
 from ds_vit.models.self_distillation import ProjectionHead, ProjectionHeadLayer
 from ds_vit.models.zoo import TimmViT
-from ds_vit.parallel.tensor.collectives import TensorParallel, join_tokens, split_tokens, sum_over_group
+from ds_vit.parallel.tensor.collectives import Region, TensorParallel, join_tokens, split_tokens, sum_over_group
 from ds_vit.parallel.tensor.plans import NORMS, PLANS, Sections, ShardingPlan
-from ds_vit.parallel.tensor.region import Entered, Region, RowLinear, ShardedNorm, ShareDropout, SummandLinear
+from ds_vit.parallel.tensor.region import Entered, RowLinear, ShardedNorm, ShareDropout, SummandLinear
 from ds_vit.parallel.tensor.slices import TensorSlice
 
 
@@ -139,6 +141,8 @@ class _SharingBridge(_Joining, BridgeLayer):
 
 
 # Layers that are no blocks, and what is mixed in before their class.
+Converter = Callable[[Layer], object]
+"""Changes a layer in place."""
 _OUTSIDE_BLOCKS: dict[type[Layer], type[Layer]] = {
     EmbedLayer: _Splitting,
     HeadLayer: _Joining,
@@ -257,8 +261,7 @@ def shard_layer(layer: Layer, tp: TensorParallel, *, class_parallel: bool = Fals
     """
     if tp.size > 1:
         # Layers other than blocks work on all tokens, under sequence parallelism too.
-        inside = tp if isinstance(layer, BlockLayer) else replace(tp, sequence_parallel=False)
-        region = Region(inside, layer.num_tokens)
+        region = Region(tp if isinstance(layer, BlockLayer) else tp.with_all_tokens, layer.num_tokens)
         summed = [parameter for module, plan in _planned(layer) for parameter in _shard_module(module, plan, region)]
         if isinstance(layer, EmbedLayer) and isinstance(getattr(layer, "rope", None), RopeFrequencies):
             _shard_tensor(layer.rope, "freqs", 2, (layer.rope.freqs.shape[2],), tp)
@@ -277,3 +280,25 @@ def shard_layer(layer: Layer, tp: TensorParallel, *, class_parallel: bool = Fals
     for parameter in layer.parameters():
         if not hasattr(parameter, "tp_slice"):
             parameter.tp_slice = TensorSlice(tuple(parameter.shape), None, (), tp.rank, tp.size)
+
+
+def rank_converters(
+    config: RunConfig, tp: TensorParallel | None, *, class_parallel: bool, dtype: torch.dtype, frozen: frozenset[str]
+) -> list[Converter]:
+    """The converters that make a rank's layers of whole ones, in the order in which they are applied to each.
+
+    Args:
+        config: the flags, of which --norm-dtype is read.
+        tp: the ranks that share each layer, if there are several.
+        class_parallel: as for `shard_layer`.
+        dtype: of the parameters, which have it already.
+        frozen: timm names of parameters that are not trained.
+    """
+    converters: list[Converter] = []
+    if tp is not None and tp.size > 1:
+        converters.append(partial(shard_layer, tp=tp, class_parallel=class_parallel))
+    if dtype != torch.float32:
+        converters.append(partial(cast_block_buffers, dtype=dtype))  # DeepSpeed casts only parameters
+        if config.norm_dtype == "float32":
+            converters.append(norms_in_fp32)
+    return [*converters, partial(freeze, names=frozen)]

@@ -243,11 +243,9 @@ def find_fastest_stages(model: Model, deepspeed: DeepSpeedSettings, layout: Layo
         return model
     layers = layers_of_rank(
         model.task.layers(model.whole),
-        tp=layout.tp,
-        sequence_parallel=config.sequence_parallel,
+        config,
         class_parallel=model.class_parallel,
         compute=deepspeed.precision.compute,
-        norms_fp32=config.norm_dtype == "float32",
         frozen=model.frozen,
     )
     bounds, note = fastest_stages(
