@@ -96,7 +96,7 @@ def flag(default: Any, text: str, scope: Scope | None = None, **more: Any) -> An
 
 
 def spelling(name: str) -> str:
-    """A flag as it is written on the command line: `drop_path` → `--drop-path`."""
+    """A flag as it is written on the command line: `val_split` → `--val-split`."""
     # DeepSpeed's launchers and documentation write this one with an underscore.
     return "--" + (name if name == "deepspeed_config" else name.replace("_", "-"))
 

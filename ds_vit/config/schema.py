@@ -574,6 +574,9 @@ FLAGS: Mapping[str, Flag] = dict(sorted(RunConfig.flags().items(), key=lambda it
 KEY_OF_FLAG: Mapping[str, str] = {name: meta.key for name, meta in FLAGS.items() if meta.key}
 """Flag → its key in the DeepSpeed JSON, for the flags that set one."""
 
+LAYOUT_FLAGS = ("pp", "tp", *(name for name, meta in FLAGS.items() if {"pp!=1", "tp!=1"} & {*meta.needs}))
+"""The degrees of the model's layout, and the flags that have an effect only with them."""
+
 
 def names_with(scope: Scope) -> tuple[str, ...]:
     """The recipe names of the flags that have this scope."""

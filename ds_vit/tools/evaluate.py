@@ -24,7 +24,7 @@ from ds_vit import config as flags
 from ds_vit.config.deepspeed_json import MONITORS
 from ds_vit.config.flag import Scope
 from ds_vit.config.run_folder import RunFolder, write_json
-from ds_vit.config.schema import names_with
+from ds_vit.config.schema import LAYOUT_FLAGS, names_with
 from ds_vit.data.sources.source import TRAIN_NAMES, VAL_NAMES, Source
 from ds_vit.engine.start import quiet_deepspeed
 from ds_vit.fault_tolerance import exit_codes
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 _FROM_RUN = names_with(Scope.RECORDED)
 _FLAGS = (
     *_FROM_RUN,
-    *("pp", "tp", "pp_partition", "sequence_parallel", "class_parallel"),
+    *LAYOUT_FLAGS,
     *("dataset_download", "validation_batch_size", "verbose", "zeroshot", "zeroshot_templates", "eval_knn"),
 )
 _EXAMPLES = """

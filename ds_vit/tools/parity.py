@@ -35,6 +35,7 @@ from ds_vit.config.batch import KEYS as BATCH_KEYS
 from ds_vit.config.deepspeed_json import load_json, overlay
 from ds_vit.config.parser import at_least
 from ds_vit.config.run_folder import RunFolder
+from ds_vit.config.schema import LAYOUT_FLAGS
 from ds_vit.config.units import parse_set
 from ds_vit.engine.start import quiet_deepspeed
 from ds_vit.fault_tolerance import exit_codes
@@ -74,10 +75,11 @@ _PROBE_REPLACES = frozenset({"lr", "weight_decay", "clip_grad", "epochs"})
 _SMALL_TENSOR = 1e-3
 
 _EVERY_RUN = {"val_split": "", "log_interval": 1, "checkpoint_interval": "0", "log_images": 0}
-_OF_LAYOUT = ("sequence_parallel", "class_parallel", "pp_partition", "grad_checkpointing", "batch_size", "workers")
+_OF_LAYOUT = (*LAYOUT_FLAGS[2:], "grad_checkpointing", "batch_size", "workers")
 _NOT_TAKEN = frozenset(
     (
-        *("pp", "tp", "tp_across_hosts", *_OF_LAYOUT[:3], "eval_only", "check_replicas", "dry_run", "max_steps"),
+        *LAYOUT_FLAGS,
+        *("eval_only", "check_replicas", "dry_run", "max_steps"),
         *("resume", "allow_batch_change", "allow_schedule_change", "auto_batch", "memory"),
     )
 )
