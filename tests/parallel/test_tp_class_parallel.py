@@ -27,15 +27,13 @@ SWITCHES = {
     "bce_target_thresh": (None, 0.15, 0.85),
 }
 PRODUCT = [dict(zip(SWITCHES, values, strict=True)) for values in itertools.product(*SWITCHES.values())]
+PRODUCT = [settings for settings in PRODUCT if settings["bce"] or not settings["multi_label"]]  # as Classification
 
 
-def loss_and_gradient(build, logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | str:
-    """Both, or the text of the refusal; a loss scale of 256 must reach the gradient, and the logits stay."""
+def loss_and_gradient(build, logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both; a loss scale of 256 must reach the gradient, and the logits stay."""
     x = logits.clone().requires_grad_()
-    try:
-        loss = build()(x, targets)
-    except ValueError as error:
-        return str(error)
+    loss = build()(x, targets)
     (256.0 * loss).backward()
     assert torch.equal(x, logits), "the logits were changed"
     return loss.detach(), x.grad
@@ -58,9 +56,6 @@ def compare_losses(num_classes: int, level: float) -> None:
         sharded = partial(class_parallel_loss, tp=tp, num_classes=num_classes, **settings)
         expected = loss_and_gradient(partial(build_loss, **settings), logits, targets)
         found = loss_and_gradient(sharded, padded[:, own], targets)
-        if isinstance(expected, str):
-            assert found == expected
-            continue
         assert len(set(from_all_ranks(found[0].item()))) == 1, f"the ranks' losses differ: {settings}"
         whole = torch.zeros_like(padded)
         whole[:, :num_classes] = expected[1]
