@@ -43,8 +43,8 @@ def checked(data: dict, path: str) -> DeepSpeedJson:
 
 def resolved(file: str, *words, world: int = 1, on_cpu: bool = True):
     """A run with a file, resolved."""
-    config, explicit = parse([str(word) for word in [*RUN, "--deepspeed_config", file, *words]])
-    return resolve(config, explicit, World(Process("env", 0, world, 0, world), on_cpu))
+    config = parse([str(word) for word in [*RUN, "--deepspeed_config", file, *words]])
+    return resolve(config, World(Process("env", 0, world, 0, world), on_cpu))
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.name)
@@ -572,11 +572,11 @@ def test_set_on_the_command_line_overrides_a_recipes_flag(tmp_path):
         f"deepspeed_config: {CPU}\ndataset: digits\nlr: 0.5\nweight_decay: 0.1\npp: 2\npp_partition: 0,2,3\n"
         "set: [gradient_clipping=0.1, steps_per_print=7]\n"
     )
-    config, _ = parse(["--recipe", str(recipe), "--set", "optimizer.params.lr=0.2", "--clip-grad", "0.3"])
+    config = parse(["--recipe", str(recipe), "--set", "optimizer.params.lr=0.2", "--clip-grad", "0.3"])
     assert (config.lr, config.weight_decay, config.clip_grad) == (None, 0.1, 0.3)
     assert config.set == ("steps_per_print=7", "optimizer.params.lr=0.2")
     assert config.pp_partition == "0,2,3"
-    assert parse(["--recipe", str(recipe), "--pp", "3"])[0].pp_partition == ""
+    assert parse(["--recipe", str(recipe), "--pp", "3"]).pp_partition == ""
 
 
 ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
