@@ -79,7 +79,7 @@ class DataTypes(Block):
     grad_accum_dtype: Type | None = None
     param_dtype: Type | None = None
     buffer_dtype: Type | None = None
-    keep_in_fp32_modules: Any = None
+    keep_in_fp32_modules: list[str] | None = None
 
 
 class Pipeline(Block):

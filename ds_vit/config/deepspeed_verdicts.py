@@ -1,6 +1,6 @@
 """What ds_vit says of each key of DeepSpeed's JSON: rejected values, keys without effect, and at which ZeRO stages.
 
-Written for DeepSpeed 0.19. tests/config/test_json_walk.py trains with every key, so it compares the table with
+Written for DeepSpeed 0.19. tests/config/test_deepspeed_verdicts.py trains with all keys, so it compares the table with
 DeepSpeed itself.
 """
 
@@ -104,6 +104,12 @@ VERDICTS = (
     Verdict("prescale_gradients", _SCATTER, bool, (2, 3), _scatters),
     Verdict("gradient_predivide_factor", _SCATTER, _not_one, (2, 3), _scatters),
     Verdict("gradient_predivide_factor", _DIVIDES, _not_one, (3,)),
+    Verdict(
+        ".compute_grad_norm",
+        "false does not work with offload_optimizer in DeepSpeed 0.19.8; delete one of them",
+        lambda v: v is False,
+        when=lambda json: "optimizer" in json.offloaded,
+    ),
     Verdict(".legacy_stage1", "is the old stage 1, which DeepSpeed removed; delete the key"),
     Verdict(".round_robin_gradients", "makes DeepSpeed 0.19.8 mix up parameters; delete it"),
     Verdict(".zenflow", _ZENFLOW, _is_given),

@@ -123,6 +123,8 @@ class Engine(ABC):
         own_sums = optimizer is not None and json.flat_gradients
         if own_sums:  # for another type than the model's, DeepSpeed has other wrappers, and another copy of gradients
             own.get("data_types", {}).pop("grad_accum_dtype", None)
+            if self.stage == 2:  # with it DeepSpeed's constructor rejects factors, which the flat gradient applies
+                own["zero_optimization"]["reduce_scatter"] = False
         if self.stage == 0:
             # Without ZeRO DeepSpeed discards the norm, and in a pipeline clips by a wrong one: the flat gradient clips.
             own["gradient_clipping"] = 0.0

@@ -43,8 +43,8 @@ def checked(data: dict, path: str) -> DeepSpeedJson:
 
 def resolved(file: str, *words, world: int = 1, on_cpu: bool = True):
     """A run with a file, resolved."""
-    config = parse([str(word) for word in [*RUN, "--deepspeed_config", file, *words]])
-    return resolve(config, World(Process("env", 0, world, 0, world), on_cpu))
+    config, explicit = parse([str(word) for word in [*RUN, "--deepspeed_config", file, *words]])
+    return resolve(config, explicit, World(Process("env", 0, world, 0, world), on_cpu))
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.name)
@@ -130,6 +130,7 @@ REJECTED = [
     ({"zero_optimization": {"stage": 1, "offload_param": {"device": "cpu"}}}, "needs stage 3; this file has stage 1"),
     ({"zero_optimization": {"stage": 1, "cpu_offload": True, **OFFLOADED}}, "cpu_offload"),
     ({"zero_optimization": {"stage": 3, "compute_grad_norm": False}}, "supported only with ZeRO Stage 1 or 2"),
+    ({"zero_optimization": {"stage": 1, "compute_grad_norm": False, **OFFLOADED}}, "does not work with offload_opt"),
     ({"autotuning": {"enabled": True}}, "delete the block"),
     ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}, "gathers them by layer; delete it"),
     ({"zero_optimization": {"stage": 3}, "prescale_gradients": True}, 'stage 3 needs "reduce_scatter": false'),
@@ -572,11 +573,11 @@ def test_set_on_the_command_line_overrides_a_recipes_flag(tmp_path):
         f"deepspeed_config: {CPU}\ndataset: digits\nlr: 0.5\nweight_decay: 0.1\npp: 2\npp_partition: 0,2,3\n"
         "set: [gradient_clipping=0.1, steps_per_print=7]\n"
     )
-    config = parse(["--recipe", str(recipe), "--set", "optimizer.params.lr=0.2", "--clip-grad", "0.3"])
+    config, _ = parse(["--recipe", str(recipe), "--set", "optimizer.params.lr=0.2", "--clip-grad", "0.3"])
     assert (config.lr, config.weight_decay, config.clip_grad) == (None, 0.1, 0.3)
     assert config.set == ("steps_per_print=7", "optimizer.params.lr=0.2")
     assert config.pp_partition == "0,2,3"
-    assert parse(["--recipe", str(recipe), "--pp", "3"]).pp_partition == ""
+    assert parse(["--recipe", str(recipe), "--pp", "3"])[0].pp_partition == ""
 
 
 ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
