@@ -130,8 +130,8 @@ def train(
         check_shared(folder.path, process)
         watchdog = stack.enter_context(
             Watchdog(
-                run.output.stall_seconds,
-                run.output.first_patience,
+                config.stall_seconds,
+                compiles=config.compile,
                 rank=process.rank,
                 world_size=process.world_size,
                 local_rank=process.local_rank,

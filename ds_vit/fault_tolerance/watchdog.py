@@ -36,6 +36,8 @@ LOST_SECONDS = 60.0
 A frozen rank stalls the others too, and must be found before they time out.
 """
 
+DEFAULT_SECONDS = 300.0  # below the ten minutes after which NCCL gives up, with less to say
+COMPILE_SECONDS = 3600.0  # of the slowest mode, with as many ranks as cores
 _RAISED_SECONDS = 5.0  # for ranks that raise the same error at different times
 _STORE_SECONDS = 10.0  # for a store to come back, and for a heartbeat after a connection has broken
 _FALLBACK_SECONDS = 60.0  # additional time for a main thread that never releases the GIL
@@ -186,8 +188,9 @@ class Watchdog:
     """Watches one run, as a context manager from building the model to the last file.
 
     Args:
-        stall_seconds: longest time between two calls of `beat`; 0 disables the watchdog.
-        first_patience: how many times `stall_seconds` a phase may take in its first time, in which it may compile.
+        stall_seconds: longest time between two calls of `beat`; 0 disables the watchdog. None is `DEFAULT_SECONDS` if
+            there are several ranks, else 0.
+        compiles: a phase may compile in its first time, and may then take longer.
         rank: of this process.
         world_size: the number of ranks.
         local_rank: of this process on its host.
@@ -197,16 +200,19 @@ class Watchdog:
 
     def __init__(
         self,
-        stall_seconds: float,
-        first_patience: float = 1.0,
+        stall_seconds: float | None,
         *,
+        compiles: bool = False,
         rank: int = 0,
         world_size: int = 1,
         local_rank: int = 0,
         store: Any | None = None,
         end: Callable[[int], Any] = os._exit,
     ) -> None:
-        self.stall_seconds, self.first_patience = stall_seconds, first_patience
+        if stall_seconds is None:
+            stall_seconds = DEFAULT_SECONDS if world_size > 1 else 0.0
+        self.stall_seconds = stall_seconds
+        self.first_patience = max(4.0, COMPILE_SECONDS / stall_seconds) if compiles and stall_seconds else 1.0
         self.rank, self.world_size, self.local_rank = rank, world_size, local_rank
         self.lost_seconds = min(stall_seconds / 2, LOST_SECONDS)
         self._store: Any = store  # created in `__enter__`, unless given

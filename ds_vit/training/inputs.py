@@ -96,8 +96,8 @@ class InputPipeline:
         self.look: Callable[[MicroBatch, Batch], None] | None = None
         order = self.data.order
         epoch_images = order.steps_per_epoch * order.global_batch
-        most = config.max_bad_images if config.on_bad_image == "skip" else 0.0
-        self.skipped = SkippedImages(folder.skipped if folder else None, epoch_images=epoch_images, most=most)
+        may_be_bad = config.max_bad_images if config.on_bad_image == "skip" else 0.0
+        self.skipped = SkippedImages(folder.skipped if folder else None, epoch_images, may_be_bad)
         self.decoded: Counter[str] = Counter()
         self._pins = pins_memory(engine.device)
         self._stream = torch.Stream(engine.device) if self._pins else None
@@ -332,12 +332,12 @@ class SkippedImages:
     Attributes:
         log: file that rank 0 writes each of them to once, a JSON object per line; None to write none.
         epoch_images: images in an epoch of training.
-        most: the share of them that may be replaced, and at least one if it is above 0.
+        max_bad_images: the share of them that may be replaced, and at least one if it is above 0.
     """
 
     log: Path | None
     epoch_images: int = 0
-    most: float = 1.0
+    max_bad_images: float = 1.0
 
     def __post_init__(self) -> None:
         # Of this rank since the last exchange: file, reason, split, epoch.
@@ -385,10 +385,11 @@ class SkippedImages:
     def too_many(self) -> str:
         """An error message if an epoch has had more of them than it may, else ""; as of the last `gather`."""
         epoch, number = max(self._by_epoch.items(), key=itemgetter(1), default=(0, 0))
-        if number <= max(self.most * self.epoch_images, self.most > 0):  # one of a few images is a large share
+        share = self.max_bad_images
+        if number <= max(share * self.epoch_images, share > 0):  # one of a few images is a large share
             return ""
         self._by_epoch.clear()  # the run ends, and counts anew when it resumes: the files may have been repaired
-        allowed = f"--max-bad-images allows {self.most:g}" if self.most else "none is allowed"
+        allowed = f"--max-bad-images allows {share:g}" if share else "none is allowed"
         return (
             f"{number:,} of the {self.epoch_images:,} images of epoch {epoch} ({number / self.epoch_images:.2g}) "
             f"are damaged{self._first and f' ({self._first})'}, and {allowed}; "

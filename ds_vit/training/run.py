@@ -106,8 +106,6 @@ class Output:
         deadline: when the run has to stop.
         resume: the checkpoint to resume from; None for a new run.
         log_interval: steps between rows of metrics.jsonl.
-        stall_seconds: that a rank may make no progress; 0 for no limit.
-        first_patience: the factor on `stall_seconds` for the first step and the first evaluation, which compile.
         notes: lines for people, among them the changes from the checkpoint's run.
     """
 
@@ -115,8 +113,6 @@ class Output:
     deadline: Deadline
     resume: Resume | None
     log_interval: int
-    stall_seconds: float
-    first_patience: float
     notes: tuple[str, ...] = field(default=(), compare=False)
 
 

@@ -19,7 +19,7 @@ from ds_vit import config as flags
 from ds_vit.checkpoint.folder import marked
 from ds_vit.config.deepspeed_json import derived_path
 from ds_vit.config.run_folder import BEST, RunFolder, write_json
-from ds_vit.config.schema import KEY_OF_FLAG
+from ds_vit.config.schema import KEY_OF_FLAG, LAYOUT_FLAGS
 from ds_vit.config.units import in_words
 from ds_vit.device import hardware_name
 from ds_vit.engine.layer_norms import layers_of
@@ -62,8 +62,7 @@ def start_rows(run: Run, flops: Flops, device: torch.device, folder: Path) -> Ro
     if run.layout.pp > 1:
         stages = " | ".join(str(b - a) for a, b in itertools.pairwise(model.bounds))
         layout += f", layers per stage {stages}"
-    if run.config.sequence_parallel:
-        layout += ", sequence parallel"
+    layout += "".join(f", {name.replace('_', ' ')}" for name in LAYOUT_FLAGS if getattr(run.config, name) is True)
     if model.class_parallel:
         layout += ", classifier split over classes"
     if interval := engine.checkpointing.interval:

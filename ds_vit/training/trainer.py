@@ -108,7 +108,7 @@ class Trainer:
                 self.train_step(step, batches)
                 self.step = step
                 # The gather of names waits for the device; a step without a damaged image only agrees on one number.
-                if not skipped.most and any(self.engine.groups.largest([skipped.has_new])):
+                if not skipped.max_bad_images and any(self.engine.groups.largest([skipped.has_new])):
                     skipped.gather()
                 if too_many := skipped.too_many():
                     self._end_saved(too_many)

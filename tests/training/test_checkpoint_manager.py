@@ -232,10 +232,10 @@ def test_one_damaged_image_is_a_share_of_nothing(one_rank, images, most, allowed
     # Catches: a run of few images that one missing caption ends by the default limit; a limit of 0 that allows one; a
     # count that begins again when a job is preempted, or does not after the limit ended the run.
     for number, ends in ((allowed, False), (allowed + 1, True)):
-        skipped = SkippedImages(None, epoch_images=images, most=most)
+        skipped = SkippedImages(None, epoch_images=images, max_bad_images=most)
         skipped.add(one_rank, [(3, "broken")] * (number - 1), "training", epoch=0)
         preempted = skipped.state_dict()
-        skipped = SkippedImages(None, epoch_images=images, most=most)
+        skipped = SkippedImages(None, epoch_images=images, max_bad_images=most)
         skipped.load_state_dict(preempted)
         skipped.add(one_rank, [(3, "broken")] * min(number, 1), "training", epoch=0)
         skipped.gather()

@@ -40,10 +40,8 @@ from ds_vit.training.resume import Resume, check_same_run, check_same_schedule
 from ds_vit.training.resume import find as find_resume
 from ds_vit.training.run import Model, Output, Run, World
 
-DEFAULT_STALL_SECONDS = 300.0  # below the ten minutes after which NCCL gives up, with less to say
 LOGGED_ROWS = 50  # of a short run: enough for a curve
 MOST_LOG_INTERVAL = 50  # timm's
-COMPILE_SECONDS = 3600.0  # of the slowest mode, with as many ranks as cores
 
 
 def resolve(
@@ -115,9 +113,6 @@ def resolve(
 
 def _resolve_output(config: RunConfig, world: World, resume: Resume | None, schedule: Schedule | None) -> Output:
     """When the run logs, saves and stops."""
-    stall = config.stall_seconds
-    if stall is None:
-        stall = DEFAULT_STALL_SECONDS if world.process.world_size > 1 else 0.0
     notes: tuple[str, ...] = ()
     if config.resume == "auto" and resume is None:
         notes = (f"--resume auto: there is no checkpoint in {config.output} yet; the run begins at step 0",)
@@ -127,8 +122,6 @@ def _resolve_output(config: RunConfig, world: World, resume: Resume | None, sche
         deadline=Deadline(world.stop_at, config.stop_before_seconds or 0.0),
         resume=resume,
         log_interval=config.log_interval or min(MOST_LOG_INTERVAL, rows),
-        stall_seconds=stall,
-        first_patience=max(4.0, COMPILE_SECONDS / stall) if config.compile and stall else 1.0,
         notes=notes,
     )
 
