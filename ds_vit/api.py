@@ -108,9 +108,9 @@ def train(
     listeners = {kind: listener for kind, listener in given.items() if listener is not None}
     if quiet:
         listeners = {kind: _printing(listener, sys.stdout) for kind, listener in listeners.items()}
-    config, explicit = flags.from_values(settings, str(recipe) if recipe else None)
+    config = flags.from_values(settings, str(recipe) if recipe else None)
     with contextlib.redirect_stdout(_Warnings()) if quiet else contextlib.nullcontext():
-        summary, folder = carry_out(config, explicit, discover(), again=True, sources=sources, listeners=listeners)
+        summary, folder = carry_out(config, discover(), again=True, sources=sources, listeners=listeners)
     return TrainResult(summary, folder)
 
 

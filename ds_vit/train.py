@@ -37,9 +37,9 @@ def main(argv: Sequence[str] | None = None, program: str = "train.py") -> int:
     """
 
     def body(process: Process) -> int:
-        config, explicit = flags.parse(argv, program, str(__doc__))
+        config = flags.parse(argv, program, str(__doc__))
         with Signals().installed(is_local_main=process.local_rank == 0) as signals:
-            summary, _ = train(config, explicit, process, signals)
+            summary, _ = train(config, process, signals)
         return exit_codes.OF_WORD[summary["exit"]]
 
     return guarded(program, body, "what came after the last checkpoint is not saved")
@@ -47,7 +47,6 @@ def main(argv: Sequence[str] | None = None, program: str = "train.py") -> int:
 
 def train(
     config: flags.RunConfig,
-    explicit: frozenset[str],
     process: Process,
     signals: Signals | None = None,
     *,
@@ -59,7 +58,6 @@ def train(
 
     Args:
         config: the flags and the recipe.
-        explicit: which of them were given.
         process: this rank.
         signals: received by this process; None for a caller who handles them.
         again: as for `process_group`.
@@ -106,7 +104,7 @@ def train(
     stop_at = time.time() + parse_seconds(config.time_limit, "--time-limit") if config.time_limit else job_end()
     world = World(process, on_cpu, stop_at, num_gpus, "DS_ACCELERATOR" in os.environ)
     with doing("listing the images, building the model", shown=is_main):
-        run = resolve(config, explicit, world, sources)
+        run = resolve(config, world, sources)
         chooses = config.auto_batch and (config.dry_run or (on_cpu and config.memory))  # else when the ranks have met
         run = choose_batch(run, on_cpu=on_cpu) if chooses else run
         run = with_workers(run) if config.workers == "auto" else run

@@ -82,8 +82,8 @@ def measure(model: str, folder: str, rounds: int) -> dict[str, float]:
     argv = ["--model", model, "--dataset", "digits", "--no-aug", "--workers", "0", "-b", "1", "--warmup-steps", "0"]
     argv += ["--deepspeed_config", str(ROOT / "ds_configs" / "cpu_zero1_fp32.json"), "--max-steps", "2"]
     argv += ["--num-classes", "1000", "--model-ema", "--checkpoint-interval", "2", "--keep-checkpoints", "1"]
-    config, explicit = flags.parse([*argv, "--output", folder])
-    plan = resolve(config, explicit, World(discover(), on_cpu=True))
+    config = flags.parse([*argv, "--output", folder])
+    plan = resolve(config, World(discover(), on_cpu=True))
     engine = build_engine(plan, device_of(0), build_groups(plan.layout, saves=True))
     average, throughput = Ema(engine.zero_map, 0.999), Throughput()
     inputs = InputPipeline(plan, engine, throughput).training()

@@ -165,7 +165,7 @@ def climb(words: Sequence[str], rungs: dict[str, list[str]], recipe: str, turns:
     if recipe == FED:
         quiet_deepspeed(False)
         world, make = World(process, get_accelerator().device_name() == "cpu"), FedStep
-        runs = {name: resolve(*parse(["--max-steps", "10000", *own]), world) for name, own in rungs.items()}
+        runs = {name: resolve(parse(["--max-steps", "10000", *own]), world) for name, own in rungs.items()}
     else:
         runs = {name: resolve_engine(own, process) for name, own in rungs.items()}
     names = list(runs)

@@ -44,9 +44,9 @@ def start(model: str, optimizer: str, on_cpu: bool) -> Engine:
         path = Path(folder) / "config.json"
         path.write_text(json.dumps(data))
         words = ["--model", model, "--dataset", "digits", "--deepspeed_config", str(path), "--max-steps", "1"]
-        config, explicit = flags.parse(words)
+        config = flags.parse(words)
         process = discover()
-        run = resolve(config, explicit, World(process, on_cpu))
+        run = resolve(config, World(process, on_cpu))
     init_distributed(rendezvous(process))
     return build_engine(run, device_of(0), build_groups(run.layout))
 

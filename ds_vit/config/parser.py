@@ -283,9 +283,7 @@ def _words(value: Any) -> list[str]:
     return list(map(str, value)) if isinstance(value, (list, tuple)) else [str(value)]
 
 
-def parse(
-    argv: Sequence[str] | None = None, program: str = "train.py", examples: str = ""
-) -> tuple[RunConfig, frozenset[str]]:
+def parse(argv: Sequence[str] | None = None, program: str = "train.py", examples: str = "") -> RunConfig:
     """Read the command line and its recipe.
 
     Args:
@@ -294,7 +292,7 @@ def parse(
         examples: as for `build_parser`.
 
     Returns:
-        The settings, and the names that were given (on the command line or in the recipe).
+        The settings; `model_fields_set` are those that were given (on the command line or in the recipe).
 
     Raises:
         UserError: unknown flags (with the nearest), invalid values, incompatible flags and flags without effect; all
@@ -411,7 +409,7 @@ def over_recipe(recipe: Mapping[str, Any], given: Mapping[str, Any], *, eval_onl
     return {name: value for name, value in values.items() if name in given or name not in dropped}
 
 
-def from_values(values: Mapping[str, Any], recipe: str | None = None) -> tuple[RunConfig, frozenset[str]]:
+def from_values(values: Mapping[str, Any], recipe: str | None = None) -> RunConfig:
     """The settings from values by their recipe names, over a recipe; see `parse`.
 
     Raises:
@@ -427,11 +425,10 @@ def from_values(values: Mapping[str, Any], recipe: str | None = None) -> tuple[R
     if isinstance(given.get("deepspeed_config"), str):
         given["deepspeed_config"] = or_shipped(given["deepspeed_config"])
     config = RunConfig.model_validate(given)
-    explicit = frozenset(config.model_fields_set)
-    problems += find_problems(config, explicit, idle_flags(config.model_copy(update=invalid)))
+    problems += find_problems(config, idle_flags(config.model_copy(update=invalid)))
     if problems:
         raise UserError(*problems)
-    return config, explicit
+    return config
 
 
 def to_yaml(values: Mapping[str, Any]) -> str:

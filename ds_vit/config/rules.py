@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -81,12 +81,11 @@ def idle_flags(config: RunConfig) -> dict[str, str]:
 # ---- problems --------------------------------------------------------------------------------------------------------
 
 
-def find_problems(config: RunConfig, explicit: Collection[str], idle: dict[str, str]) -> Iterator[str]:
+def find_problems(config: RunConfig, idle: dict[str, str]) -> Iterator[str]:
     """Missing flags, contradictions and flags without effect, for people.
 
     Args:
         config: the settings.
-        explicit: the names of those that were given.
         idle: from `idle_flags`.
     """
     if not config.deepspeed_config:
@@ -107,7 +106,7 @@ def find_problems(config: RunConfig, explicit: Collection[str], idle: dict[str, 
             yield f"{_written(name, config)} and --set {meta.key} are both given; keep one"
     yield from filter(None, (rule(config) for rule in _RULES))
     for name, reason in idle.items():
-        if is_requested(name, config, explicit):
+        if is_requested(name, config):
             yield f"{spelling(name)} has no effect {reason}; drop it"
 
 

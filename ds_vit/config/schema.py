@@ -7,7 +7,7 @@ every list of flag names are generated from it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError
@@ -650,7 +650,7 @@ def _problems(name: str, value: Any, details: Sequence[Any]) -> list[str]:
     return [f"{spelling(name)} takes {describe_values(name)}, not {shown if is_list else repr(value)}"]
 
 
-def is_requested(name: str, config: RunConfig, explicit: Collection[str]) -> bool:
-    """Whether a flag was given (`explicit`) with a value that is neither its default nor neutral."""
+def is_requested(name: str, config: RunConfig) -> bool:
+    """Whether a flag was given with a value that is neither its default nor neutral."""
     value = getattr(config, name)
-    return name in explicit and value != default_of(name) and value not in FLAGS[name].neutral
+    return name in config.model_fields_set and value != default_of(name) and value not in FLAGS[name].neutral

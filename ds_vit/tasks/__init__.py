@@ -46,12 +46,11 @@ def idle_flags(task: type[Task]) -> dict[str, str]:
     return idle | {flag: f": {reason}; drop it" for flag, reason in task.refused_flags.items()}
 
 
-def find_task(config: RunConfig, explicit: frozenset[str]) -> type[Task]:
+def find_task(config: RunConfig) -> type[Task]:
     """The task of `--task`.
 
     Args:
         config: the flags.
-        explicit: which of them were given.
 
     Raises:
         UserError: there is no such task, or a flag was given that it does not use.
@@ -62,6 +61,6 @@ def find_task(config: RunConfig, explicit: frozenset[str]) -> type[Task]:
     if task is Classification and (config.kd_model_name or config.kd_checkpoint):
         task = Distillation
     for flag, reason in idle_flags(task).items():
-        if is_requested(flag, config, explicit):
+        if is_requested(flag, config):
             raise UserError(f"{spelling(flag)} has no effect with --task {task.name}{reason}")
     return task

@@ -283,10 +283,10 @@ def resolve_engine(words: Sequence[str], process: Process) -> Run:
     from ds_vit.training.run import World
 
     words = ["--max-steps", "10", *words]
-    task = find_task(*flags.parse(["--dataset", "digits", *words]))
+    task = find_task(flags.parse(["--dataset", "digits", *words]))
     classes = ("--num-classes", "1000") if task.has_classes else ()
-    config, explicit = flags.parse(["--dataset", "glyphs" if task.has_text else "digits", *classes, *words])
-    return resolve(config, explicit, World(process, get_accelerator().device_name() == "cpu"))
+    config = flags.parse(["--dataset", "glyphs" if task.has_text else "digits", *classes, *words])
+    return resolve(config, World(process, get_accelerator().device_name() == "cpu"))
 
 
 def make_ours(

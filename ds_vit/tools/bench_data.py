@@ -101,10 +101,10 @@ def bench_data(words: Sequence[str], images: int, process: Process | None = None
     from ds_vit.training.resolve import resolve
     from ds_vit.training.run import World
 
-    config, explicit = flags.parse(words)
+    config = flags.parse(words)
     process = process or discover()
     on_cpu = get_accelerator().device_name() == "cpu"
-    run = resolve(config, explicit, World(process, on_cpu))
+    run = resolve(config, World(process, on_cpu))
     run = with_workers(run) if config.workers == "auto" else run
     device = device_of(process.local_rank)
     samples = _samples(run.data, images)

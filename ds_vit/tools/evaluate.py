@@ -127,7 +127,7 @@ def evaluate_weights(
         )
     if not values.get("deepspeed_config"):
         raise UserError(f"{source} has no config.yaml next to it: give --deepspeed_config, the model and the data")
-    config, explicit = flags.from_values(values)
+    config = flags.from_values(values)
     file = file_of(found, output)
     if process.rank == 0 and not os.access(file.parent, os.W_OK | os.X_OK):
         raise UserError(f"{file.parent} is not a folder that can be written to; name a file with --output")
@@ -149,7 +149,7 @@ def evaluate_weights(
 
         on_cpu = get_accelerator().device_name() == "cpu"
     with doing("listing the images, building the model", shown=process.rank == 0):
-        run = resolve(config, explicit, World(process, on_cpu), sources)
+        run = resolve(config, World(process, on_cpu), sources)
     task, initial = run.model.task, run.model.initial_checkpoint
     if initial is not None and (missing := _missing(run.model.whole, task, initial.newly_initialised)):
         _evaluate_features_only(task, found, missing)

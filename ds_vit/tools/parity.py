@@ -199,7 +199,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, dict[s
     options = argparse.Namespace(**{name: words.pop(name, None) for name in sorted(own)})
     if options.launcher and not options.ranks:
         raise UserError("--launcher needs -n N: how many ranks it starts")
-    config, explicit = flags.from_values(words)
+    config = flags.from_values(words)
     quiet_deepspeed(config.verbose)  # it prints while it is imported
     from ds_vit.config.deepspeed_keys import DeepSpeedJson
 
@@ -207,7 +207,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, dict[s
     options.json = DeepSpeedJson.of(overlay(load_json(path), parse_set(config.set), path), path)
     options.layouts = None if options.layouts is None else parse_layouts(options.layouts)
     options.reference = None if options.reference is None else parse_layout(options.reference)
-    return options, {name: getattr(config, name) for name in sorted(explicit)}
+    return options, {name: getattr(config, name) for name in sorted(config.model_fields_set)}
 
 
 def parse_layout(text: str) -> LayoutRun:
@@ -407,7 +407,7 @@ def resolve_layout(
     try:
         rank = Process("env", 0, options.ranks, 0, options.ranks)
         world = World(rank, get_accelerator().device_name() == "cpu")
-        run = resolve(*flags.from_values(recipe), world)
+        run = resolve(flags.from_values(recipe), world)
     except UserError as error:
         text = str(error).replace(str(file), values["deepspeed_config"])
         raise UserError(text if reference is not None else f"reference {layout.name!r}: {text}") from None

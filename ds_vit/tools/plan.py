@@ -210,12 +210,12 @@ def cost_of_run(arguments: argparse.Namespace, request: PlanRequest) -> Cost:
     given |= {name: getattr(arguments, name) for name in ("model", "img_size", "model_ema") if getattr(arguments, name)}
     if isinstance(arguments.model_kwargs, list) and arguments.model_kwargs:
         given["model_kwargs"] = parse_kwargs(arguments.model_kwargs)
-    task = find_task(*from_values(given, arguments.recipe))
+    task = find_task(from_values(given, arguments.recipe))
     given |= {"dataset": "glyphs"} if task.has_text else {}
     given |= {"num_classes": request.spec.num_classes} if task.has_classes else {}
-    config, explicit = from_values(given, arguments.recipe)
+    config = from_values(given, arguments.recipe)
     one_rank = World(Process("none", 0, 1, 0, 1), on_cpu=False)
-    return Cost(resolve(config, explicit, one_rank, with_weights=False))
+    return Cost(resolve(config, one_rank, with_weights=False))
 
 
 # Output

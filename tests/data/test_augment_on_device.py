@@ -25,7 +25,7 @@ from ds_vit.data.augment.transforms import train_transform
 from ds_vit.data.device import finish_images, finish_targets
 from ds_vit.data.loader import training_transform
 from ds_vit.data.sampler import Share
-from ds_vit.data.settings import ImageConfig
+from ds_vit.data.settings import ImageConfig, SampleSpec
 from ds_vit.data.sources.datasets import open_source
 from ds_vit.planner.counting import most_allocated
 
@@ -246,4 +246,4 @@ def test_what_the_device_cannot_do_is_refused(flags, named):
     """Would catch a flag that is passed over on the device."""
     augment = AugmentConfig(**flags, augment_on="device")
     with pytest.raises(ValueError, match=f"^--augment-on device does not support {named}.*, or augment on the cpu$"):
-        training_transform(IMAGE, augment)
+        training_transform(SampleSpec(IMAGE, augment=augment))

@@ -70,7 +70,7 @@ def _folder(root: Path, classes: str, count: int, splits: tuple[str, ...] = ("tr
 
 def _config(*folders: Path, **more: object):
     values = {"deepspeed_config": "x.json", "data_dir": [str(folder) for folder in folders], **more}
-    return from_values(values)[0]
+    return from_values(values)
 
 
 def test_the_only_validation_split_has_the_numbers_of_training(tmp_path):

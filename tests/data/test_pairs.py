@@ -395,7 +395,7 @@ def test_from_flags(forms, monkeypatch, form):
     }[form]
     key = {"csv": "text", "arrow": "said"}[form]
     words += ["--csv-caption-key", key, "--val-fraction", "0.2", "--task", "clip"]
-    config, _ = flags.parse(["--deepspeed_config", "x.json", *words])
+    config = flags.parse(["--deepspeed_config", "x.json", *words])
     train, val, (line,) = _open_sources(config)
     assert (len(train), len(val)) == {"csv": (11, 3), "arrow": (22, 6)}[form]
     assert {text for n in range(len(train)) for text in train.captions(n)} < {

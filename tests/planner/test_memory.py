@@ -100,8 +100,8 @@ def words_of(case) -> list[str]:
 
 def predicted(words: list[str]) -> list[int]:
     """Bytes of a rank of each stage."""
-    config, explicit = parse(words)
-    plan = resolve(config, explicit, World(Process("env", 0, 2, 0, 2), on_cpu=True))
+    config = parse(words)
+    plan = resolve(config, World(Process("env", 0, 2, 0, 2), on_cpu=True))
     return [stage.together for stage in Cost(plan).memory()]
 
 

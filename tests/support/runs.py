@@ -27,8 +27,8 @@ def resolved(argv, world=1, rank=0, *, on_cpu=True):
     from ds_vit.training.resolve import resolve
     from ds_vit.training.run import World
 
-    config, explicit = parse([str(word) for word in argv])
-    return resolve(config, explicit, World(Process("env", rank, world, rank, world), on_cpu))
+    config = parse([str(word) for word in argv])
+    return resolve(config, World(Process("env", rank, world, rank, world), on_cpu))
 
 
 def refusal(capsys, argv):

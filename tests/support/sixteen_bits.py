@@ -272,8 +272,8 @@ def train_on_rank(
     quiet_deepspeed(False)
     results = []
     with pretend_fp16():
-        config, explicit = flags.parse([*argv])
-        run = resolve(config, explicit, World(discover(), on_cpu=True))
+        config = flags.parse([*argv])
+        run = resolve(config, World(discover(), on_cpu=True))
         groups = build_groups(run.layout)
         for given, of_seed in zip(map(Given, values), batches, strict=True):
             with mock.patch.object(Model, "weights_of", lambda model, tower, given=given: given):

@@ -43,7 +43,7 @@ def start(argv):
 
     quiet_deepspeed(False)
     process = discover()
-    config, explicit = flags.parse([str(word) for word in argv])
-    plan = resolve(config, explicit, World(process, on_cpu=True))
+    config = flags.parse([str(word) for word in argv])
+    plan = resolve(config, World(process, on_cpu=True))
     init_distributed(rendezvous(process))
     return build_engine(plan, torch.device("cpu"), build_groups(plan.layout))

@@ -307,4 +307,4 @@ def test_what_cannot_be_judged():
         (one, {"eval_knn": 1, "train_split": "", "eval_only": True}, "--train-split '' names none"),
     ):
         with pytest.raises(UserError, match=message):
-            chosen_evaluators(flags.from_values({**base, **settings})[0], source)
+            chosen_evaluators(flags.from_values({**base, **settings}), source)

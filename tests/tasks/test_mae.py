@@ -275,7 +275,7 @@ def test_another_mask_is_another_run(ranks, tmp_path):
 def test_flags_that_would_do_nothing(words, what):
     """A flag that is taken and forgotten."""
     with pytest.raises(UserError, match=what):
-        find_task(*flags.parse(["--deepspeed_config", "x.json", "--dataset", "digits", *words.split()]))
+        find_task(flags.parse(["--deepspeed_config", "x.json", "--dataset", "digits", *words.split()]))
 
 
 def test_layer_decay_has_no_place_for_a_decoder(tmp_path):

@@ -181,7 +181,7 @@ def test_what_is_written_starts(capsys, tmp_path, monkeypatch):
         paths = [Path(word) for word in shlex.split(line) if "/" in word]
         assert len(paths) >= 3
         assert all(path.is_absolute() and path.is_file() for path in paths), paths
-    plan = resolve(*training_of(folder), World(Process("env", 0, 4, 0, 4), on_cpu=False))
+    plan = resolve(training_of(folder), World(Process("env", 0, 4, 0, 4), on_cpu=False))
     assert plan.batch.global_batch == 64
     assert list(plan.model.bounds) == best["bounds"]
     fullest = Cost(plan).fullest(plan.batch)
@@ -211,7 +211,7 @@ def test_a_recipe_is_read_as_training_reads_it(capsys, tmp_path, monkeypatch):
     )
     words = ("--gpus", 2, "--recipe", "mine.yaml", "--pp", 1, "--tp", 1, "--global-batch", 2, "--write", "plan")
     assert planned(capsys, *words, base=["plan"])["layouts"][0]["recomputing"] == ""
-    config, _ = training_of(tmp_path / "plan")
+    config = training_of(tmp_path / "plan")
     assert (config.pp, config.tp, config.grad_checkpointing, config.img_size) == (1, 1, "", 32)
 
 
@@ -264,10 +264,8 @@ def test_every_task_is_planned_by_the_memory_of_its_run(capsys, tmp_path, task):
     [best, *others] = planned(capsys, *words, base=["plan"])["layouts"]
     assert {one["zero_stage"] for one in [best, *others]} == {1, 2, 3}
     classes = ("--num-classes", 1000) if task == "classification" else ()
-    config, explicit = training_of(
-        tmp_path / "plan", *classes, data="glyphs" if task in ("clip", "siglip") else "digits"
-    )
-    run = resolve(config, explicit, World(Process("env", 0, 2, 0, 2), on_cpu=False))
+    config = training_of(tmp_path / "plan", *classes, data="glyphs" if task in ("clip", "siglip") else "digits")
+    run = resolve(config, World(Process("env", 0, 2, 0, 2), on_cpu=False))
     fullest = Cost(run).fullest(run.batch)
     assert fullest.together == pytest.approx(best["memory"]["together"], rel=1e-3)
     assert main([str(word) for word in ("plan", *words, "--pp", 2)]) == 2

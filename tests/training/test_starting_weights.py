@@ -144,9 +144,9 @@ def test_two_places_to_start_from(tmp_path, capsys):
     argv = words("--model", NAME, "--initial-checkpoint", tmp_path / "w.safetensors")
     assert "are both given; keep one" in refusal(capsys, [*argv, "--pretrained"])
     (tmp_path / "recipe.yaml").write_text("pretrained: true\nmodel: vit_base_patch32_plus_256\n")
-    assert not parse([*argv, "--recipe", str(tmp_path / "recipe.yaml")])[0].pretrained
+    assert not parse([*argv, "--recipe", str(tmp_path / "recipe.yaml")]).pretrained
     (tmp_path / "recipe.yaml").write_text(f"initial_checkpoint: {tmp_path / 'w.safetensors'}\n")
-    kept = parse(words("--model", NAME, "--no-pretrained", "--recipe", tmp_path / "recipe.yaml"))[0]
+    kept = parse(words("--model", NAME, "--no-pretrained", "--recipe", tmp_path / "recipe.yaml"))
     assert kept.initial_checkpoint == str(tmp_path / "w.safetensors")
 
 

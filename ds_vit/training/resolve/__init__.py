@@ -46,7 +46,6 @@ MOST_LOG_INTERVAL = 50  # timm's
 
 def resolve(
     config: RunConfig,
-    explicit: frozenset[str],
     world: World,
     sources: tuple[Source, Source | None] | None = None,
     *,
@@ -56,7 +55,6 @@ def resolve(
 
     Args:
         config: the flags and the recipe.
-        explicit: which of them were given.
         world: this rank and its machine.
         sources: the images of training and evaluation, where the flags do not name them.
         with_weights: as for `resolve_model`.
@@ -64,7 +62,7 @@ def resolve(
     Raises:
         UserError: one message for people, with the numbers and the way out.
     """
-    task_type = find_task(config, explicit)
+    task_type = find_task(config)
     task_type.check_model_name(config.model)  # before the batch, which a misspelt name has nothing to do with
     if config.stop_before_seconds is not None and world.stop_at is None:
         raise UserError(
@@ -79,12 +77,12 @@ def resolve(
     data = resolve_data(config, world, layout, batch, sources)
     json, in_16_bits = sum_micro_batches(deepspeed.json, deepspeed.precision, batch)
     deepspeed = dataclasses.replace(deepspeed, json=json)
-    model = resolve_model(config, explicit, task_type, data, resumes=resume is not None, with_weights=with_weights)
+    model = resolve_model(config, task_type, data, resumes=resume is not None, with_weights=with_weights)
     _check_recomputation(deepspeed, model)
     model = find_fastest_stages(model, deepspeed, layout, batch)
     optimizer, schedule = None, None
     if not config.eval_only:
-        optimizer, schedule = resolve_update(config, explicit, deepspeed, data.order, model)
+        optimizer, schedule = resolve_update(config, deepspeed, data.order, model)
         data = dataclasses.replace(data, sizes=_image_sizes(config, schedule))
     json, origins = write_out(config, deepspeed, batch, model.whole.embed_dim, optimizer, schedule)
     graphs = optimizer is not None and replays_steps(config, deepspeed, layout, model.task, on_cpu=world.on_cpu)

@@ -34,7 +34,6 @@ from ds_vit.weights.initial_checkpoint import InitialCheckpoint, enumerate_some,
 
 def resolve_model(
     config: RunConfig,
-    explicit: frozenset[str],
     task_type: type[Task],
     data: Data,
     *,
@@ -45,7 +44,6 @@ def resolve_model(
 
     Args:
         config: the flags.
-        explicit: names of the flags that were given.
         task_type: the class of --task.
         data: the splits and the batch.
         resumes: the weights come from a checkpoint of this run.
@@ -62,7 +60,7 @@ def resolve_model(
         name=config.model,
         num_classes=num_classes,
         img_size=sizes[-1] if sizes else config.img_size,
-        drop_path_rate=config.drop_path if "drop_path" in explicit else None,
+        drop_path_rate=config.drop_path if "drop_path" in config.model_fields_set else None,
         model_kwargs={**config.model_kwargs, **({"drop_rate": config.drop} if config.drop else {})},
         teacher=describe_teacher(config),
     )

@@ -37,7 +37,7 @@ _FILLS = {
 
 
 def resolve_update(
-    config: RunConfig, explicit: frozenset[str], deepspeed: DeepSpeedSettings, order: SampleOrder, model: Model
+    config: RunConfig, deepspeed: DeepSpeedSettings, order: SampleOrder, model: Model
 ) -> tuple[Optimizer, Schedule]:
     """The JSON's optimizer and scheduler, completed by the flags.
 
@@ -72,8 +72,8 @@ def resolve_update(
     )
     rate, scheduler = None, {}
     if json.scheduler is not None:
-        _check_one_schedule(config, explicit, json, path)
-        scheduler, notes = _fill_scheduler(config, explicit, json, per_epoch, scheduled_steps)
+        _check_one_schedule(config, json, path)
+        scheduler, notes = _fill_scheduler(config, json, per_epoch, scheduled_steps)
         scheduler = {"warmup_max_lr": lr, **scheduler}
     else:
         warmup, notes = _warmup_steps(config, per_epoch, scheduled_steps)
@@ -179,18 +179,20 @@ def _unreached(config: RunConfig, steps_per_epoch: int, run: int) -> list[str]:
     ]
 
 
-def _check_one_schedule(config: RunConfig, explicit: frozenset[str], json: DeepSpeedJson, path: str) -> None:
+def _check_one_schedule(config: RunConfig, json: DeepSpeedJson, path: str) -> None:
     """Reject flags of a schedule next to the JSON's scheduler, except those that fill an "auto" of its parameters."""
     fixed = (name for name, parameter in _FILLS.items() if f"scheduler.params.{parameter}" not in json.auto)
     names = (*_EXCLUDED, *fixed)
-    both = [flags.spelling(n) for n in names if n in explicit and getattr(config, n) != flags.default_of(n)]
+    both = [
+        flags.spelling(n) for n in names if n in config.model_fields_set and getattr(config, n) != flags.default_of(n)
+    ]
     if both:
         kind = json.given("scheduler.type")
         raise UserError(f'{path} has a "scheduler" ({kind}) and {", ".join(both)} asks for another; keep one')
 
 
 def _fill_scheduler(
-    config: RunConfig, explicit: frozenset[str], json: DeepSpeedJson, per_epoch: int, horizon: int
+    config: RunConfig, json: DeepSpeedJson, per_epoch: int, horizon: int
 ) -> tuple[dict[str, float], list[str]]:
     """The flags' values for "auto" in the JSON's scheduler, except the rate after warm-up; and lines for people.
 
@@ -204,7 +206,7 @@ def _fill_scheduler(
         if warmup < 2:
             notes.append(f"scheduler.params.warmup_num_steps: DeepSpeed warms up for at least 2 steps, not {warmup}")
     # From 0 where no flag says otherwise, as in Hugging Face's integration.
-    lowest = config.warmup_lr if "warmup_lr" in explicit else 0.0
+    lowest = config.warmup_lr if "warmup_lr" in config.model_fields_set else 0.0
     return {"warmup_min_lr": lowest, "warmup_num_steps": max(1, warmup), "total_num_steps": horizon}, notes
 
 
