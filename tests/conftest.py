@@ -74,17 +74,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 # The files that take longest. Begun first, they do not keep one process busy when the others have nothing left to do.
 _LONGEST = (
     *("launch", "layouts", "cluster_slurm", "self_distillation", "contrastive", "benchmark_scripts"),
-    *(
-        "cluster_faults",
-        "deepspeed_verdicts",
-        "planned_memory",
-        "compile",
-        "memory",
-        "parity_tool",
-        "bench",
-        "examples_page",
-    ),
-    *("resume", "precision", "kill", "tensor_parallel", "cluster_doctor", "every_name", "finetune_page"),
+    *("cluster_faults", "deepspeed_verdicts", "planned_memory", "compile", "memory", "parity_tool", "bench"),
+    *("examples_page", "resume", "precision", "kill", "tensor_parallel", "cluster_doctor", "every_name"),
+    "finetune_page",
 )
 
 

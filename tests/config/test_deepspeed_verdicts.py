@@ -31,20 +31,8 @@ BASE: dict[str, Any] = {
 # Depth 2 for two pipeline stages; small partitions for ZeRO-3, where a persistent parameter is not partitioned.
 ARGS = [
     *("--model", "vit_tiny_patch16_224", "--model-kwargs", "patch_size=8", "embed_dim=24", "depth=2", "num_heads=2"),
-    *(
-        "--img-size",
-        "16",
-        "--dataset",
-        "digits",
-        "--val-split",
-        "",
-        "--no-aug",
-        "--workers",
-        "0",
-        "--warmup-steps",
-        "0",
-    ),
-    *("--sched", "constant", "--max-steps", "2", "--log-interval", "1"),
+    *("--img-size", "16", "--dataset", "digits", "--val-split", "", "--no-aug", "--workers", "0"),
+    *("--warmup-steps", "0", "--sched", "constant", "--max-steps", "2", "--log-interval", "1"),
 ]
 PLACES: dict[str, dict[str, Any]] = {f"ZeRO-{stage}": {"zero_optimization.stage": stage} for stage in range(4)}
 PLACES["ZeRO-3"]["zero_optimization.stage3_param_persistence_threshold"] = 0

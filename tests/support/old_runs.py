@@ -25,16 +25,7 @@ TINY += ["--model-kwargs", "patch_size=4", "embed_dim=8", "depth=2", "num_heads=
 TEXT = ["--dataset", "glyphs", "--text-width", "8", "--text-depth", "1", "--text-heads", "1", "--embed-dim", "8"]
 TEXT += ["--context-length", "24"]
 TASKS = {
-    "classification": [
-        *TINY,
-        "--dataset",
-        "digits",
-        "--set",
-        "optimizer.type=Lamb",
-        "--model-ema",
-        "--drop-path",
-        "0.2",
-    ],
+    "classification": [*TINY, "--dataset", "digits", "--set", "optimizer.type=Lamb", "--model-ema"],
     "distillation": [*TINY, "--dataset", "digits", "--kd-checkpoint", "teacher", "--mixup", "0.8"],
     "mae": ["--task", "mae", *TINY, "--dataset", "digits", "--decoder-dim", "8", "--decoder-depth", "1"],
     "clip": ["--task", "clip", *TINY, *TEXT],
@@ -42,6 +33,7 @@ TASKS = {
     "bridgetower": ["--task", "bridgetower", "--model", "local-dir:pretrained", "--pretrained", "--dataset", "glyphs"],
     "dino": ["--task", "dino", *TINY, "--dataset", "digits", "--local-crops-size", "4", "--prototypes", "16"],
 }
+TASKS["classification"] += ["--drop-path", "0.2"]
 TASKS["mae"] += ["--decoder-heads", "1"]
 TASKS["bridgetower"] += ["--context-length", "24", "--freeze", "bridgetower.*"]
 TASKS["dino"] += ["--local-crops-number", "2", "--head-hidden-dim", "8", "--head-bottleneck-dim", "8"]

@@ -21,6 +21,7 @@ from typing import Any, ClassVar, NamedTuple
 import timm
 import torch
 import torch.nn.functional as F
+from plain_dino import koleo
 from timm.layers import GELUTanh
 from timm.models.vision_transformer import Block
 from torch import nn
@@ -348,15 +349,8 @@ class SelfDistillation(PlainTask):
         masks = batch["masks"].flatten(0, 1)
         shares = ((1 / masks.sum(1).clamp(min=1))[:, None].expand(masks.shape)[masks] / len(masks)).to(crops.dtype)
         ibot = -(patch_targets * (of_patches / STUDENT_TEMPERATURE).log_softmax(-1)).sum(-1) @ shares
-        koleo = sum(_koleo(rows) for rows in classes.unflatten(0, (-1, 2)).unbind(1))
-        return dino + ibot + KOLEO * koleo
-
-
-def _koleo(features: torch.Tensor) -> torch.Tensor:
-    """Minus the mean logarithm of the distance to the nearest row."""
-    rows = F.normalize(features, dim=-1, eps=1e-8)
-    nearest = (rows @ rows.T).detach().fill_diagonal_(-1.0).argmax(1)
-    return -(F.pairwise_distance(rows, rows[nearest], eps=1e-8) + 1e-8).log().mean()
+        spread = sum(koleo(rows) for rows in classes.unflatten(0, (-1, 2)).unbind(1))
+        return dino + ibot + KOLEO * spread
 
 
 TASKS: dict[str, type[PlainTask]] = {

@@ -12,6 +12,7 @@ import timm
 import torch
 import torchvision
 import yaml
+from curves import train_in, train_main
 from project import ROOT
 from runs import run_quietly
 from safetensors.torch import load_file, save_file
@@ -43,8 +44,6 @@ def right(result):
 @pytest.fixture(scope="module")
 def run_folder(ranks, real_images, tmp_path_factory):
     """A run of one step on CIFAR-10's images, whose weights are then replaced by ones that no layer leaves alone."""
-    from curves import train_in
-
     base = tmp_path_factory.mktemp("eval")
     data = oracle.cifar_splits(real_images, base / "data", 20, IMAGES)
     argv = ["--model", oracle.MODEL, *oracle.kwargs_words(KWARGS), "--img-size", oracle.IMG_SIZE, "--data-dir", data]
@@ -220,13 +219,6 @@ def test_figures_of_other_data_are_not_replaced_in_silence(tmp_path):
         assert _other_data_in(file, {**result, **other}) == ", in place of those of pets val: --output keeps both"
 
 
-def train_main_on_rank(argv):
-    """On a rank: launch/train.py's exit code."""
-    from ds_vit.train import main
-
-    return main(argv)
-
-
 def test_eval_only_is_the_same_evaluation(ranks, run_folder, tmp_path):
     """Two roads that part: a pretended optimizer in the files, images that are counted on one of them alone."""
     data = tmp_path / "data"
@@ -239,7 +231,7 @@ def test_eval_only_is_the_same_evaluation(ranks, run_folder, tmp_path):
     output = tmp_path / "out"
     words = ["--recipe", run_folder / "config.yaml", "--initial-checkpoint", run_folder / "model.safetensors", *words]
     argv = [str(word) for word in [*words, "--eval-only", "--output", output]]
-    assert ranks.run(2, train_main_on_rank, argv) == [0, 0]
+    assert ranks.run(2, train_main, argv) == [0, 0]
     [row] = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     assert (row["kind"], row["step"]) == ("eval", 0)
     assert (row["top1"], row["top5"], row["images"]) == (result["top1"], result["top5"], IMAGES - 1)

@@ -217,17 +217,7 @@ def test_a_recipe_is_read_as_training_reads_it(capsys, tmp_path, monkeypatch):
 
 def test_days_are_those_of_the_data_set(capsys):
     """ImageNet's number of images for a recipe of another data set."""
-    words = [
-        *BASE[:1],
-        "--gpus",
-        "2",
-        "--gpu",
-        "a100",
-        "--global-batch",
-        "64",
-        "--recipe",
-        "launch/recipes/digits.yaml",
-    ]
+    words = ["plan", "--gpus", "2", "--gpu", "a100", "--global-batch", "64", "--recipe", "launch/recipes/digits.yaml"]
     assert main(words) == 0
     said = capsys.readouterr().out
     assert "1,281,167" not in said
