@@ -30,7 +30,7 @@ def row(name: str) -> list[str]:
         takes = f"{takes or describe_values(name).removeprefix('auto or ')}: {bounds.removeprefix('auto, or ')}"
     text = ", ".join(f"`{task}`" for task in meta.task.split())
     text = f"{text}: {meta.text}" if text else meta.text
-    if idle := [words for *_, words in conditions_of(name)]:
+    if idle := dict.fromkeys(words for *_, words in conditions_of(name)):
         text += f". No effect {'; '.join(idle)}"
     text += f". In the JSON: `{KEY_OF_FLAG[name]}`" if name in KEY_OF_FLAG else ""
     text = re.sub(r"--[a-z][\w-]*", r"`\g<0>`", text.replace("<", "&lt;"))

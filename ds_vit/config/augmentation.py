@@ -53,6 +53,7 @@ _NONE_IS_EMPTY = BeforeValidator(lambda word: "" if word == "none" else word)
 _REPLACED_BY_AA = (lambda c: c.aa and "3a" not in c.aa, "under --aa, which replaces the colour jitter")
 _WHOLE_IMAGES = ("train_crop_mode=rkrc|rkrr", "with --train-crop-mode rkrc or rkrr: whole images")
 _DRAWS_BOX = ("cutmix_minmax", "with --cutmix-minmax, which draws the box itself")
+_BOTH = "unless --mixup and --cutmix are both on"
 _MIXES = "mixup or cutmix or cutmix_minmax"
 
 
@@ -103,7 +104,7 @@ class MixConfig(Settings, section="augmentation"):
     )
     mixup_prob: Probability = flag(1.0, "probability of mixing a pair", needs=_MIXES)
     mixup_switch_prob: Probability = flag(
-        0.5, "probability of cutmix if both are on", needs=["mixup", "cutmix or cutmix_minmax"]
+        0.5, "probability of cutmix if both are on", needs=[("mixup", _BOTH), ("cutmix or cutmix_minmax", _BOTH)]
     )
     mixup_off_epoch: Epochs = flag(0, "stop mixing from this epoch on (0: never)", needs=_MIXES)
     smoothing: Below1 = flag(0.1, "label smoothing", section="loss", neutral=(0.0,))

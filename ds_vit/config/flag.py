@@ -133,9 +133,7 @@ class Kind(NamedTuple):
     def range(self) -> str:
         """As in "--epochs must be at least 1 and at most 1,000,000, not 0"; empty if all are valid."""
         words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
-        shown = (f"{words[name]} {low:,}" if isinstance(low, int) else f"{words[name]} {low:g}"
-                 for name, low in self.bounds.items())  # fmt: skip
-        return " and ".join(shown)
+        return " and ".join(f"{words[name]} {bound:,}" for name, bound in self.bounds.items())
 
 
 def kinds_of(hint: Any, constraints: Sequence[Any] = ()) -> Iterator[Kind]:
@@ -153,9 +151,8 @@ def kinds_of(hint: Any, constraints: Sequence[Any] = ()) -> Iterator[Kind]:
     elif origin is Literal:
         yield Kind(str, None, tuple(word for word in arguments if word), {})
     elif hint is not NoneType:
-        found = {name: bound for one in constraints for name in ("ge", "gt", "le", "lt")
-                 if (bound := getattr(one, name, None)) is not None}  # fmt: skip
-        yield Kind(origin or hint, None, (), found)
+        bounds = [(name, getattr(one, name, None)) for one in constraints for name in ("ge", "gt", "le", "lt")]
+        yield Kind(origin or hint, None, (), {name: bound for name, bound in bounds if bound is not None})
 
 
 # ---- the base of all settings ----------------------------------------------------------------------------------------

@@ -301,13 +301,7 @@ def parse(argv: Sequence[str] | None = None, program: str = "train.py", examples
     given, recipe, problems = _split(build_parser(program, examples=examples), argv)
     remedy = "ds-vit from-timm 'COMMAND' translates a whole command of timm's, ds-vit from-open-clip one of open_clip's"
     remedy *= len(problems) > 1
-    try:
-        parsed = from_values(given, recipe)
-    except UserError as error:
-        raise UserError(*problems, *error.problems, remedy=remedy) from None
-    if problems:
-        raise UserError(*problems, remedy=remedy)
-    return parsed
+    return from_values(given, recipe, problems, remedy)
 
 
 def read_words(
@@ -334,12 +328,12 @@ def read_words(
     return over_recipe(stored, {**given, **own}, eval_only=eval_only)
 
 
-def _load_with(recipe: str | None, problems: Sequence[str]) -> dict[str, Any]:
+def _load_with(recipe: str | None, problems: Sequence[str], remedy: str = "") -> dict[str, Any]:
     """The recipe, empty without one; its problems are raised with others."""
     try:
         return load_recipe(recipe) if recipe else {}
     except UserError as error:
-        raise UserError(*problems, *error.problems) from None
+        raise UserError(*problems, *error.problems, remedy=remedy) from None
 
 
 def _split(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> tuple[dict[str, Any], str | None, list[str]]:
@@ -409,25 +403,34 @@ def over_recipe(recipe: Mapping[str, Any], given: Mapping[str, Any], *, eval_onl
     return {name: value for name, value in values.items() if name in given or name not in dropped}
 
 
-def from_values(values: Mapping[str, Any], recipe: str | None = None) -> RunConfig:
+def from_values(
+    values: Mapping[str, Any], recipe: str | None = None, others: Sequence[str] = (), remedy: str = ""
+) -> RunConfig:
     """The settings from values by their recipe names, over a recipe; see `parse`.
+
+    Args:
+        values: of a command line or a program.
+        recipe: the path of a recipe.
+        others: problems that are already known, and are raised with those that are found.
+        remedy: a last line for all problems.
 
     Raises:
         UserError: unknown names (with the nearest flag), invalid values, or incompatible flags; all at once.
     """
-    given, problems = read_values(values)
+    given, invalid_values = read_values(values)
+    problems = [*others, *invalid_values]
     # An invalid value still turns on the flags that need it.
     invalid: dict[str, Any] = {
         name: str(value) for name, value in values.items() if name in FLAGS and name not in given
     }
     if recipe:
-        given = over_recipe(_load_with(recipe, problems), given)
+        given = over_recipe(_load_with(recipe, problems, remedy), given)
     if isinstance(given.get("deepspeed_config"), str):
         given["deepspeed_config"] = or_shipped(given["deepspeed_config"])
     config = RunConfig.model_validate(given)
     problems += find_problems(config, idle_flags(config.model_copy(update=invalid)))
     if problems:
-        raise UserError(*problems)
+        raise UserError(*problems, remedy=remedy)
     return config
 
 

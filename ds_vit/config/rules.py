@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
 
 from ds_vit.config.flag import Condition, Scope, spelling
 from ds_vit.config.schema import FLAGS, RunConfig, default_of, is_requested
@@ -20,39 +19,33 @@ REPLACES = (
 # ---- conditions ------------------------------------------------------------------------------------------------------
 
 
-def _read(part: str) -> tuple[str, bool, list[str]]:
+def _parts(condition: str) -> list[tuple[str, bool, list[str]]]:
     """`tp!=1` → its flag, whether it asks for a difference, and the patterns; no pattern asks for the flag to be on."""
-    name, _, patterns = part.replace("!=", "=").partition("=")
-    return name, "!=" in part, patterns.split("|") if patterns else []
+    cut = [(part.replace("!=", "=").partition("="), "!=" in part) for part in condition.split(" or ")]
+    return [(name, differs, patterns.split("|") if patterns else []) for (name, _, patterns), differs in cut]
 
 
 def _holds(condition: Condition, config: RunConfig) -> bool:
     asked = condition if isinstance(condition, str) else condition[0]
     if not isinstance(asked, str):
         return bool(asked(config))
-    return any(_part_holds(*_read(part), config) for part in asked.split(" or "))
-
-
-def _part_holds(name: str, differs: bool, patterns: Sequence[str], config: RunConfig) -> bool:
-    value = getattr(config, name)
-    if not patterns:
-        return bool(value)
-    items = value if isinstance(value, tuple) else (value,)
-    texts = [f"{item:g}" if isinstance(item, float) else str(item) for item in items]
-    return any(fnmatchcase(text, pattern) for text in texts for pattern in patterns) != differs
+    for name, differs, patterns in _parts(asked):
+        value = getattr(config, name)
+        items = value if isinstance(value, tuple) else (value,)
+        texts = [f"{item:g}" if isinstance(item, float) else str(item) for item in items]
+        matches = any(fnmatchcase(text, pattern) for text in texts for pattern in patterns)
+        if matches != differs if patterns else value:
+            return True
+    return False
 
 
 def _in_words(condition: Condition, *, is_needed: bool) -> str:
     """The end of "--flag has no effect …"."""
     if not isinstance(condition, str):
         return condition[1]
-    parts = [_read(part) for part in condition.split(" or ")]
-    shown = [
-        f"{spelling(name)} {'' if differs else _or(patterns).replace('*', '…')}".strip()
-        for name, differs, patterns in parts
-    ]
-    has_values = any(patterns and not differs for _, differs, patterns in parts)
-    return f"{'with' if not is_needed else 'unless' if has_values else 'without'} {_or(shown)}"
+    values = {name: [] if differs else patterns for name, differs, patterns in _parts(condition)}
+    shown = [f"{spelling(name)} {_or(patterns).replace('*', '…')}".strip() for name, patterns in values.items()]
+    return f"{'with' if not is_needed else 'unless' if any(values.values()) else 'without'} {_or(shown)}"
 
 
 def _or(words: Sequence[str]) -> str:
@@ -98,13 +91,13 @@ def find_problems(config: RunConfig, idle: dict[str, str]) -> Iterator[str]:
         if getattr(config, name) == default_of(name):
             continue
         for condition, why in meta.excludes.items():
-            other, _, patterns = _read(condition)
+            other, _, patterns = _parts(condition)[0]
             if _holds(condition, config) if patterns else getattr(config, other) != default_of(other):
                 both = f"{_written(name, config)} and {_written(other, config)} are both given"
                 yield f"{both}{why and f': {why}'}; keep one"
         if meta.key in keys:
             yield f"{_written(name, config)} and --set {meta.key} are both given; keep one"
-    yield from filter(None, (rule(config) for rule in _RULES))
+    yield from _misfits(config)
     for name, reason in idle.items():
         if is_requested(name, config):
             yield f"{spelling(name)} has no effect {reason}; drop it"
@@ -117,46 +110,20 @@ def _written(name: str, config: RunConfig) -> str:
     return spelling(name) + ("" if value is True else f" {shown}")
 
 
-def _dropout_once(config: RunConfig) -> str:
-    if not config.drop or "drop_rate" not in config.model_kwargs:
-        return ""
-    rate = config.model_kwargs["drop_rate"]
-    return f"--drop {config.drop} and --model-kwargs drop_rate={rate} are both given; keep one"
-
-
-def _resumes_in_a_folder(config: RunConfig) -> str:
-    if config.resume != "auto" or config.output:
-        return ""
-    return "--resume auto looks for checkpoints in the run's folder: give it by --output DIR"
-
-
-def _rolls_back_to_a_step(config: RunConfig) -> str:
-    if not config.rollback or not Interval.parse(config.checkpoint_interval, "--checkpoint-interval").seconds:
-        return ""
-    interval = f"--checkpoint-interval {config.checkpoint_interval}"
-    return f"--rollback {config.rollback} does not work with {interval}; give it in steps, or epoch"
-
-
-def _one_weight_per_folder(config: RunConfig) -> str:
+def _misfits(config: RunConfig) -> Iterator[str]:
+    """Values of several flags that do not fit together."""
+    if config.drop and "drop_rate" in config.model_kwargs:
+        rate = config.model_kwargs["drop_rate"]
+        yield f"--drop {config.drop} and --model-kwargs drop_rate={rate} are both given; keep one"
+    if config.resume == "auto" and not config.output:
+        yield "--resume auto looks for checkpoints in the run's folder: give it by --output DIR"
+    if config.rollback and Interval.parse(config.checkpoint_interval, "--checkpoint-interval").seconds:
+        interval = _written("checkpoint_interval", config)
+        yield f"--rollback {config.rollback} does not work with {interval}; give it in steps, or epoch"
     num_folders = 1 if isinstance(config.data_dir, str) else len(config.data_dir)
-    if num_folders == 1 or len(config.data_weights) in (0, num_folders):
-        return ""
-    return f"--data-weights has {len(config.data_weights)} numbers for the {num_folders} folders of --data-dir"
-
-
-def _last_size_is_the_models(config: RunConfig) -> str:
+    if num_folders > 1 and len(config.data_weights) not in (0, num_folders):
+        yield f"--data-weights has {len(config.data_weights)} numbers for the {num_folders} folders of --data-dir"
     flag = "--img-size-schedule" if config.img_size_schedule else "--train-img-sizes"
     sizes = all_sizes(config.img_size_schedule, config.train_img_sizes)
-    if not sizes or config.img_size in (None, sizes[-1]):
-        return ""
-    return f"{flag} ends at {sizes[-1]}, and --img-size is {config.img_size}; make them equal, or drop it"
-
-
-_RULES: tuple[Callable[[RunConfig], Any], ...] = (
-    _dropout_once,
-    _resumes_in_a_folder,
-    _rolls_back_to_a_step,
-    _one_weight_per_folder,
-    _last_size_is_the_models,
-)
-"""Values of several flags that must fit; each gives a problem, or nothing."""
+    if sizes and config.img_size not in (None, sizes[-1]):
+        yield f"{flag} ends at {sizes[-1]}, and --img-size is {config.img_size}; make them equal, or drop it"

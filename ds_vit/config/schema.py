@@ -631,6 +631,9 @@ def what_is_wrong(values: Mapping[str, Any]) -> tuple[RunConfig, dict[str, list[
             wrong |= {name: _problems(name, values[name], of_name) for name, of_name in details.items()}
 
 
+_OUT_OF_RANGE = {"finite_number", "greater_than", "greater_than_equal", "less_than", "less_than_equal"}
+
+
 def _problems(name: str, value: Any, details: Sequence[Any]) -> list[str]:
     """What pydantic found wrong with a value, for people."""
     types = {detail["type"] for detail in details}
@@ -644,7 +647,7 @@ def _problems(name: str, value: Any, details: Sequence[Any]) -> list[str]:
     if types == {"literal_error"}:
         words = kinds_of_flag(name)[0].words
         return [f"{spelling(name)} {shown} is none of {', '.join(words)}{did_you_mean(shown, words)}"]
-    if types & {"finite_number", "greater_than", "greater_than_equal", "less_than", "less_than_equal"}:
+    if types & _OUT_OF_RANGE and not types & {"missing", "too_long"}:
         return [f"{spelling(name)} {describe_range(name)}, not {shown}"]
     is_list = items is value and any(kind.length is not None for kind in kinds_of_flag(name))
     return [f"{spelling(name)} takes {describe_values(name)}, not {shown if is_list else repr(value)}"]

@@ -104,7 +104,7 @@ REFUSED = {
     "--aa rand-m9 --color-jitter 0.2": "--color-jitter has no effect under --aa",
     "--mixup 0.2 --cutmix 1 --cutmix-minmax 0.2 0.8": "--cutmix has no effect with --cutmix-minmax",
     "--mixup-off-epoch 3": "--mixup-off-epoch has no effect without --mixup, --cutmix or --cutmix-minmax",
-    "--mixup 0.8 --mixup-switch-prob 0.3": "--mixup-switch-prob has no effect without --cutmix or --cutmix-minmax",
+    "--mixup 0.8 --mixup-switch-prob 0.3": "--mixup-switch-prob has no effect unless --mixup and --cutmix are both on",
     "--dataset digits": "--data-dir has no effect with --dataset digits",
     "--dataset glyphs --data-dir= --exif-rotation on": "--exif-rotation has no effect with --dataset digits or glyphs",
     "--csv-separator , --dataset hfds/x": "--csv-separator has no effect unless --dataset csv/… or --data-dir csv/…",
