@@ -22,6 +22,7 @@ class EngineSettings:
     """Number formats, ZeRO, recomputation, compilation.
 
     Attributes:
+        path: of the DeepSpeed JSON, named in messages.
         json: the DeepSpeed JSON without "auto".
         precision: number formats.
         checkpointing: of activations.
@@ -31,11 +32,12 @@ class EngineSettings:
         notes: lines for people.
     """
 
+    path: str
     json: DeepSpeedJson
     precision: Precision
     checkpointing: Checkpointing
-    compile_mode: str | None
-    graphs: bool
+    compile_mode: str | None = None
+    graphs: bool = False
     origins: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
     notes: tuple[str, ...] = field(default=(), compare=False)
 

@@ -194,8 +194,7 @@ def legal(run: Run) -> tuple[BatchSizes, ...]:
 def _with_sums(run: Run) -> Run:
     """With the gradients in the type that the most micro-batches would be summed in."""
     most = max(legal(run), key=lambda batch: batch.accumulation)
-    json, _ = sum_micro_batches(run.engine.json, run.engine.precision, most)
-    return replace(run, engine=replace(run.engine, json=json))
+    return replace(run, engine=sum_micro_batches(run.engine, most))
 
 
 def by_estimate(run: Run, memory: Memory) -> Found:
@@ -302,13 +301,9 @@ def _with_batch(run: Run, batch: BatchSizes, note: str) -> Run:
     share = replace(run.data.share, micro_batch=batch.micro_batch, accumulation=batch.accumulation)
     lines = tuple(line.replace(str(run.batch), str(batch)) for line in run.data.notes)
     rows = run.config.validation_batch_size or batch.micro_batch
-    json, summed = sum_micro_batches(run.engine.json, run.engine.precision, batch)
-    engine = replace(
-        run.engine,
-        json=json.replace(batch.as_json()),
-        origins={**run.engine.origins, **dict.fromkeys(KEYS[1:], "--auto-batch")},
-        notes=tuple(dict.fromkeys((*run.engine.notes, *summed))),
-    )
+    engine = sum_micro_batches(run.engine, batch)
+    origins = {**engine.origins, **dict.fromkeys(KEYS[1:], "--auto-batch")}
+    engine = replace(engine, json=engine.json.replace(batch.as_json()), origins=origins)
     data = replace(run.data, share=share, eval_rows=rows, notes=(*lines, note))
     return replace(run, batch=batch, data=data, engine=engine)
 

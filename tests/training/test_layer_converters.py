@@ -30,6 +30,7 @@ def test_what_is_done_to_a_layer_in_order(stage, compute, norms, tp, compiled, b
     """A layer that ZeRO-3 takes before it is cut would be cut in its shares; a frozen one after it would be trained."""
     reads_class_token = Model.reads_class_token.fget(SimpleNamespace(bounds=bounds))
     engine = EngineSettings(
+        path="",
         json=DeepSpeedJson.of({"zero_optimization": {"stage": stage}}),
         precision=Precision(compute, compute),
         checkpointing=Checkpointing(),

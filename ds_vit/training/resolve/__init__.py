@@ -31,7 +31,7 @@ from ds_vit.models.layers import BlockLayer
 from ds_vit.optim.settings import Schedule
 from ds_vit.tasks import find_task
 from ds_vit.training.resolve.data import resolve_batch, resolve_data
-from ds_vit.training.resolve.deepspeed import DeepSpeedSettings, read, sum_micro_batches, write_out
+from ds_vit.training.resolve.deepspeed import read, sum_micro_batches, write_out
 from ds_vit.training.resolve.engine import check_compilation, describe_machine, replays_steps, resolve_layout
 from ds_vit.training.resolve.model import find_fastest_stages, resolve_model
 from ds_vit.training.resolve.optimizer import resolve_update
@@ -69,23 +69,23 @@ def resolve(
             "--stop-before-seconds has no effect: no Slurm job says when it ends (SLURM_JOB_END_TIME); "
             "give --time-limit"
         )
-    deepspeed = read(config, on_cpu=world.on_cpu)
-    layout = resolve_layout(config, world.process, deepspeed)
-    compiling = check_compilation(config, on_cpu=world.on_cpu)
+    engine, file = read(config, on_cpu=world.on_cpu)
+    layout = resolve_layout(config, world.process, engine)
+    machine = describe_machine(world, engine, asks_for_gpu=file.asks_for_gpu)
+    notes = (*machine, *engine.notes, *check_compilation(config, on_cpu=world.on_cpu))
     resume = find_resume(config)
-    batch, kept = resolve_batch(config, deepspeed, layout, resume)
+    batch, kept = resolve_batch(config, engine, layout, resume, of_a_run=file.of_a_run)
+    engine = sum_micro_batches(dataclasses.replace(engine, notes=notes), batch)
     data = resolve_data(config, world, layout, batch, sources)
-    json, in_16_bits = sum_micro_batches(deepspeed.json, deepspeed.precision, batch)
-    deepspeed = dataclasses.replace(deepspeed, json=json)
     model = resolve_model(config, task_type, data, resumes=resume is not None, with_weights=with_weights)
-    _check_recomputation(deepspeed, model)
-    model = find_fastest_stages(model, deepspeed, layout, batch)
+    _check_recomputation(engine, model)
+    model = find_fastest_stages(model, engine, layout, batch)
     optimizer, schedule = None, None
     if not config.eval_only:
-        optimizer, schedule = resolve_update(config, deepspeed, data.order, model)
+        optimizer, schedule = resolve_update(config, engine, data.order, model)
         data = dataclasses.replace(data, sizes=_image_sizes(config, schedule))
-    json, origins = write_out(config, deepspeed, batch, model.whole.embed_dim, optimizer, schedule)
-    graphs = optimizer is not None and replays_steps(config, deepspeed, layout, model.task, on_cpu=world.on_cpu)
+    engine = write_out(config, engine, file.values, batch, model.whole.embed_dim, optimizer, schedule)
+    graphs = optimizer is not None and replays_steps(config, engine, layout, model.task, on_cpu=world.on_cpu)
     run = Run(
         config,
         world.process,
@@ -95,15 +95,7 @@ def resolve(
         model,
         optimizer,
         schedule,
-        EngineSettings(
-            json=json,
-            precision=deepspeed.precision,
-            checkpointing=deepspeed.checkpointing,
-            compile_mode=config.compile_mode if config.compile else None,
-            graphs=graphs,
-            origins=origins,
-            notes=(*describe_machine(world, deepspeed), *deepspeed.notes, *compiling, *in_16_bits),
-        ),
+        dataclasses.replace(engine, graphs=graphs),
         _resolve_output(config, world, resume, schedule),
     )
     return run if resume is None else _check_resume(run, resume)
@@ -141,9 +133,9 @@ def _image_sizes(config: RunConfig, schedule: Schedule) -> ImageSizes | None:
     return size_schedule(text, schedule.horizon.total_steps) if text else None
 
 
-def _check_recomputation(deepspeed: DeepSpeedSettings, model: Model) -> None:
+def _check_recomputation(engine: EngineSettings, model: Model) -> None:
     """Reject recomputation of a model without blocks, where it would have no effect."""
-    interval, task = deepspeed.checkpointing.interval, model.task
+    interval, task = engine.checkpointing.interval, model.task
     if interval and not any(isinstance(layer, BlockLayer) for layer in task.layers(model.whole)):
         raise UserError(
             f"activation_checkpoint_interval {interval} in the JSON has no effect with --task {task.name}, whose model "

@@ -25,11 +25,11 @@ from ds_vit.data.sources.source import (
     is_image,
     shortened,
 )
+from ds_vit.engine.settings import EngineSettings
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.parallel.layout import Layout
 from ds_vit.tasks import TASKS
 from ds_vit.tasks.zero_shot import open_zero_shot
-from ds_vit.training.resolve.deepspeed import DeepSpeedSettings
 from ds_vit.training.resume import Resume, check_micro_batch, keep_global_batch
 from ds_vit.training.run import World
 from ds_vit.weights.files import find_weights
@@ -38,7 +38,7 @@ _SHOWN_PROMPTS = 3
 
 
 def resolve_batch(
-    config: RunConfig, deepspeed: DeepSpeedSettings, layout: Layout, resume: Resume | None
+    config: RunConfig, engine: EngineSettings, layout: Layout, resume: Resume | None, *, of_a_run: bool
 ) -> tuple[BatchSizes, list[str]]:
     """The batch arithmetic, which is the checkpoint's in a run that resumes, and lines for people.
 
@@ -46,20 +46,20 @@ def resolve_batch(
         UserError: an impossible batch.
     """
     if config.auto_batch:
-        _check_nothing_fixed(config, deepspeed)
-    of_json = deepspeed.json.train_batch_size
+        _check_nothing_fixed(config, engine, of_a_run=of_a_run)
+    of_json = engine.json.train_batch_size
     resumes = resume is not None and of_json == resume.global_batch and not config.allow_batch_change
     batch = batch_sizes(
-        deepspeed.json,
-        deepspeed.path,
+        engine.json,
+        engine.path,
         dp=layout.dp,
         batch_size=config.batch_size,
         grad_accum_steps=config.grad_accum_steps,
-        follow=deepspeed.of_a_run or resumes,
+        follow=of_a_run or resumes,
     )
     notes: list[str] = []
-    if any(of_json and getattr(deepspeed.json, key) not in (None, number) for key, number in batch.as_json().items()):
-        notes.append(f"the global batch of {deepspeed.path} is kept: {batch}")
+    if any(of_json and getattr(engine.json, key) not in (None, number) for key, number in batch.as_json().items()):
+        notes.append(f"the global batch of {engine.path} is kept: {batch}")
     if resume is not None:
         fixed = of_json is not None
         batch, kept = keep_global_batch(batch, resume, fixed=fixed, allow=config.allow_batch_change)
@@ -138,13 +138,13 @@ def _zero_shot(config: RunConfig) -> ZeroShotData | None:
     return open_zero_shot(config.zeroshot, config.zeroshot_templates, folder or None)
 
 
-def _check_nothing_fixed(config: RunConfig, deepspeed: DeepSpeedSettings) -> None:
+def _check_nothing_fixed(config: RunConfig, engine: EngineSettings, *, of_a_run: bool) -> None:
     """Reject a JSON that fixes what --auto-batch chooses; in a JSON that a run wrote, the two numbers follow."""
     for key in KEYS:
-        is_followed = key == "train_batch_size" or (deepspeed.of_a_run and key not in parse_set(config.set))
-        if getattr(deepspeed.json, key) is not None and not is_followed:
+        is_followed = key == "train_batch_size" or (of_a_run and key not in parse_set(config.set))
+        if getattr(engine.json, key) is not None and not is_followed:
             raise UserError(
-                f"{deepspeed.path} fixes {key} to {getattr(deepspeed.json, key)}, which --auto-batch is to find; write "
+                f"{engine.path} fixes {key} to {getattr(engine.json, key)}, which --auto-batch is to find; write "
                 f'"auto" there or say --set {key}=auto, or drop --auto-batch'
             )
 

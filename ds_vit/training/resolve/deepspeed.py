@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -12,11 +12,12 @@ from ds_vit.config import RunConfig, deepspeed_rules
 from ds_vit.config.batch import BatchSizes
 from ds_vit.config.deepspeed_json import derived_path, leaves, load_json, overlay
 from ds_vit.config.deepspeed_keys import DeepSpeedJson, read_json
-from ds_vit.config.deepspeed_rules import Checkpointing, Precision
+from ds_vit.config.deepspeed_rules import Precision
 from ds_vit.config.deepspeed_verdicts import idle_keys, rejected
 from ds_vit.config.flag import spelling
 from ds_vit.config.schema import KEY_OF_FLAG
 from ds_vit.config.units import parse_set
+from ds_vit.engine.settings import EngineSettings
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.optim.build import optimizer_class
 from ds_vit.optim.settings import Optimizer, Schedule
@@ -26,33 +27,22 @@ _PRECISIONS = ("bf16", "fp16", "torch_autocast")
 IDLE = "DeepSpeed keys without effect in this run: "
 
 
-@dataclass(frozen=True)
-class DeepSpeedSettings:
-    """The JSON as read, and its number formats and recomputation.
+class File(NamedTuple):
+    """A DeepSpeed JSON as it stands.
 
     Attributes:
-        path: the file, named in messages.
-        json: the file without its idle keys.
-        precision: the number formats.
-        checkpointing: of activations.
-        file: the file with the values of --set, before anything was resolved.
-        of_a_run: the file was written by a run: its global batch counts, and the two other numbers of the batch follow.
-        asks_for_gpu: the file asks for a 16-bit type, by name or "auto"; a CPU is slow in it, or takes another.
-        notes: lines for people.
+        values: with those of --set, before anything was resolved.
+        of_a_run: a run wrote it: its global batch counts, and the two other numbers of the batch follow.
+        asks_for_gpu: for a 16-bit type, by name or "auto"; a CPU is slow in it, or takes another.
     """
 
-    path: str
-    json: DeepSpeedJson
-    precision: Precision
-    checkpointing: Checkpointing
-    file: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    of_a_run: bool = False
-    asks_for_gpu: bool = False
-    notes: tuple[str, ...] = field(default=(), compare=False)
+    values: Mapping[str, Any]
+    of_a_run: bool
+    asks_for_gpu: bool
 
 
-def read(config: RunConfig, *, on_cpu: bool) -> DeepSpeedSettings:
-    """Read the JSON as far as possible without the rest of the run.
+def read(config: RunConfig, *, on_cpu: bool) -> tuple[EngineSettings, File]:
+    """Read the JSON as far as possible without the rest of the run; its idle keys are left out.
 
     Raises:
         UserError: invalid keys or values, or flags that contradict them.
@@ -107,7 +97,9 @@ def read(config: RunConfig, *, on_cpu: bool) -> DeepSpeedSettings:
     )
     if problems or precision is None or checkpointing is None:
         raise UserError(*problems)
-    return DeepSpeedSettings(path, json, precision, checkpointing, file, of_a_run, asks_for_gpu, tuple(notes))
+    mode = config.compile_mode if config.compile else None
+    engine = EngineSettings(path, json, precision, checkpointing, mode, notes=tuple(notes))
+    return engine, File(file, of_a_run, asks_for_gpu)
 
 
 def optimizer_of(json: DeepSpeedJson, path: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
@@ -143,47 +135,44 @@ def _with_auto_precision(json: DeepSpeedJson, on_cpu: bool) -> DeepSpeedJson:
     return json.replace({f"{b}.enabled": found[b] and not named for b in found if enabled[b] == "auto"})
 
 
-def sum_micro_batches(
-    json: DeepSpeedJson, precision: Precision, batch: BatchSizes
-) -> tuple[DeepSpeedJson, tuple[str, ...]]:
-    """The JSON, summing several micro-batches in fp32; a line for people where one of its keys sums them in 16 bits."""
-    json = deepspeed_rules.with_fp32_sums(json, precision, batch.accumulation)
+def sum_micro_batches(engine: EngineSettings, batch: BatchSizes) -> EngineSettings:
+    """Sum several micro-batches in fp32, or say which key sums them in 16 bits."""
+    json, notes = deepspeed_rules.with_fp32_sums(engine.json, engine.precision, batch.accumulation), engine.notes
     keys = ("data_types.grad_accum_dtype", deepspeed_rules.MASTERS_IN_BF16)
     chosen = next((key for key in keys if json.given(key)), None)
     if batch.accumulation > 1 and chosen and not deepspeed_rules.sums_in_fp32(json):
-        return json, (f"micro-batches are summed in 16 bits, by {chosen}",)
-    return json, ()
+        notes = (*notes, f"micro-batches are summed in 16 bits, by {chosen}")
+    return dataclasses.replace(engine, json=json, notes=tuple(dict.fromkeys(notes)))
 
 
 def write_out(
     config: RunConfig,
-    settings: DeepSpeedSettings,
+    engine: EngineSettings,
+    file: Mapping[str, Any],
     batch: BatchSizes,
     width: int,
     optimizer: Optimizer | None,
     schedule: Schedule | None,
-) -> tuple[DeepSpeedJson, dict[str, str]]:
-    """The JSON with the resolved numbers. Bucket sizes follow the width, as in Hugging Face's integration.
+) -> EngineSettings:
+    """The engine's JSON with the resolved numbers. Bucket sizes follow the width, as in Hugging Face's integration.
 
     Args:
         config: the flags.
-        settings: from `read`.
+        engine: from `read`.
+        file: the values of the JSON before anything was resolved.
         batch: the batch arithmetic.
         width: of the model.
         optimizer: None in evaluation only.
         schedule: None in evaluation only.
 
-    Returns:
-        The JSON; and the dotted name of each value that no file gave → its origin.
-
     Raises:
         UserError: "auto" where nothing resolves it, or a value that DeepSpeed itself rejects.
     """
-    path, json = settings.path, settings.json
+    path, json = engine.path, engine.json
     always: dict[str, Any] = {**batch.as_json(), "gradient_clipping": 0.0}
     auto: dict[str, Any] = {
-        "bf16.enabled": settings.precision.name == "bf16",
-        "fp16.enabled": settings.precision.name == "fp16",
+        "bf16.enabled": engine.precision.name == "bf16",
+        "fp16.enabled": engine.precision.name == "fp16",
         "communication_data_type": None,
         "zero_optimization.reduce_bucket_size": width * width,
         "zero_optimization.allgather_bucket_size": width * width,
@@ -202,7 +191,7 @@ def write_out(
     json = json.replace(always | {name: auto[name] for name in names - {*default}}, default)
     deepspeed_rules.check_scheduler(json, path)
     deepspeed_rules.check_with_deepspeed(json, path)
-    return json, _origins(config, settings.file, json)
+    return dataclasses.replace(engine, json=json, origins=_origins(config, file, json))
 
 
 def _origins(config: RunConfig, file: Mapping[str, Any], json: DeepSpeedJson) -> dict[str, str]:

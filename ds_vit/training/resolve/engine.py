@@ -8,11 +8,11 @@ from pathlib import Path
 
 from ds_vit.config import RunConfig
 from ds_vit.device import has_graphs
+from ds_vit.engine.settings import EngineSettings
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import Process
 from ds_vit.parallel.layout import Layout, check_tp_inside_hosts
 from ds_vit.tasks.task import Task
-from ds_vit.training.resolve.deepspeed import DeepSpeedSettings
 from ds_vit.training.run import World
 
 RECORDED_GRAPHS: frozenset[tuple[str, int, str, bool]] = frozenset()
@@ -20,7 +20,7 @@ RECORDED_GRAPHS: frozenset[tuple[str, int, str, bool]] = frozenset()
 right and faster: where --cuda-graph auto is on. None has run."""
 
 
-def resolve_layout(config: RunConfig, process: Process, deepspeed: DeepSpeedSettings) -> Layout:
+def resolve_layout(config: RunConfig, process: Process, engine: EngineSettings) -> Layout:
     """The degrees of parallelism.
 
     Raises:
@@ -28,16 +28,16 @@ def resolve_layout(config: RunConfig, process: Process, deepspeed: DeepSpeedSett
     """
     layout = Layout.of_world(process.world_size, config.pp, config.tp)
     check_tp_inside_hosts(layout, process, config.tp_across_hosts)
-    scales = deepspeed.precision.name == "autocast-fp16" and not config.eval_only
-    if scales and deepspeed.json.zero_stage == 0 and config.pp * config.tp > 1:
+    scales = engine.precision.name == "autocast-fp16" and not config.eval_only
+    if scales and engine.zero_stage == 0 and config.pp * config.tp > 1:
         raise UserError(
-            f"{deepspeed.path}: torch_autocast in float16 at ZeRO stage 0 keeps a separate loss scale on every rank, "
+            f"{engine.path}: torch_autocast in float16 at ZeRO stage 0 keeps a separate loss scale on every rank, "
             f'which does not work with --pp {config.pp} --tp {config.tp}; use stage 1, or "dtype": "bfloat16"'
         )
     flag = f"--check-replicas {config.check_replicas}"
     if config.check_replicas and layout.dp * layout.tp == 1:
         raise UserError(f"{flag} has no effect with {layout}: no two ranks hold the same weights; drop it")
-    if config.check_replicas and deepspeed.json.zero_stage == 3:
+    if config.check_replicas and engine.zero_stage == 3:
         raise UserError(f"{flag} has no effect at ZeRO stage 3, where every weight exists once; use stage 0 to 2")
     return layout
 
@@ -66,20 +66,20 @@ def check_compilation(config: RunConfig, *, on_cpu: bool) -> tuple[str, ...]:
     return ("--compile: the first step and the first evaluation compile the blocks, which may take minutes",)
 
 
-def describe_machine(world: World, deepspeed: DeepSpeedSettings) -> tuple[str, ...]:
+def describe_machine(world: World, engine: EngineSettings, *, asks_for_gpu: bool) -> tuple[str, ...]:
     """A line for people if a run uses less of the machine than its command suggests."""
     if (world.num_gpus or 0) > 1 and world.process.launcher == "none":
         number = world.num_gpus
         return (f"one of {number} GPUs is used; `ds-vit launch train …` with the same flags trains on all {number}",)
-    if world.num_gpus == 0 and deepspeed.asks_for_gpu and not world.cpu_is_meant:
+    if world.num_gpus == 0 and asks_for_gpu and not world.cpu_is_meant:
         return (
-            f"warning: no usable GPU: this run trains on the CPU, in {deepspeed.precision.name}, although "
-            f"{deepspeed.path} is made for GPUs; if that is intended, set DS_ACCELERATOR=cpu",
+            f"warning: no usable GPU: this run trains on the CPU, in {engine.precision.name}, although "
+            f"{engine.path} is made for GPUs; if that is intended, set DS_ACCELERATOR=cpu",
         )
     return ()
 
 
-def replays_steps(config: RunConfig, deepspeed: DeepSpeedSettings, layout: Layout, task: Task, *, on_cpu: bool) -> bool:
+def replays_steps(config: RunConfig, engine: EngineSettings, layout: Layout, task: Task, *, on_cpu: bool) -> bool:
     """Whether the passes of a micro-batch are captured and replayed as CUDA graphs.
 
     Raises:
@@ -90,19 +90,19 @@ def replays_steps(config: RunConfig, deepspeed: DeepSpeedSettings, layout: Layou
     obstacles = (
         (on_cpu, "a CPU has no CUDA graphs"),
         (not on_cpu and not has_graphs(), "this accelerator has no CUDA graphs"),
-        (deepspeed.json.zero_stage == 3, "ZeRO stage 3 gathers weights by hooks, which a replay does not run"),
+        (engine.zero_stage == 3, "ZeRO stage 3 gathers weights by hooks, which a replay does not run"),
         (layout.pp > 1, f"--pp {layout.pp} exchanges activations between replays"),
-        (not deepspeed.json.flat_gradients, "the JSON offloads the optimizer to the host"),
-        (deepspeed.checkpointing.cpu, "the JSON keeps activations in the host's memory"),
-        (deepspeed.json.flops_profiler.enabled, "the JSON's flops_profiler counts by hooks"),
-        (deepspeed.json.wall_clock_breakdown, "the JSON's wall_clock_breakdown times by hooks"),
-        (deepspeed.json.steps_per_print is not None, "the JSON's steps_per_print waits for the device"),
+        (not engine.json.flat_gradients, "the JSON offloads the optimizer to the host"),
+        (engine.checkpointing.cpu, "the JSON keeps activations in the host's memory"),
+        (engine.json.flops_profiler.enabled, "the JSON's flops_profiler counts by hooks"),
+        (engine.json.wall_clock_breakdown, "the JSON's wall_clock_breakdown times by hooks"),
+        (engine.json.steps_per_print is not None, "the JSON's steps_per_print waits for the device"),
         (bool(reason), f"--task {task.name} is not replayed: {reason}"),
     )
     found = next((words for is_so, words in obstacles if is_so), "")
     if config.cuda_graph == "on" and found:
         raise UserError(f"--cuda-graph on: {found}; drop it")
-    row = (task.name, deepspeed.json.zero_stage, deepspeed.precision.name, layout.dp > 1)
+    row = (task.name, engine.zero_stage, engine.precision.name, layout.dp > 1)
     return not found and (config.cuda_graph == "on" or (config.cuda_graph == "auto" and row in RECORDED_GRAPHS))
 
 

@@ -13,6 +13,7 @@ from ds_vit.config.units import all_sizes
 from ds_vit.data.loader import training_transform
 from ds_vit.data.settings import Data, ImageConfig, SampleSpec, resolve_pixels
 from ds_vit.data.text import describe_cut_captions
+from ds_vit.engine.settings import EngineSettings
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.layers import MAIN_TOWER, tower_names, tower_of
 from ds_vit.models.param_groups import frozen_names
@@ -25,7 +26,6 @@ from ds_vit.parallel.tensor.shard import check_degree
 from ds_vit.planner.memory import layers_of_rank
 from ds_vit.planner.pipeline import fastest_stages, stage_bounds
 from ds_vit.tasks.task import Task
-from ds_vit.training.resolve.deepspeed import DeepSpeedSettings
 from ds_vit.training.resolve.teacher import describe_teacher, open_teacher
 from ds_vit.training.run import Model
 from ds_vit.weights.files import find_weights
@@ -224,12 +224,12 @@ def _class_parallel(config: RunConfig, num_classes: int) -> bool:
     return config.class_parallel == "on" or pays(num_classes, config.tp)
 
 
-def find_fastest_stages(model: Model, deepspeed: DeepSpeedSettings, layout: Layout, batch: BatchSizes) -> Model:
+def find_fastest_stages(model: Model, engine: EngineSettings, layout: Layout, batch: BatchSizes) -> Model:
     """The model with the stages of the fastest step, under `--pp-partition auto`; else as it is.
 
     Args:
         model: with balanced stages.
-        deepspeed: types and activation checkpointing of the JSON.
+        engine: types and activation checkpointing.
         layout: the parallel degrees.
         batch: has the number of micro-batches of a step.
 
@@ -243,7 +243,7 @@ def find_fastest_stages(model: Model, deepspeed: DeepSpeedSettings, layout: Layo
         model.task.layers(model.whole),
         config,
         class_parallel=model.class_parallel,
-        compute=deepspeed.precision.compute,
+        compute=engine.precision.compute,
         frozen=model.frozen,
     )
     bounds, note = fastest_stages(
@@ -252,7 +252,7 @@ def find_fastest_stages(model: Model, deepspeed: DeepSpeedSettings, layout: Layo
         model.bounds,
         batch.accumulation,
         frozen=model.frozen,
-        dtype=getattr(torch, deepspeed.precision.compute),
-        recomputed=deepspeed.checkpointing.interval > 0 and not deepspeed.checkpointing.selective,
+        dtype=getattr(torch, engine.precision.compute),
+        recomputed=engine.checkpointing.interval > 0 and not engine.checkpointing.selective,
     )
     return dataclasses.replace(model, bounds=bounds, notes=(*model.notes, note))

@@ -15,13 +15,14 @@ from ds_vit.config.deepspeed_rules import check_grad_norm
 from ds_vit.config.schema import KEY_OF_FLAG
 from ds_vit.config.units import parse_steps
 from ds_vit.data.sampler import SampleOrder
+from ds_vit.engine.settings import EngineSettings
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.optim.build import check_rate_factors, describe_default_decay, rules_of
 from ds_vit.optim.rate_factors import rate_factors
 from ds_vit.optim.schedules import LearningRate, check_warmup
 from ds_vit.optim.settings import Optimizer, Schedule
 from ds_vit.tasks.task import Horizon
-from ds_vit.training.resolve.deepspeed import DeepSpeedSettings, optimizer_of
+from ds_vit.training.resolve.deepspeed import optimizer_of
 from ds_vit.training.run import Model
 
 DEFAULT_WEIGHT_DECAY = 2e-5  # timm's, for an "auto" in the JSON
@@ -37,14 +38,14 @@ _FILLS = {
 
 
 def resolve_update(
-    config: RunConfig, deepspeed: DeepSpeedSettings, order: SampleOrder, model: Model
+    config: RunConfig, engine: EngineSettings, order: SampleOrder, model: Model
 ) -> tuple[Optimizer, Schedule]:
     """The JSON's optimizer and scheduler, completed by the flags.
 
     Raises:
         UserError: an unsupported optimizer, or flags and a JSON that contradict each other.
     """
-    path, json, per_epoch = deepspeed.path, deepspeed.json, order.steps_per_epoch
+    path, json, per_epoch = engine.path, engine.json, order.steps_per_epoch
     cls, arguments = optimizer_of(json, path)
     lr, scaling = _scale_by_batch(config, _base_rate(config, cls, arguments, json, path), order.global_batch)
     clip, unmentioned = _from_json_or_flag(config, "clip_grad", json, 0.0, path), []
