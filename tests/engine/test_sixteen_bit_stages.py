@@ -121,7 +121,7 @@ def test_several_micro_batches_are_summed_in_fp32(tmp_path, stage, kind):
         with pretend_fp16() if kind == "fp16" else contextlib.nullcontext():
             settings = resolved([*DEEP, "--deepspeed_config", path, "--grad-accum-steps", accumulation]).engine
         said = [note for note in settings.notes if "micro-batches" in note]
-        return settings.json.get("data_types"), said
+        return settings.json.dump().get("data_types"), said
 
     assert types_and_notes(1) == (None, [])
     assert types_and_notes(4) == ({"grad_accum_dtype": "fp32"}, [])

@@ -99,6 +99,15 @@ def test_curves_of_a_short_run_have_enough_points(steps, interval):
     assert resolved_flags(plan_of(1, 1, *words, "--log-interval", "7"))["log_interval"] == 7
 
 
+def test_the_flags_stay_as_they_were_given():
+    # Catches: a resolved number that passes for a flag that was given, and is then compared, saved or refused as one.
+    plan = plan_of(1, 1, "--max-steps", "10", "--warmup-steps", "2", "--img-size-schedule", "8:0,16:0.5")
+    assert (plan.model.task.num_classes, plan.model.spec.img_size, plan.output.log_interval) == (10, 16, 1)
+    assert (plan.config.num_classes, plan.config.log_interval) == (None, None)
+    assert not {"num_classes", "log_interval"} & plan.config.model_fields_set
+    assert plan.model.task.config is plan.config
+
+
 def test_the_end_says_in_how_many_launches(tmp_path):
     """A wall time of two launches that passes for the last one's."""
     plan, folder = plan_of(1, 1), RunFolder(tmp_path)

@@ -24,21 +24,19 @@ from ds_vit.config.schema import names_with
 from ds_vit.config.units import Interval, all_sizes
 from ds_vit.data.image_sizes import ImageSizes, size_schedule
 from ds_vit.data.sources.source import Source
-from ds_vit.engine.settings import EngineSettings
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.fault_tolerance.signals import Deadline
-from ds_vit.models.layers import BlockLayer
 from ds_vit.optim.settings import Schedule
 from ds_vit.tasks import find_task
 from ds_vit.training.resolve.data import resolve_batch, resolve_data
 from ds_vit.training.resolve.deepspeed import read, sum_micro_batches, write_out
 from ds_vit.training.resolve.engine import check_compilation, describe_machine, replays_steps, resolve_layout
-from ds_vit.training.resolve.model import find_fastest_stages, resolve_model
+from ds_vit.training.resolve.model import resolve_model
 from ds_vit.training.resolve.optimizer import resolve_update
 from ds_vit.training.resolve.record import identity_of, rates_of, settings_of
 from ds_vit.training.resume import Resume, check_same_run, check_same_schedule
 from ds_vit.training.resume import find as find_resume
-from ds_vit.training.run import Model, Output, Run, World
+from ds_vit.training.run import Output, Run, World
 
 LOGGED_ROWS = 50  # of a short run: enough for a curve
 MOST_LOG_INTERVAL = 50  # timm's
@@ -76,10 +74,9 @@ def resolve(
     resume = find_resume(config)
     batch, kept = resolve_batch(config, engine, layout, resume, of_a_run=file.of_a_run)
     engine = sum_micro_batches(dataclasses.replace(engine, notes=notes), batch)
-    data = resolve_data(config, world, layout, batch, sources)
-    model = resolve_model(config, task_type, data, resumes=resume is not None, with_weights=with_weights)
-    _check_recomputation(engine, model)
-    model = find_fastest_stages(model, engine, layout, batch)
+    data = resolve_data(config, world, layout, batch, kept, sources)
+    weights = {"resumes": resume is not None, "with_weights": with_weights}
+    model = resolve_model(config, task_type, engine, batch, data, **weights)
     optimizer, schedule = None, None
     if not config.eval_only:
         optimizer, schedule = resolve_update(config, engine, data.order, model)
@@ -91,7 +88,7 @@ def resolve(
         world.process,
         layout,
         batch,
-        dataclasses.replace(data, notes=(*kept, *data.notes)),
+        data,
         model,
         optimizer,
         schedule,
@@ -131,13 +128,3 @@ def _image_sizes(config: RunConfig, schedule: Schedule) -> ImageSizes | None:
         return ImageSizes(tuple(all_sizes("", config.train_img_sizes)), seed=config.seed)
     text = config.img_size_schedule
     return size_schedule(text, schedule.horizon.total_steps) if text else None
-
-
-def _check_recomputation(engine: EngineSettings, model: Model) -> None:
-    """Reject recomputation of a model without blocks, where it would have no effect."""
-    interval, task = engine.checkpointing.interval, model.task
-    if interval and not any(isinstance(layer, BlockLayer) for layer in task.layers(model.whole)):
-        raise UserError(
-            f"activation_checkpoint_interval {interval} in the JSON has no effect with --task {task.name}, whose model "
-            "has no blocks to recompute; drop it"
-        )

@@ -70,20 +70,24 @@ def resolve_batch(
 
 
 def resolve_data(
-    config: RunConfig, world: World, layout: Layout, batch: BatchSizes, sources: tuple[Source, Source | None] | None
+    config: RunConfig,
+    world: World,
+    layout: Layout,
+    batch: BatchSizes,
+    notes: Sequence[str],
+    sources: tuple[Source, Source | None] | None,
 ) -> Data:
-    """Open the splits.
+    """Open the splits; `notes` are lines for people about the batch.
 
     Raises:
         UserError: missing data or splits.
     """
-    notes: list[str] = []
     train, val, held_out = (*sources, []) if sources else _open_sources(config)
     if config.decode == "fast" and not config.eval_only:
         (require_fast_on_device if config.augment_on == "device" else require_fast)()
         if train.encoded(0) is None:
             raise UserError("--decode fast is for files, and these images have none; drop it")
-    notes += held_out
+    notes = [*notes, *held_out]
     for split, source in ((config.train_split, train), (config.val_split, val)):
         if source is not None and source.left_out and not (source is val and held_out):
             files = described_counts(Counter(source.left_out))

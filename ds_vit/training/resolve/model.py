@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-import torch
-
 from ds_vit.config import RunConfig
 from ds_vit.config.batch import BatchSizes
 from ds_vit.config.units import all_sizes
@@ -15,12 +13,11 @@ from ds_vit.data.settings import Data, ImageConfig, SampleSpec, resolve_pixels
 from ds_vit.data.text import describe_cut_captions
 from ds_vit.engine.settings import EngineSettings
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.models.layers import MAIN_TOWER, tower_names, tower_of
+from ds_vit.models.layers import MAIN_TOWER, BlockLayer, tower_names, tower_of
 from ds_vit.models.param_groups import frozen_names
 from ds_vit.models.sequential import check_sizes
 from ds_vit.models.text_tower import ContrastiveModel
 from ds_vit.models.zoo import ModelSpec, TimmViT, image_size
-from ds_vit.parallel.layout import Layout
 from ds_vit.parallel.tensor.class_parallel import pays
 from ds_vit.parallel.tensor.shard import check_degree
 from ds_vit.planner.memory import layers_of_rank
@@ -35,6 +32,8 @@ from ds_vit.weights.initial_checkpoint import InitialCheckpoint, enumerate_some,
 def resolve_model(
     config: RunConfig,
     task_type: type[Task],
+    engine: EngineSettings,
+    batch: BatchSizes,
     data: Data,
     *,
     resumes: bool,
@@ -45,7 +44,9 @@ def resolve_model(
     Args:
         config: the flags.
         task_type: the class of --task.
-        data: the splits and the batch.
+        engine: types and activation checkpointing.
+        batch: has the number of micro-batches of a step.
+        data: the splits.
         resumes: the weights come from a checkpoint of this run.
         with_weights: open the files of weights; False for a plan.
 
@@ -90,6 +91,12 @@ def resolve_model(
     notes += task.notes
     if task.tokenizer is not None:
         notes += describe_cut_captions(data.train_source, task.tokenizer)
+    if engine.checkpointing.interval and not any(isinstance(layer, BlockLayer) for layer in task.layers(whole)):
+        raise UserError(
+            f"activation_checkpoint_interval {engine.checkpointing.interval} in the JSON has no effect with --task "
+            f"{task.name}, whose model has no blocks to recompute; drop it"
+        )
+    bounds, of_stages = _stages(config, task, frozen, engine, batch)
     return Model(
         spec=spec,
         whole=whole,
@@ -98,9 +105,9 @@ def resolve_model(
         initial_checkpoint=initial,
         fixed=fixed,
         frozen=frozen,
-        bounds=stage_bounds(config.pp_partition, config.pp, whole, frozen),
+        bounds=bounds,
         class_parallel=_class_parallel(config, num_classes),
-        notes=tuple(notes),
+        notes=(*notes, *of_stages),
     )
 
 
@@ -224,35 +231,26 @@ def _class_parallel(config: RunConfig, num_classes: int) -> bool:
     return config.class_parallel == "on" or pays(num_classes, config.tp)
 
 
-def find_fastest_stages(model: Model, engine: EngineSettings, layout: Layout, batch: BatchSizes) -> Model:
-    """The model with the stages of the fastest step, under `--pp-partition auto`; else as it is.
-
-    Args:
-        model: with balanced stages.
-        engine: types and activation checkpointing.
-        layout: the parallel degrees.
-        batch: has the number of micro-batches of a step.
+def _stages(
+    config: RunConfig, task: Task, frozen: frozenset[str], engine: EngineSettings, batch: BatchSizes
+) -> tuple[tuple[int, ...], list[str]]:
+    """The bounds of the pipeline stages, of the fastest step under `--pp-partition auto`; and lines for people.
 
     Raises:
         UserError: more stages than layers, or a stage with nothing to train whatever the bounds.
     """
-    config = model.task.config
-    if config.pp_partition != "auto" or layout.pp == 1:
-        return model
-    layers = layers_of_rank(
-        model.task.layers(model.whole),
-        config,
-        class_parallel=model.class_parallel,
-        compute=engine.precision.compute,
-        frozen=model.frozen,
-    )
+    bounds = stage_bounds(config.pp_partition, config.pp, task.model, frozen)
+    if config.pp_partition != "auto" or config.pp == 1:
+        return bounds, []
+    compute, class_parallel = engine.precision.compute, _class_parallel(config, task.num_classes)
+    layers = task.layers(task.model)
     bounds, note = fastest_stages(
-        model.whole,
-        layers,
-        model.bounds,
+        task.model,
+        layers_of_rank(layers, config, class_parallel=class_parallel, compute=compute, frozen=frozen),
+        bounds,
         batch.accumulation,
-        frozen=model.frozen,
-        dtype=getattr(torch, engine.precision.compute),
+        frozen=frozen,
+        dtype=engine.dtype,
         recomputed=engine.checkpointing.interval > 0 and not engine.checkpointing.selective,
     )
-    return dataclasses.replace(model, bounds=bounds, notes=(*model.notes, note))
+    return bounds, [note]
