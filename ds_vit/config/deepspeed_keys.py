@@ -257,6 +257,8 @@ _RESOLVED_LATER = frozenset(
         "zero_optimization.stage3_param_persistence_threshold",
     }
 )
+# And in these from flags, the data and the number of ranks.
+_FROM_FLAGS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
 _OLD_OFFLOAD = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
 # Keys of published files that DeepSpeed never read, and the keys that it reads.
 _READ_ELSEWHERE = {
@@ -315,9 +317,10 @@ def _by_alias(data: Mapping[str, Any], model: type[BaseModel], prefix: str = "")
             out[key] = None  # the models reject the name, whatever it says
             continue
         name, field = fields[key]
-        if (value == "auto" and f"{prefix}{name}" not in _RESOLVED_LATER) if of_deepspeed else value is None:
-            continue
         block = model_of(field.annotation)
+        is_silent = value == "auto" and f"{prefix}{name}" not in _RESOLVED_LATER if of_deepspeed else value is None
+        if is_silent and not (value is None and block):
+            continue
         out[name] = _by_alias(value, block, f"{prefix}{name}.") if block and isinstance(value, Mapping) else value
     return out
 
@@ -350,6 +353,8 @@ def _wrong_leaves(data: Mapping[str, Any], path: str) -> dict[str, str]:
             whole = int(value) if isinstance(value, float) and value.is_integer() else value
             for problem in what_is_wrong({flag: whole})[1].get(flag, ()):
                 found[key] = f"{path}: {key}{problem.removeprefix(spelling(flag))}"
+        if value is None and key in DeepSpeedJson.model_fields:
+            found[key] = f'{path}: "{key}" must be a block {{…}}, not None'
         if key == "zero_optimization.stage" and str(value) not in ("0", "1", "2", "3"):  # true and 1.0 are read as 1
             found[key] = f"{path}: zero_optimization.stage must be 0, 1, 2 or 3, not {value!r}"
         for item in value if isinstance(value, (list, tuple)) else (value,):
@@ -375,7 +380,10 @@ def _wrong_keys(error: ValidationError, path: str) -> dict[str, str]:
         elif isinstance(value, (Mapping, BaseModel)):  # a rule between keys, whose input is the whole block
             message = f"{name}: {message}"
         else:
-            message = f"{name} {message.replace('Input should', 'must')}, not {value!r}"
+            message = message.removeprefix(f"{name} ").partition(", got a number")[0].replace("Input should", "must")
+            message = message.replace("a valid ", "a ").replace("integer", "whole number")
+            message += ' or "auto"' * (name in _FROM_FLAGS)
+            message = f"{name} {message}, not {value!r}"
         found[name] = f"{path}: {message}"
     return found
 

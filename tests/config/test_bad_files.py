@@ -48,10 +48,14 @@ TEXTS = {
 OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-3}}
 BLOCKS = [
     ({"optimizer": "AdamW"}, '"optimizer" must be a block'),
-    ({"optimizer": {**OPTIMIZER, "params": [1]}}, "optimizer.params must be a block"),
+    ({"optimizer": {**OPTIMIZER, "params": [1]}}, '"optimizer.params" must be a block'),
     ({"optimizer": {**OPTIMIZER, "params": {"lr": "fast"}}}, "lr"),
     ({"optimizer": {**OPTIMIZER, "params": {"lr": 1e-3, "betas": 0.9}}}, "betas must be two numbers"),
     ({"optimizer": {**OPTIMIZER, "params": {"lr": 1e-3, "eps": "small"}}}, "params of AdamW"),
+    ({"zero_optimization": None}, '"zero_optimization" must be a block'),
+    ({"optimizer": None}, '"optimizer" must be a block'),
+    ({"train_batch_size": "many"}, "train_batch_size must be a whole number or \"auto\", not 'many'"),
+    ({"fp16": {"enabled": True, "loss_scale": -1}}, "config.json: fp16.loss_scale must be >= 0"),
     ({"gradient_clipping": "a lot"}, "gradient_clipping must be a number"),
     ({"zero_optimization": {"stage": 1, "offload_optimizer": "cpu"}}, "zero_optimization.offload_optimizer"),
     ({"data_types": {"grad_accum_dtype": [1]}}, "data_types.grad_accum_dtype"),

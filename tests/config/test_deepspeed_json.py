@@ -43,8 +43,8 @@ def checked(data: dict, path: str) -> DeepSpeedJson:
 
 def resolved(file: str, *words, world: int = 1, on_cpu: bool = True):
     """A run with a file, resolved."""
-    config, explicit = parse([str(word) for word in [*RUN, "--deepspeed_config", file, *words]])
-    return resolve(config, explicit, World(Process("env", 0, world, 0, world), on_cpu))
+    config = parse([str(word) for word in [*RUN, "--deepspeed_config", file, *words]])
+    return resolve(config, World(Process("env", 0, world, 0, world), on_cpu))
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.name)
@@ -123,9 +123,9 @@ REJECTED = [
     ({"optimizer": {"params": {"betas": ["0.9", 0.999]}}}, 'optimizer.params.betas: "0.9" is text'),
     ({"scheduler": {"params": {"warmup_max_lr": "1e-3"}}}, '"1e-3" is text, not a number'),
     ({"data_types": {"buffer_dtype": "fp31"}}, 'must be "fp32", "bf16" or "fp16", not \'fp31\''),
-    ({"pipeline": {"activation_checkpoint_interval": 0.5}}, "interval must be a valid integer, not 0.5"),
-    ({"train_batch_size": 8.5}, "train_batch_size must be a valid integer, not 8.5"),
-    ({"train_batch_size": 0}, "train_batch_size must be greater than or equal to 1, not 0"),
+    ({"pipeline": {"activation_checkpoint_interval": 0.5}}, "interval must be a whole number, not 0.5"),
+    ({"train_batch_size": 8.5}, 'train_batch_size must be a whole number or "auto", not 8.5'),
+    ({"train_batch_size": 0}, 'train_batch_size must be greater than or equal to 1 or "auto", not 0'),
     ({"zero_optimization": {"stage": "1", "round_robin_gradients": "true"}}, "mix up parameters"),
     ({"zero_optimization": {"stage": 1, "offload_param": {"device": "cpu"}}}, "needs stage 3; this file has stage 1"),
     ({"zero_optimization": {"stage": 1, "cpu_offload": True, **OFFLOADED}}, "cpu_offload"),
@@ -573,11 +573,11 @@ def test_set_on_the_command_line_overrides_a_recipes_flag(tmp_path):
         f"deepspeed_config: {CPU}\ndataset: digits\nlr: 0.5\nweight_decay: 0.1\npp: 2\npp_partition: 0,2,3\n"
         "set: [gradient_clipping=0.1, steps_per_print=7]\n"
     )
-    config, _ = parse(["--recipe", str(recipe), "--set", "optimizer.params.lr=0.2", "--clip-grad", "0.3"])
+    config = parse(["--recipe", str(recipe), "--set", "optimizer.params.lr=0.2", "--clip-grad", "0.3"])
     assert (config.lr, config.weight_decay, config.clip_grad) == (None, 0.1, 0.3)
     assert config.set == ("steps_per_print=7", "optimizer.params.lr=0.2")
     assert config.pp_partition == "0,2,3"
-    assert parse(["--recipe", str(recipe), "--pp", "3"])[0].pp_partition == ""
+    assert parse(["--recipe", str(recipe), "--pp", "3"]).pp_partition == ""
 
 
 ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
@@ -591,7 +591,7 @@ def test_what_later_checks_find_is_listed_too(tmp_path):
     with pytest.raises(UserError) as error:
         resolved(write(tmp_path, wrong))
     found = [problem.partition("config.json: ")[2] for problem in error.value.problems]
-    said = ["train_batch_size must be a valid", "pipeline.activation_checkpoint_interval must be"]
+    said = ["train_batch_size must be a whole", "pipeline.activation_checkpoint_interval must be"]
     said += [
         'DeepSpeed 0.19 knows no key "foo"',
         "bf16 and fp16 are enabled at once",
