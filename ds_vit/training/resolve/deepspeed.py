@@ -9,13 +9,14 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from ds_vit.config import RunConfig, deepspeed_rules
+from ds_vit.config.batch import KEYS as BATCH_KEYS
 from ds_vit.config.batch import BatchSizes
 from ds_vit.config.deepspeed_json import derived_path, leaves, load_json, overlay
 from ds_vit.config.deepspeed_keys import DeepSpeedJson, read_json
 from ds_vit.config.deepspeed_rules import Precision
 from ds_vit.config.deepspeed_verdicts import idle_keys, rejected
 from ds_vit.config.flag import spelling
-from ds_vit.config.schema import KEY_OF_FLAG
+from ds_vit.config.schema import KEY_OF_FLAG, default_of
 from ds_vit.config.units import parse_set
 from ds_vit.engine.settings import EngineSettings
 from ds_vit.fault_tolerance.errors import UserError
@@ -23,6 +24,8 @@ from ds_vit.optim.build import optimizer_class
 from ds_vit.optim.settings import Optimizer, Schedule
 
 T = TypeVar("T")
+# Resolved from flag and file together; a flag with another key writes its value there.
+_RESOLVED = {*BATCH_KEYS, "gradient_clipping", "optimizer.params.lr", "optimizer.params.weight_decay"}
 _PRECISIONS = ("bf16", "fp16", "torch_autocast")
 IDLE = "DeepSpeed keys without effect in this run: "
 
@@ -49,16 +52,19 @@ def read(config: RunConfig, *, on_cpu: bool) -> tuple[EngineSettings, File]:
     """
     source: Mapping[str, Any] | str = config.deepspeed_config  # the contents, from a program
     given, of_a_run = parse_set(config.set), False
-    monitor = {KEY_OF_FLAG[name]: value for name in ("wandb", "wandb_project") if (value := getattr(config, name))}
+    flags = [
+        name for name, key in KEY_OF_FLAG.items() if key not in _RESOLVED and getattr(config, name) != default_of(name)
+    ]
+    by_flag = {KEY_OF_FLAG[name]: getattr(config, name) for name in flags}
     if isinstance(source, Mapping):
         path, stored = "deepspeed_config", source
     else:
         path, stored = source, load_json(source)
         of_a_run = derived_path(source).is_file()
-    file = overlay(stored, given | monitor, path)
+    file = overlay(stored, given | by_flag, path)
     if given:
         path += f" with --set {' '.join(config.set)}"
-    path += " with --wandb" if monitor else ""
+    path += f" with {' '.join(map(spelling, flags))}" if flags else ""
     json, wrong = read_json(file, path)
     refused = rejected(json, path)
     problems = [*wrong.values(), *(line for _, line in refused)]
