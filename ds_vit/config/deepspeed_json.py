@@ -10,6 +10,7 @@ from typing import Any
 
 from ds_vit.fault_tolerance.errors import UserError, read_text
 
+MASTERS_IN_BF16 = "bf16.bf16_master_weights_and_grads"
 MONITORS = ("tensorboard", "csv_monitor", "wandb", "comet")
 
 
@@ -107,6 +108,11 @@ def value_of(data: Mapping[str, Any], name: str) -> Any:
     for key in name.split("."):
         value = value.get(key) if isinstance(value, Mapping) else None
     return value
+
+
+def is_on(block: Any) -> bool:
+    """Whether a block of the file is enabled; "auto" counts as enabled."""
+    return isinstance(block, Mapping) and bool(block.get("enabled"))
 
 
 def without(data: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:

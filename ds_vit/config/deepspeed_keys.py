@@ -16,7 +16,6 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, get_args
 
-from deepspeed.comm.config import CommsLoggerConfig
 from deepspeed.monitor.config import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig
 from deepspeed.runtime.config import _REMOVED_TOP_LEVEL_CONFIG_KEYS, _REMOVED_ZERO_CONFIG_KEYS, DtypeEnum
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
@@ -24,7 +23,8 @@ from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP1
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
 
-from ds_vit.config.deepspeed_json import leaves, overlay, value_of, without
+from ds_vit.config.deepspeed_json import is_on, leaves, overlay, value_of, without
+from ds_vit.config.deepspeed_verdicts import NAMED
 from ds_vit.config.flag import spelling
 from ds_vit.config.schema import KEY_OF_FLAG, describe_range, what_is_wrong
 from ds_vit.fault_tolerance.errors import UserError, did_you_mean
@@ -45,7 +45,7 @@ Type = Annotated[str, AfterValidator(_known_type)]
 
 
 class Block(BaseModel):
-    """A block without a model in DeepSpeed. Keys of type Any have no effect here, or are rejected whatever they say."""
+    """A block without a model in DeepSpeed; keys that have no effect are in deepspeed_verdicts.py only."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -55,7 +55,6 @@ class Optimizer(Block):
 
     type: str | None = None
     params: dict[str, Any] = {}
-    legacy_fusion: Any = None
 
 
 class Scheduler(Block):
@@ -86,23 +85,12 @@ class Pipeline(Block):
     """DeepSpeed's pipeline; ds_vit builds its own, and reads the interval of recomputation."""
 
     activation_checkpoint_interval: Annotated[Whole, Field(ge=0)] | None = None
-    stages: Any = None
-    partition: Any = None
-    seed_layers: Any = None
-    use_reentrant: Any = None
-    pipe_partitioned: Any = None
-    grad_partitioned: Any = None
 
 
 class ActivationCheckpointing(Block):
     """Recomputation; the block turns it on."""
 
     cpu_checkpointing: bool = False
-    partition_activations: bool = False
-    contiguous_memory_optimization: bool = False
-    number_checkpoints: Whole | None = None
-    synchronize_checkpoint_boundary: bool = False
-    profile: bool = False
 
 
 class FlopsProfiler(Block):
@@ -121,17 +109,6 @@ class Timers(Block):
     """DeepSpeed's timers."""
 
     throughput: dict[str, Any] = {}
-
-
-class AsyncIO(Block):
-    """Files of offload."""
-
-    block_size: Any = None
-    queue_depth: Any = None
-    intra_op_parallelism: Any = None
-    single_submit: Any = None
-    overlap_events: Any = None
-    use_gds: Any = None
 
 
 class DeepSpeedJson(Block):
@@ -153,7 +130,6 @@ class DeepSpeedJson(Block):
     communication_data_type: str | None = None
     prescale_gradients: bool = False
     gradient_predivide_factor: Annotated[float, Field(gt=0)] = 1.0
-    gradient_allreduce_op: str = "mean"
     steps_per_print: Count | None = None
     dump_state: bool = False
     disable_python_gc: bool = False
@@ -165,28 +141,6 @@ class DeepSpeedJson(Block):
     csv_monitor: CSVConfig = Field(default_factory=CSVConfig)
     wandb: WandbConfig = Field(default_factory=WandbConfig)
     comet: CometConfig = Field(default_factory=CometConfig)
-    comms_logger: CommsLoggerConfig = Field(default_factory=CommsLoggerConfig)
-    aio: AsyncIO = AsyncIO()
-    managed_gradient_accumulation: Any = None
-    seq_parallel_communication_data_type: Any = None
-    disable_allgather: Any = None
-    zero_allow_untested_optimizer: Any = None
-    zero_force_ds_cpu_optimizer: Any = None
-    autotuning: Any = None
-    hybrid_engine: Any = None
-    data_efficiency: Any = None
-    checkpoint: Any = None
-    datastates_ckpt: Any = None
-    dataloader_drop_last: Any = None
-    log_level: Any = None
-    weight_quantization: Any = None
-    compile: Any = None
-    tensor_parallel: Any = None
-    expert_parallel: Any = None
-    use_data_before_expert_parallelism: Any = None
-    vocabulary_size: Any = None
-    sequence_parallel_size: Any = None
-    data_parallel_size: Any = None
 
     _given: dict[str, Any] = PrivateAttr(default_factory=dict)
 
@@ -240,11 +194,6 @@ class DeepSpeedJson(Block):
         return copy.deepcopy(self._given)
 
 
-def is_on(block: Any) -> bool:
-    """Whether a block of the file is enabled; "auto" counts as enabled."""
-    return isinstance(block, Mapping) and bool(block.get("enabled"))
-
-
 # An "auto" in these is resolved later from the model, the machine and the flags; DeepSpeed's models read the others as
 # the default.
 _RESOLVED_LATER = frozenset(
@@ -294,7 +243,7 @@ def read_json(data: Mapping[str, Any], path: str) -> tuple[DeepSpeedJson, dict[s
 
 
 def _parse(given: Mapping[str, Any]) -> DeepSpeedJson:
-    json = DeepSpeedJson.model_validate(_without_auto(given))
+    json = DeepSpeedJson.model_validate(_typed(given, DeepSpeedJson))
     read = json.model_dump(mode="json", by_alias=True, exclude_unset=True, warnings=False, fallback=lambda value: value)
     json._given = _of_keys(read, given)
     return json
@@ -313,8 +262,8 @@ def _by_alias(data: Mapping[str, Any], model: type[BaseModel], prefix: str = "")
     }
     of_deepspeed, out = issubclass(model, DeepSpeedConfigModel), {}
     for key, value in data.items():
-        if key not in fields:
-            out[key] = None  # the models reject the name, whatever it says
+        if key not in fields:  # the models reject a name that nothing else knows, whatever it says
+            out |= {key: value if f"{prefix}{key}" in NAMED else None}
             continue
         name, field = fields[key]
         block = model_of(field.annotation)
@@ -325,12 +274,16 @@ def _by_alias(data: Mapping[str, Any], model: type[BaseModel], prefix: str = "")
     return out
 
 
-def _without_auto(data: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: _without_auto(value) if isinstance(value, Mapping) else value
-        for key, value in data.items()
-        if value != "auto"
-    }
+def _typed(data: Mapping[str, Any], model: type[BaseModel] | None, prefix: str = "") -> dict[str, Any]:
+    """The part of a file that the models read: without "auto", and without keys that only a verdict names."""
+    fields = {field.alias or key: field for key, field in model.model_fields.items()} if model else {}
+    out = {}
+    for key, value in data.items():
+        name, field = f"{prefix}{key}", fields.get(key)
+        if value != "auto" and (field or name not in NAMED):
+            block = model_of(field.annotation) if field else None
+            out[key] = _typed(value, block, f"{name}.") if isinstance(value, Mapping) else value
+    return out
 
 
 def _of_keys(read: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -400,4 +353,5 @@ def _why_unknown(blocks: list[str], last: str) -> str:
     if name in _READ_ELSEWHERE:
         return f'DeepSpeed 0.19 knows no key "{name}"; it reads "{_READ_ELSEWHERE[name]}"'
     known = {field.alias or key for key, field in model.model_fields.items()} if model else set()
+    known |= {key for key in NAMED if "." not in key and not blocks}
     return f'DeepSpeed 0.19 knows no key "{name}"{did_you_mean(last, known)}'

@@ -42,9 +42,6 @@ class Checkpointing:
     selective: bool = False
 
 
-MASTERS_IN_BF16 = "bf16.bf16_master_weights_and_grads"
-
-
 def sums_in_fp32(json: DeepSpeedJson) -> bool:
     """Whether micro-batches are summed in fp32; a file without a type is resolved by `with_fp32_sums`."""
     return json.data_types.grad_accum_dtype in ("fp32", "float32", "float", "torch.float32")

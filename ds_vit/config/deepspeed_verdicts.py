@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-from ds_vit.config.deepspeed_json import MONITORS
-from ds_vit.config.deepspeed_keys import DeepSpeedJson, is_on
-from ds_vit.config.deepspeed_rules import MASTERS_IN_BF16
+from ds_vit.config.deepspeed_json import MASTERS_IN_BF16, MONITORS, is_on
+
+DeepSpeedJson = Any  # of deepspeed_keys.py, which reads this table
 
 
 class Verdict(NamedTuple):
@@ -94,7 +94,7 @@ VERDICTS = (
     Verdict(
         "gradient_allreduce_op",
         'makes the loss curve depend on the number of ranks; delete the key (the default is "mean")',
-        lambda op: op.lower() != "mean",
+        lambda op: str(op).lower() != "mean",
     ),
     Verdict(
         "compile",
@@ -155,6 +155,9 @@ VERDICTS = (
         .stage3_gather_16bit_weights_on_model_save .stage3_gather_fp16_weights_on_model_save .allgather_partitions
         .cpu_offload_use_pin_memory .save_muon_momentum_buffer_in_memory .memory_efficient_linear
         .stage3_max_reuse_distance .stage3_use_all_reduce_for_fetch_params .log_trace_cache_warnings
+        .offload_param.nvme_path .offload_param.buffer_count .offload_param.buffer_size .offload_param.max_in_cpu
+        .offload_optimizer.nvme_path .offload_optimizer.buffer_count .offload_optimizer.pipeline_read
+        .offload_optimizer.pipeline_write .offload_optimizer.fast_init .offload_optimizer.cpuadam_cores_perc
     """),
     # These have an effect in tensor-parallel models of DeepSpeed only; false is what holds anyway.
     _idle(
@@ -196,20 +199,6 @@ VERDICTS = (
         when=lambda json: json.flat_gradients,
     ),
     _idle(".offload_param .offload_optimizer", lambda block: bool(block) and block.get("device", "none") == "none"),
-    # Of files on NVMe.
-    _idle(
-        """
-        .offload_param.nvme_path .offload_param.buffer_count .offload_param.buffer_size .offload_param.max_in_cpu
-        """,
-        when=lambda json: "param" in json.offloaded,
-    ),
-    _idle(
-        """
-        .offload_optimizer.nvme_path .offload_optimizer.buffer_count .offload_optimizer.pipeline_read
-        .offload_optimizer.pipeline_write .offload_optimizer.fast_init .offload_optimizer.cpuadam_cores_perc
-        """,
-        when=lambda json: "optimizer" in json.offloaded,
-    ),
     # Blocks that are off, as they are by default.
     _idle(
         f"fp16 bf16 torch_autocast {' '.join(MONITORS)} flops_profiler "
@@ -217,6 +206,10 @@ VERDICTS = (
         lambda block: isinstance(block, Mapping) and bool(block.keys() - {"enabled"}) and not is_on(block),
     ),
 )
+
+
+NAMED = frozenset(name for verdict in VERDICTS for name in verdict.dotted())
+"""Every dotted name in the table; those that no model has are known by it."""
 
 
 def _holding(json: DeepSpeedJson) -> Iterator[tuple[str, Verdict]]:

@@ -301,7 +301,7 @@ def compare(options: argparse.Namespace, values: Mapping[str, Any], folder: Path
     say(f"reference: {reference.name} ({reference.text})")
     legal = [layout for layout in layouts if not layout.problem]
     # Adam scales rounding in gradients that should be zero.
-    compare_weights = not options.own_optimizer or options.json.given("optimizer.type").lower() == "sgd"
+    compare_weights = not options.own_optimizer or str(options.json.given("optimizer.type")).lower() == "sgd"
     say(f"training the reference and {len(legal)} layouts, each in new processes that import torch first:")
     train(reference, f"training the reference, {reference.name}", launcher, options.steps, verbose=verbose)
     for number, layout in enumerate(legal, 1):

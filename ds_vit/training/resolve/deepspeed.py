@@ -11,7 +11,7 @@ import torch
 from ds_vit.config import RunConfig, deepspeed_rules
 from ds_vit.config.batch import KEYS as BATCH_KEYS
 from ds_vit.config.batch import BatchSizes
-from ds_vit.config.deepspeed_json import derived_path, leaves, load_json, overlay
+from ds_vit.config.deepspeed_json import MASTERS_IN_BF16, derived_path, leaves, load_json, overlay
 from ds_vit.config.deepspeed_keys import DeepSpeedJson, read_json
 from ds_vit.config.deepspeed_rules import Precision
 from ds_vit.config.deepspeed_verdicts import idle_keys, rejected
@@ -144,7 +144,7 @@ def _with_auto_precision(json: DeepSpeedJson, on_cpu: bool) -> DeepSpeedJson:
 def sum_micro_batches(engine: EngineSettings, batch: BatchSizes) -> EngineSettings:
     """Sum several micro-batches in fp32, or say which key sums them in 16 bits."""
     json, notes = deepspeed_rules.with_fp32_sums(engine.json, engine.precision, batch.accumulation), engine.notes
-    keys = ("data_types.grad_accum_dtype", deepspeed_rules.MASTERS_IN_BF16)
+    keys = ("data_types.grad_accum_dtype", MASTERS_IN_BF16)
     chosen = next((key for key in keys if json.given(key)), None)
     if batch.accumulation > 1 and chosen and not deepspeed_rules.sums_in_fp32(json):
         notes = (*notes, f"micro-batches are summed in 16 bits, by {chosen}")
