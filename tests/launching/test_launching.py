@@ -287,6 +287,17 @@ def test_torchs_words_about_collectives_are_not_shown():
     assert [str(one.message) for one in said if one.category is FutureWarning] == []
 
 
+def test_verbose_shows_deepspeeds_log():
+    # Catches: a flag that only leaves DeepSpeed's logger as it is, which since 0.19 shows warnings.
+    code = (
+        "from ds_vit.engine.start import quiet_deepspeed\nquiet_deepspeed({})\n"
+        "from deepspeed.utils import logger\nlogger.info('a line of its log')"
+    )
+    for verbose in (True, False):
+        done = subprocess.run([sys.executable, "-c", code.format(verbose)], capture_output=True, text=True, cwd=ROOT)
+        assert ("a line of its log" in done.stdout + done.stderr) == verbose
+
+
 @pytest.mark.parametrize(("code", "starts"), [(2, 1), (3, 1), (4, 1), (1, 3), (75, 3)])
 def test_what_is_started_again(code, starts, tmp_path):
     # Catches: bad input, a diverged or a drifted run tried again and again; an interrupted one given up.
