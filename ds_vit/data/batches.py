@@ -375,7 +375,6 @@ class TrainBatches(Batches):
         self._mix = reader.spec.mix
         self._pairs = PairDraws(self._mix)
         augment = reader.spec.augment
-        augment = reader.spec.augment
         erases = augment.reprob > 0.0 and not augment.no_aug and reader.loads_images
         self._boxes = ErasingBoxes(augment) if erases else None
 

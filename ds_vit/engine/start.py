@@ -23,7 +23,7 @@ _ANSWER_SECONDS = 60.0  # for rank 0 between the two calls that create the store
 
 
 def quiet_deepspeed(verbose: bool) -> None:
-    """Limit DeepSpeed's log to warnings, or show all of it; call it before `import deepspeed`, which logs too."""
+    """Limit DeepSpeed's log to warnings, or show it; call it before `import deepspeed`, which logs too."""
     if verbose:
         from deepspeed.utils.logging import set_log_level_from_string
 

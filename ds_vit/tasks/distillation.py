@@ -141,7 +141,7 @@ class Distillation(Classification):
         return super().supports(model)
 
     def identity(self) -> dict[str, Any]:
-        """As `Task.identity`: how the teacher is learnt from; its weights have a fingerprint (`ModelConfig.fixed`)."""
+        """As `Task.identity`: how the teacher is learnt from; its weights have a fingerprint (`Model.fixed`)."""
         return super(Classification, self).identity()
 
     # ---- a step ----------------------------------------------------------------------------------------------------

@@ -214,7 +214,7 @@ def measure_sides(
 
 
 class Prepared(NamedTuple):
-    """A side before it is timed: its step, its engine or that of its model, and what `Side` has of one step."""
+    """A side before it is timed: its step, the run that it belongs to, and what `Side` has of one step."""
 
     step: Step
     run: Run

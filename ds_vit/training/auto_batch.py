@@ -46,7 +46,7 @@ from ds_vit.parallel.tensor.collectives import TensorParallel
 from ds_vit.planner.counting import cost_key, kept_by_layers
 from ds_vit.planner.memory import on_device
 from ds_vit.tasks.task import ChainTask
-from ds_vit.training.cost import UNPREDICTABLE, Cost
+from ds_vit.training.cost import Cost
 from ds_vit.training.resolve.deepspeed import sum_micro_batches
 from ds_vit.training.run import Run
 
@@ -138,7 +138,7 @@ class MemoryAdvice:
 
     def _advise(self, of_loader: bool) -> str:
         numbers = f"{in_words(self.free.bytes)} were {self.free.whose} at the start"
-        with contextlib.suppress(*UNPREDICTABLE):
+        with contextlib.suppress(Exception):  # the run has ended for another reason, which must be seen
             numbers = f"{in_words(Cost(self.run).fullest(self.run.batch).together)} per rank predicted, {numbers}"
         return f"{numbers}; try {'fewer --workers, ' if of_loader else ''}{self.remedies}"
 
@@ -298,6 +298,7 @@ def _choose(run: Run, found: Found) -> Run:
 
 def _with_batch(run: Run, batch: BatchSizes, note: str) -> Run:
     """The same run in other micro-batches of the same global batch; lines for people name the new ones."""
+    assert batch.global_batch == run.batch.global_batch, f"{batch} is not {run.batch}"
     share = replace(run.data.share, micro_batch=batch.micro_batch, accumulation=batch.accumulation)
     lines = tuple(line.replace(str(run.batch), str(batch)) for line in run.data.notes)
     rows = run.config.validation_batch_size or batch.micro_batch

@@ -46,7 +46,7 @@ from ds_vit.planner.memory import (
 )
 from ds_vit.training.run import Run
 
-UNPREDICTABLE = (RuntimeError, ValueError, TypeError, MemoryError)
+UNPREDICTABLE = (RuntimeError, ValueError, TypeError, LookupError, AssertionError, MemoryError)
 """Errors of layers on the meta device, which does not support all of them and takes host memory. Any other error is a
 mistake of this package and ends the run."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -207,14 +208,17 @@ def test_mixing_stops_at_its_epoch(source, reference):
 
 
 def test_the_size_of_images_follows_the_optimizer_step(source):
-    """Would catch a size that moves when batches were left out."""
-    sizes, order = ImageSizes((8, 16, 24), firsts=(0, 1, 3)), SampleOrder(len(source), 12, seed=7)
-    for skipped in (0, 2):
+    """Would catch a size, scheduled or drawn, that moves when batches were left out."""
+    order = SampleOrder(len(source), 12, seed=7)
+    scheduled, drawn = ImageSizes((8, 16, 24), firsts=(0, 1, 3)), ImageSizes((8, 16, 24), seed=3)
+    expected = {scheduled: [8, 16, 16, 24, 24], drawn: [drawn.at(step) for step in range(5)]}
+    assert len({*expected[drawn]}) > 1
+    for sizes, skipped in itertools.product((scheduled, drawn), (0, 2)):
         steps, share = range(skipped, skipped + 5), Share(0, 1, 12)
         batches = loader_of(
             source, order, share, steps, skipped_batches=skipped, sizes=sizes, image=ImageConfig((24, 24))
         )
-        assert [batch.images.shape[-1] for batch in batches] == [8, 16, 16, 24, 24]
+        assert [batch.images.shape[-1] for batch in batches] == expected[sizes]
 
 
 def test_multi_label_targets(tmp_path):

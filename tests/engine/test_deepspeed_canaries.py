@@ -120,7 +120,7 @@ def received_gradient_on_a_rank():
 
 
 SEEN = {
-    # build.py partitions the model in its type, because DeepSpeed would leave it in fp32 in silence.
+    # build_engine.py partitions the model in its type, because DeepSpeed would leave it in fp32 in silence.
     "ZeRO-3 does not cast a partitioned model": (1, zero3_on_a_rank, (), "torch.float32"),
     # The shared-memory collective is a JIT build. The table is still DeepSpeed's, made when it is first asked for.
     "no collective is compiled, no operator tried": (1, table_of_operators_on_a_rank, (), (None, True, True, True)),

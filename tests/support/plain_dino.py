@@ -190,7 +190,7 @@ def _batch(folder: Path, step: int) -> tuple[torch.Tensor, ...]:
     order = SampleOrder(len(source), GLOBAL_BATCH, RunConfig().seed)
     indices, keys = order.rows(step, range(GLOBAL_BATCH))
     image = ImageConfig((SIZE, SIZE), mean=(0.5,) * 3, std=(0.5,) * 3)
-    crop = MultiCrop(image, CropConfig(LOCAL, NUM_LOCAL), RunConfig().augment)
+    crop = MultiCrop(image, CropConfig(LOCAL, NUM_LOCAL), RunConfig())
     views = [crop(source.image(int(index)), int(key)) for index, key in zip(indices, keys, strict=True)]
     large, small = (torch.stack(part).float().div(255).sub(0.5).div(0.5) for part in zip(*views, strict=True))
     of_samples = randomness.mix_tensor(torch.from_numpy(keys), randomness.name_key("view"))

@@ -209,6 +209,7 @@ def train_plainly(argv, *, lr, clip, bound):
     """Losses and norms of torch's AdamW, open_clip's loss and the towers, without DeepSpeed."""
     from ds_vit.data.device import finish_images
     from ds_vit.data.loader import train_loader
+    from ds_vit.data.settings import SampleSpec
     from ds_vit.models.keyed_init import initialise
     from ds_vit.models.layers import tower_of
     from ds_vit.models.param_groups import no_weight_decay_names
@@ -232,7 +233,9 @@ def train_plainly(argv, *, lr, clip, bound):
         for name, p in parameters.items()
     ]
     optimizer = torch.optim.AdamW(groups, lr=lr, eps=1e-6)
-    loader = train_loader(run.data, task.samples(task.fields(training=True)), range(STEPS))
+    reads = frozenset({"images", "texts"})
+    samples = SampleSpec(task.image, reads, run.config, run.config, tokenizer=task.tokenizer)
+    loader = train_loader(run.data, samples, range(STEPS))
     rows = []
     for step, batch in enumerate(loader, start=1):
         images = towers["image"](finish_images(batch, task.image, task.augment, device="cpu"), batch.keys)

@@ -15,6 +15,7 @@ from runs import resolved, run_quietly
 from safetensors.torch import load_file
 
 from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.training.resolve.record import resolved_flags
 
 RTOL = 1e-5
 RECIPES = ROOT / "launch" / "recipes"
@@ -226,7 +227,7 @@ def test_a_tree_of_images_needs_no_flag(tmp_path, tree, task):
     assert bool(run.model.task.evaluators) == has_classes
     assert any("features are not evaluated" in note for note in run.notes) == (not has_classes)
     assert any("nothing is evaluated" in note for note in run.notes) == (not evaluates)
-    assert run.config.eval_knn == 20 * has_classes
+    assert resolved_flags(run)["eval_knn"] == 20 * has_classes
 
 
 def test_the_command_in_the_recipe_for_images_in_one_folder(tmp_path):

@@ -222,8 +222,8 @@ def _pictures(record: Record) -> list[Panel]:
             shown.thumbnail((_MAX_WIDTH, 2 * _MAX_WIDTH))
             uri = image_uri(shown, "jpeg", quality=88)
             cards.append({"kind": "picture", "title": title, "uri": uri, "wide": True})
-    is_split = record.layout is not None and max(record.layout[0].pp, record.layout[0].tp) > 1
-    if is_split and folder.mistakes.exists() and not folder.picture("token-norms").exists():
+    is_pipeline = record.layout is not None and record.layout[0].pp > 1
+    if record.classes and cards and (is_pipeline or record.config.get("sequence_parallel")):
         text = "No norms and attention with --pp or --sequence-parallel: no rank has all tokens."
         cards.append({"kind": "remark", "text": text})
     return cards

@@ -140,9 +140,9 @@ class _SharingBridge(_Joining, BridgeLayer):
         return tokens if self.gives_features else split_tokens(tokens, self.tp), *rest
 
 
-# Layers that are no blocks, and what is mixed in before their class.
 Converter = Callable[[Layer], object]
 """Changes a layer in place."""
+# Layers that are no blocks, and what is mixed in before their class.
 _OUTSIDE_BLOCKS: dict[type[Layer], type[Layer]] = {
     EmbedLayer: _Splitting,
     HeadLayer: _Joining,
