@@ -121,6 +121,6 @@ def without(data: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     for name in names:
         block, _, last = name.rpartition(".")
         inner = value_of(out, block) if block else out
-        if inner is not None:
+        if isinstance(inner, dict):
             inner.pop(last, None)
     return out

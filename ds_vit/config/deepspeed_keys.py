@@ -16,12 +16,14 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, get_args
 
+from deepspeed.comm.config import CommsLoggerConfig
 from deepspeed.monitor.config import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig
 from deepspeed.runtime.config import _REMOVED_TOP_LEVEL_CONFIG_KEYS, _REMOVED_ZERO_CONFIG_KEYS, DtypeEnum
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
+from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, Strict, ValidationError
 
 from ds_vit.config.deepspeed_json import is_on, leaves, overlay, value_of, without
 from ds_vit.config.deepspeed_verdicts import NAMED
@@ -42,6 +44,7 @@ def _known_type(name: str) -> str:
 Whole = Annotated[int, BeforeValidator(lambda v: int(v) if isinstance(v, float) and v.is_integer() else v)]
 Count = Annotated[Whole, Field(ge=1)]
 Type = Annotated[str, AfterValidator(_known_type)]
+Switch = Annotated[bool, Strict(False)]  # 1 and "true", as in DeepSpeed's models
 
 
 class Block(BaseModel):
@@ -67,7 +70,7 @@ class Scheduler(Block):
 class Autocast(Block):
     """torch_autocast."""
 
-    enabled: bool = False
+    enabled: Switch = False
     dtype: str = "bfloat16"
     lower_precision_safe_modules: list[str] = []
 
@@ -90,25 +93,25 @@ class Pipeline(Block):
 class ActivationCheckpointing(Block):
     """Recomputation; the block turns it on."""
 
-    cpu_checkpointing: bool = False
+    cpu_checkpointing: Switch = False
 
 
 class FlopsProfiler(Block):
     """DeepSpeed's profiler."""
 
-    enabled: bool = False
+    enabled: Switch = False
     recompute_fwd_factor: float = 0.0
     profile_step: Whole = 1
     module_depth: Whole = -1
     top_modules: Whole = 1
-    detailed: bool = True
+    detailed: Switch = True
     output_file: str | None = None
 
 
 class Timers(Block):
     """DeepSpeed's timers."""
 
-    throughput: dict[str, Any] = {}
+    throughput: DeepSpeedThroughputTimerConfig = Field(default_factory=DeepSpeedThroughputTimerConfig)
 
 
 class DeepSpeedJson(Block):
@@ -128,19 +131,20 @@ class DeepSpeedJson(Block):
     pipeline: Pipeline = Pipeline()
     activation_checkpointing: ActivationCheckpointing | None = None
     communication_data_type: str | None = None
-    prescale_gradients: bool = False
+    prescale_gradients: Switch = False
     gradient_predivide_factor: Annotated[float, Field(gt=0)] = 1.0
     steps_per_print: Count | None = None
-    dump_state: bool = False
-    disable_python_gc: bool = False
-    wall_clock_breakdown: bool = False
-    memory_breakdown: bool = False
+    dump_state: Switch = False
+    disable_python_gc: Switch = False
+    wall_clock_breakdown: Switch = False
+    memory_breakdown: Switch = False
     flops_profiler: FlopsProfiler = FlopsProfiler()
     timers: Timers = Timers()
     tensorboard: TensorBoardConfig = Field(default_factory=TensorBoardConfig)
     csv_monitor: CSVConfig = Field(default_factory=CSVConfig)
     wandb: WandbConfig = Field(default_factory=WandbConfig)
     comet: CometConfig = Field(default_factory=CometConfig)
+    comms_logger: CommsLoggerConfig = Field(default_factory=CommsLoggerConfig)
 
     _given: dict[str, Any] = PrivateAttr(default_factory=dict)
 
@@ -186,8 +190,14 @@ class DeepSpeedJson(Block):
         return is_on(self.given(block))
 
     def replace(self, values: Mapping[str, Any], without_keys: Iterable[str] = ()) -> DeepSpeedJson:
-        """The same file with other values, and without some keys, by their dotted names."""
-        return DeepSpeedJson.of(overlay(without(self._given, without_keys), values, "the DeepSpeed JSON"))
+        """The same file with resolved values, which no range of a flag holds for, and without some keys.
+
+        Args:
+            values: by dotted name.
+            without_keys: dotted names.
+        """
+        data = overlay(without(self._given, without_keys), values, "the DeepSpeed JSON")
+        return _parse(_by_alias(data, DeepSpeedJson))
 
     def dump(self) -> dict[str, Any]:
         """What the file says, with the values that DeepSpeed reads: for DeepSpeed, and for deepspeed.json."""
@@ -208,6 +218,7 @@ _RESOLVED_LATER = frozenset(
 )
 # And in these from flags, the data and the number of ranks.
 _FROM_FLAGS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+_CAN_BE_AUTO = {*_RESOLVED_LATER, *_FROM_FLAGS, "communication_data_type"}
 _OLD_OFFLOAD = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
 # Keys of published files that DeepSpeed never read, and the keys that it reads.
 _READ_ELSEWHERE = {
@@ -229,17 +240,20 @@ def read_json(data: Mapping[str, Any], path: str) -> tuple[DeepSpeedJson, dict[s
         path: named in messages.
 
     Returns:
-        The blocks in which nothing is wrong; dotted name → what is wrong with it, and what to do.
+        What nothing is wrong with; dotted name → what is wrong with it, and what to do.
     """
     given = _by_alias(data, DeepSpeedJson)
     wrong = _wrong_leaves(given, path)
-    try:
-        json = _parse(given)
-    except ValidationError as error:
-        wrong = {**_wrong_keys(error, path), **wrong}
-    if wrong:
-        json = _parse({k: v for k, v in given.items() if not any(f"{name}.".startswith(f"{k}.") for name in wrong)})
-    return json, wrong
+    blocks = {"zero_optimization"} & {name.removesuffix(".stage") for name in wrong}  # no stage to judge it by
+    while True:
+        kept = {key: value for key, value in without(given, wrong).items() if key not in blocks}
+        try:
+            return _parse(kept), wrong
+        except ValidationError as error:
+            found = _wrong_keys(error, path)
+        # A rule between keys, or an item of a list: the whole block goes.
+        blocks |= {key for key in kept for name in found.keys() & wrong.keys() if f"{name}.".startswith(f"{key}.")}
+        wrong = {**found, **wrong}
 
 
 def _parse(given: Mapping[str, Any]) -> DeepSpeedJson:
@@ -275,12 +289,13 @@ def _by_alias(data: Mapping[str, Any], model: type[BaseModel], prefix: str = "")
 
 
 def _typed(data: Mapping[str, Any], model: type[BaseModel] | None, prefix: str = "") -> dict[str, Any]:
-    """The part of a file that the models read: without "auto", and without keys that only a verdict names."""
+    """What the models read of a file: without an "auto" that is resolved, and keys that only a verdict names."""
     fields = {field.alias or key: field for key, field in model.model_fields.items()} if model else {}
     out = {}
     for key, value in data.items():
         name, field = f"{prefix}{key}", fields.get(key)
-        if value != "auto" and (field or name not in NAMED):
+        is_open = value == "auto" and (not model or name in _CAN_BE_AUTO)
+        if not is_open and (field or name not in NAMED):
             block = model_of(field.annotation) if field else None
             out[key] = _typed(value, block, f"{name}.") if isinstance(value, Mapping) else value
     return out
@@ -306,8 +321,9 @@ def _wrong_leaves(data: Mapping[str, Any], path: str) -> dict[str, str]:
             whole = int(value) if isinstance(value, float) and value.is_integer() else value
             for problem in what_is_wrong({flag: whole})[1].get(flag, ()):
                 found[key] = f"{path}: {key}{problem.removeprefix(spelling(flag))}"
-        if value is None and key in DeepSpeedJson.model_fields:
-            found[key] = f'{path}: "{key}" must be a block {{…}}, not None'
+        is_null = value is None and key in DeepSpeedJson.model_fields
+        if is_null or (key == "zero_optimization.leaf_module" and value not in (None, {})):
+            found[key] = f'{path}: "{key}" must be a block {{…}}, not {value!r}'
         if key == "zero_optimization.stage" and str(value) not in ("0", "1", "2", "3"):  # true and 1.0 are read as 1
             found[key] = f"{path}: zero_optimization.stage must be 0, 1, 2 or 3, not {value!r}"
         for item in value if isinstance(value, (list, tuple)) else (value,):
@@ -330,6 +346,9 @@ def _wrong_keys(error: ValidationError, path: str) -> dict[str, str]:
             message = _why_unknown(blocks, last)
         elif detail["type"] in ("model_type", "dict_type"):
             message = f'"{name}" must be a block {{…}}, not {value!r}'
+        elif value == "auto":
+            known = ", ".join((*sorted(_CAN_BE_AUTO), "numbers in optimizer.params and scheduler.params"))
+            message = f'"{name}" cannot be "auto"; those that can are {known}'
         elif isinstance(value, (Mapping, BaseModel)):  # a rule between keys, whose input is the whole block
             message = f"{name}: {message}"
         else:
@@ -353,5 +372,5 @@ def _why_unknown(blocks: list[str], last: str) -> str:
     if name in _READ_ELSEWHERE:
         return f'DeepSpeed 0.19 knows no key "{name}"; it reads "{_READ_ELSEWHERE[name]}"'
     known = {field.alias or key for key, field in model.model_fields.items()} if model else set()
-    known |= {key for key in NAMED if "." not in key and not blocks}
+    known |= {key.rpartition(".")[2] for key in NAMED if key.rpartition(".")[0] == ".".join(blocks)}
     return f'DeepSpeed 0.19 knows no key "{name}"{did_you_mean(last, known)}'

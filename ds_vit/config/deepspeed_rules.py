@@ -255,7 +255,7 @@ def check_scheduler(json: DeepSpeedJson, path: str) -> None:
     from deepspeed.runtime import lr_schedules
     from deepspeed.utils import logger
 
-    if json.scheduler is None:
+    if json.scheduler is None or not json.given("scheduler"):
         return
     kind = json.scheduler.type or ""
     known = [name for name in lr_schedules.VALID_LR_SCHEDULES if hasattr(lr_schedules, name)]

@@ -149,6 +149,20 @@ REJECTED = [
     ),
     ({"zero_optimization": {"stage": 2, "zenflow": {}, **OFFLOADED}}, "updates most of each weight late"),
     ({"optimizer": {"params": {"lr": float("nan")}}}, "optimizer.params.lr must be a finite number, not nan"),
+    ({"optimizer": "auto"}, "\"optimizer\" must be a block {…}, not 'auto'"),
+    ({"zero_optimization": "auto"}, '"zero_optimization" must be a block'),
+    ({"optimizer": {"type": "AdamW", "params": "auto"}}, '"optimizer.params" must be a block'),
+    (
+        {"data_types": {"grad_accum_dtype": "auto"}},
+        '"data_types.grad_accum_dtype" cannot be "auto"; those that can are',
+    ),
+    ({"torch_autocast": {"lower_precision_safe_modules": "auto"}}, 'modules" cannot be "auto"'),
+    ({"torch_autocast": {"lower_precision_safe_modules": [3]}}, "modules.0 must be a string, not 3"),
+    ({"zero_optimization": {"leaf_module": True}}, '"zero_optimization.leaf_module" must be a block {…}, not True'),
+    ({"zero_optimization": {"leaf_module": float("nan")}}, "leaf_module must be a finite number, not nan"),
+    ({"autotuning": "true"}, '"autotuning" must be a block'),
+    ({"pipeline": {"stage": 2}}, 'no key "pipeline.stage"; the nearest is stages'),
+    ({"comms_logger": {"enabeld": True}}, 'no key "comms_logger.enabeld"; the nearest is enabled'),
     ({"gradient_clipping": -1}, "gradient_clipping must be at least 0 and at most 1,000,000,000, not -1"),
 ]
 
@@ -167,13 +181,28 @@ def test_everything_wrong_is_named_at_once():
         "gradient_clipping": -1,
         "zero_optimization": {"stage": 2, "stge": 1, "reduce_bucket_size": "big", "overlap_comm": "perhaps"},
         "optimizer": {"type": "AdamW", "params": {"lr": float("nan")}},
+        "torch_autocast": {"enabled": True, "lower_precision_safe_modules": [3]},
         "fp16": 3,
         "a.b": {"c": float("inf")},
     }
+    data["zero_optimization"]["round_robin_gradients"] = True
     json, wrong = read_json(data, "c.json")
-    assert json == DeepSpeedJson()
+    right = {"stage": 2, "round_robin_gradients": True}
+    assert json.dump() == {"zero_optimization": right, "optimizer": {"type": "AdamW", "params": {}}}
+    assert [name for name, _ in deepspeed_verdicts.rejected(json, "")] == ["zero_optimization.round_robin_gradients"]
+    assert read_json({"zero_optimization": {"stage": 5, **OFFLOADED}}, "c.json")[0].dump() == {}, "no stage to judge by"
     problems = wrong.values()
-    named = ("trainbatchsize", "gradient_clipping", "stge", "reduce_bucket_size", "overlap_comm", "lr", "fp16", "a.b")
+    named = (
+        "trainbatchsize",
+        "gradient_clipping",
+        "stge",
+        "reduce_bucket_size",
+        "overlap_comm",
+        "lr",
+        "fp16",
+        "a.b",
+        "modules.0",
+    )
     for name in named:
         assert sum(name in problem.split(";")[0] for problem in problems) >= 1, name
     assert all(problem.startswith("c.json: ") for problem in problems)
@@ -212,8 +241,10 @@ def test_a_monitor_whose_package_is_missing(monkeypatch):
 )
 def test_values_are_those_that_deepspeed_reads(block, expected):
     """A quoted "false" is false for DeepSpeed and was true here; "auto" is its default; old names are new ones."""
-    data = checked({"zero_optimization": block, "bf16": {"enabled": "false"}}, "c.json").dump()
-    assert data == {"zero_optimization": expected, "bf16": {"enabled": False}}
+    switches = {"dump_state": 0, "wall_clock_breakdown": 1, "torch_autocast": {"enabled": "true"}}
+    data = checked({"zero_optimization": block, "bf16": {"enabled": "false"}, **switches}, "c.json").dump()
+    switches = {"dump_state": False, "wall_clock_breakdown": True, "torch_autocast": {"enabled": True}}
+    assert data == {"zero_optimization": expected, "bf16": {"enabled": False}, **switches}
     assert json.loads(json.dumps(data)) == data
 
 
@@ -453,9 +484,11 @@ def test_hugging_faces_zero3_file_is_resolved_as_they_do(tmp_path):
 
 def test_a_file_without_an_optimizer_is_adamw_from_the_flags(tmp_path):
     """A file that trains with another optimizer, or with none."""
-    bare = write(tmp_path, {"zero_optimization": {"stage": 1}})
+    bare = write(tmp_path, {"zero_optimization": {"stage": 1}, "scheduler": {}})
     params = {"lr": 0.01, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.1}
-    told = resolved(bare, "--lr", 0.01, "--weight-decay", 0.1).engine.json
+    run = resolved(bare, "--lr", 0.01, "--weight-decay", 0.1, "--sched", "linear")
+    told = run.engine.json
+    assert run.schedule.rate.name == "linear", "an empty scheduler is none"
     assert told.given("optimizer") == {"type": "AdamW", "params": params}
     with pytest.raises(UserError, match='has no "optimizer", and AdamW needs --lr'):
         resolved(bare)
@@ -556,7 +589,7 @@ def test_set_is_checked_like_the_file(words, message):
     assert message in str(error.value)
 
 
-def test_origin_of_values():
+def test_origin_of_values(tmp_path):
     # Catches: a flag that the JSON's number overrides, and a value whose source is reported wrong.
     words = ["--set", "zero_optimization.stage=2", "--set", "gradient_clipping=0.25", "--weight-decay", "0.3"]
     run = resolved(CPU, *words)
@@ -564,6 +597,23 @@ def test_origin_of_values():
     assert run.engine.json.optimizer.params["weight_decay"] == 0.3
     names = ("zero_optimization.stage", "gradient_clipping", "optimizer.params.weight_decay", "optimizer.params.lr")
     assert [run.engine.origin(name) for name in names] == ["--set", "--set", "--weight-decay", "JSON"]
+    params = {"weight_decay": "auto"}
+    data = {"train_batch_size": 32, "gradient_accumulation_steps": 4, "optimizer": {"type": "AdamW", "params": params}}
+    names = (
+        "train_micro_batch_size_per_gpu",
+        "gradient_clipping",
+        "optimizer.params.lr",
+        "optimizer.params.weight_decay",
+    )
+    file = write(tmp_path, data)
+    for words, origins in {
+        "": ["batch arithmetic", "DeepSpeed's default", "AdamW's default", '"auto"'],
+        "--lr 0 --clip-grad 0 --weight-decay 0": ["batch arithmetic", "--clip-grad", "--lr", "--weight-decay"],
+        "--lr 1e9 --lr-scale-by-batch linear --lr-base-size 1 --weight-decay 0.1 --clip-grad 1": [
+            *("batch arithmetic", "--clip-grad", "--lr-scale-by-batch", "--weight-decay")
+        ],
+    }.items():
+        assert [resolved(file, *words.split()).engine.origin(name) for name in names] == origins
     assert (
         resolved(CPU, "--clip-grad", "0.5").optimizer.clip
         == 0.5
@@ -603,6 +653,8 @@ def test_what_later_checks_find_is_listed_too(tmp_path):
         "there is no optimizer 'Shampoo'",
     ]
     assert [problem[: len(part)] for problem, part in zip(found, said, strict=True)] == said
+    text = {"optimizer": {"type": 1, "params": {"eps": "1e-8"}}, "scheduler": {"params": {"warmup_num_steps": "10"}}}
+    assert read(RunConfig(deepspeed_config=text, eval_only=True), on_cpu=True)[0].json.dump() == {}
     with pytest.raises(UserError, match="stge") as error:
         resolved(write(tmp_path, {"zero_optimization": {"stge": 1}, "bf16": {"enabled": True}, **ADAM}))
     assert len(error.value.problems) == 1, "bf16 without ZeRO follows from the misspelt stage"

@@ -11,7 +11,7 @@ import torch
 from ds_vit.config import RunConfig, deepspeed_rules
 from ds_vit.config.batch import KEYS as BATCH_KEYS
 from ds_vit.config.batch import BatchSizes
-from ds_vit.config.deepspeed_json import MASTERS_IN_BF16, derived_path, leaves, load_json, overlay
+from ds_vit.config.deepspeed_json import MASTERS_IN_BF16, derived_path, leaves, load_json, overlay, without
 from ds_vit.config.deepspeed_keys import DeepSpeedJson, read_json
 from ds_vit.config.deepspeed_rules import Precision
 from ds_vit.config.deepspeed_verdicts import idle_keys, rejected
@@ -62,6 +62,8 @@ def read(config: RunConfig, *, on_cpu: bool) -> tuple[EngineSettings, File]:
         path, stored = source, load_json(source)
         of_a_run = derived_path(source).is_file()
     file = overlay(stored, given | by_flag, path)
+    if config.eval_only:
+        file = without(file, ("optimizer", "scheduler"))  # nothing reads them
     if given:
         path += f" with --set {' '.join(config.set)}"
     path += f" with {' '.join(map(spelling, flags))}" if flags else ""
@@ -191,27 +193,40 @@ def write_out(
         auto |= {f"scheduler.params.{key}": value for key, value in schedule.scheduler.items()}
     names = json.auto - always.keys()
     for name in sorted(names - auto.keys()):
-        known = ", ".join(sorted({*auto, *always} - {*batch.as_json(), "gradient_clipping"}))
+        known = ", ".join(sorted({*auto, *always}))
         raise UserError(f'{path}: "{name}" cannot be "auto"; those that can are {known}')
     default = [name for name in names if auto[name] is None]
     json = json.replace(always | {name: auto[name] for name in names - {*default}}, default)
     deepspeed_rules.check_scheduler(json, path)
     deepspeed_rules.check_with_deepspeed(json, path)
-    return dataclasses.replace(engine, json=json, origins=_origins(config, file, json))
+    derived = dict.fromkeys(BATCH_KEYS, "batch arithmetic")
+    if optimizer is not None:
+        derived |= {
+            "gradient_clipping": "DeepSpeed's default",
+            KEY_OF_FLAG["lr"]: f"{optimizer.cls.__name__}'s default",
+        }
+    return dataclasses.replace(engine, json=json, origins=_origins(config, file, json, derived))
 
 
-def _origins(config: RunConfig, file: Mapping[str, Any], json: DeepSpeedJson) -> dict[str, str]:
-    """The origin of each value that is not the file's: --set, a flag, an "auto" or a default."""
+def _origins(
+    config: RunConfig, file: Mapping[str, Any], json: DeepSpeedJson, derived: Mapping[str, str]
+) -> dict[str, str]:
+    """The origin of each value that is not the file's: --set, a flag, "auto", or what `derived` says of a key."""
     by_set, by_file, origins = leaves(parse_set(config.set)), leaves(file), {}
-    flags = {key: (spelling(name), getattr(config, name)) for name, key in KEY_OF_FLAG.items()}
+    flags = {
+        key: (spelling(name), getattr(config, name))
+        for name, key in KEY_OF_FLAG.items()
+        if getattr(config, name) != default_of(name)
+    }
     if config.lr_scale_by_batch != "none":
         flags[KEY_OF_FLAG["lr"]] = ("--lr-scale-by-batch", json.given(KEY_OF_FLAG["lr"]))
     for name, value in leaves(json.dump()).items():
         flag, given = flags.get(name, ("", None))
-        if given not in (None, "", False) and given == value:
+        if given is not None and given == value:
             origins[name] = flag
         elif name in by_set and by_file[name] == value:
             origins[name] = "--set"
         elif by_file.get(name) != value:
-            origins[name] = '"auto"' if by_file.get(name) == "auto" else "default"
+            is_auto = by_file.get(name) == "auto" and name not in BATCH_KEYS
+            origins[name] = '"auto"' if is_auto else derived.get(name, "default")
     return origins

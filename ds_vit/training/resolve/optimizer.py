@@ -72,7 +72,7 @@ def resolve_update(
         notes=(*rules_of(cls).notes(arguments), *scaling, *unmentioned, *describe_default_decay(cls, decay, path)),
     )
     rate, scheduler = None, {}
-    if json.scheduler is not None:
+    if json.given("scheduler"):
         _check_one_schedule(config, json, path)
         scheduler, notes = _fill_scheduler(config, json, per_epoch, scheduled_steps)
         scheduler = {"warmup_max_lr": lr, **scheduler}
