@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 from curves import assert_same_curve, read_rows, train_in, train_rows
+from deepspeed.runtime import lr_schedules
 from picture_folders import made
 from PIL import Image
 from project import ROOT
@@ -221,6 +222,30 @@ def test_scheduler_of_the_json(ranks, tmp_path):
     argv = [*DIGITS, "--deepspeed_config", path, "--warmup-steps", 2, "--lr", 0.01, "--max-steps", 6, "--val-split", ""]
     rates = [row["lr"] for row in train_rows(train_in(ranks, 1, argv))]
     assert rates[1:] == pytest.approx([0.0, 0.005, 0.01, 0.0075, 0.005])  # DeepSpeed's own start
+
+
+OTHER_SCHEDULERS = {
+    "WarmupCosineLR": {"total_num_steps": 10, "warmup_num_steps": 2},
+    "OneCycle": {"cycle_min_lr": 0.001, "cycle_max_lr": 0.002, "cycle_first_step_size": 2},
+    "LRRangeTest": {"lr_range_test_min_lr": 0.001, "lr_range_test_step_size": 2},
+}
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("kind", OTHER_SCHEDULERS)
+def test_other_schedulers_of_the_json(ranks, tmp_path, kind):
+    """A scheduler that the engine does not step, or whose rate is not the one that is logged."""
+    params = OTHER_SCHEDULERS[kind]
+    path = json_file(tmp_path, "cpu_zero1_fp32.json", scheduler={"type": kind, "params": params})
+    argv = [*DIGITS[: DIGITS.index("--warmup-steps")], "--deepspeed_config", path, "--lr", 0.01, "--max-steps", 5]
+    rates = [row["lr"] for row in train_rows(train_in(ranks, 1, [*argv, "--val-split", ""]))]
+    alone = torch.optim.AdamW([torch.zeros(1, requires_grad=True)], lr=0.01)
+    schedule, expected = getattr(lr_schedules, kind)(alone, **params), []
+    for _ in rates:
+        expected.append(alone.param_groups[0]["lr"])
+        schedule.step()
+    assert len({*rates}) > 2
+    assert rates[1:] == pytest.approx(expected[1:])
 
 
 def warm_up_of_the_json(tmp_path, flags, **params):
