@@ -126,7 +126,7 @@ class Kind(NamedTuple):
             return " or ".join(self.words)
         if self.item is bool:
             return "true or false"
-        kind = {int: "whole number", float: "number", dict: "key=value piece"}.get(self.item, "word")
+        kind = {int: "whole number", float: "number", dict: "block"}.get(self.item, "word")
         return f"a {kind}" if self.length is None else f"{self.length or ''} {kind}s".strip()
 
     @property
@@ -204,7 +204,7 @@ class Settings(BaseModel):
         if isinstance(value, bool) and "on" in kinds[0].words:
             return "on" if value else "off"  # what YAML makes of them without quotes
         if isinstance(value, Mapping) or kinds[0].item is dict:
-            return value
+            return dict(value) if isinstance(value, Mapping) else value
         several = any(kind.length is not None for kind in kinds)
         if not isinstance(value, (list, tuple)):
             item = _convert(kinds[0].item, value)

@@ -194,7 +194,8 @@ def shown_default(name: str) -> str:
 def help_of(name: str, show_default: bool = True) -> str:
     """The text of a flag: its tasks, its meaning, its default."""
     meta, default = FLAGS[name], shown_default(name) if show_default else ""
-    task = f"--task {', '.join(meta.task.split())}: " if meta.task else ""
+    # A text that begins with the flag it needs, "--lock-image: …", names the task by it.
+    task = f"--task {', '.join(meta.task.split())}: " if meta.task and not meta.text.startswith("--") else ""
     return f"{task}{meta.text}{default and f' [{default}]'}"
 
 
@@ -233,6 +234,8 @@ def load_recipe(path: str) -> dict[str, Any]:
     out, problems = read_values(values, f"{path}: ")
     if problems:
         raise UserError(*problems)
+
+    out = {name: value for name, value in out.items() if values[name] is not None}  # a null was not given
 
     def relative_to_file(path: str) -> str:
         return str(file.parent / path) if path and (file.parent / path).exists() else path
@@ -419,7 +422,6 @@ def from_values(
     """
     given, invalid_values = read_values(values)
     problems = [*others, *invalid_values]
-    # An invalid value still turns on the flags that need it.
     invalid: dict[str, Any] = {
         name: str(value) for name, value in values.items() if name in FLAGS and name not in given
     }
@@ -427,8 +429,9 @@ def from_values(
         given = over_recipe(_load_with(recipe, problems, remedy), given)
     if isinstance(given.get("deepspeed_config"), str):
         given["deepspeed_config"] = or_shipped(given["deepspeed_config"])
+    given = {name: value for name, value in given.items() if values.get(name, value) is not None}  # a null is not given
     config = RunConfig.model_validate(given)
-    problems += find_problems(config, idle_flags(config.model_copy(update=invalid)))
+    problems += find_problems(config, invalid)
     if problems:
         raise UserError(*problems, remedy=remedy)
     return config

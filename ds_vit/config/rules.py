@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from ds_vit.config.flag import Condition, Scope, spelling
@@ -74,40 +74,43 @@ def idle_flags(config: RunConfig) -> dict[str, str]:
 # ---- problems --------------------------------------------------------------------------------------------------------
 
 
-def find_problems(config: RunConfig, idle: dict[str, str]) -> Iterator[str]:
+def find_problems(config: RunConfig, invalid: Mapping[str, str]) -> Iterator[str]:
     """Missing flags, contradictions and flags without effect, for people.
 
     Args:
         config: the settings.
-        idle: from `idle_flags`.
+        invalid: flags whose values are invalid → these as text; they are not missing, and turn on what needs them.
     """
-    if not config.deepspeed_config:
+    asked = config.model_copy(update=invalid)
+    if not asked.deepspeed_config:
         shipped = "ds_configs/zero1_bf16.json, on a CPU with ds_configs/cpu_zero1_fp32.json"
         yield f"--deepspeed_config FILE is missing; begin with {shipped}"
-    if not config.dataset and not config.data_dir:
+    if not asked.dataset and not asked.data_dir:
         yield "no data: give --data-dir DIR with train/ and val/ in it, or --dataset digits"
     keys = parse_set(config.set)
     for name, meta in FLAGS.items():
+        if meta.key in keys and name in config.model_fields_set:
+            yield f"{written(name, config)} and --set {meta.key} are both given; keep one"
         if getattr(config, name) == default_of(name):
             continue
         for condition, why in meta.excludes.items():
             other, _, patterns = _parts(condition)[0]
             if _holds(condition, config) if patterns else getattr(config, other) != default_of(other):
-                both = f"{_written(name, config)} and {_written(other, config)} are both given"
+                both = f"{written(name, config)} and {written(other, config)} are both given"
                 yield f"{both}{why and f': {why}'}; keep one"
-        if meta.key in keys:
-            yield f"{_written(name, config)} and --set {meta.key} are both given; keep one"
     yield from _misfits(config)
-    for name, reason in idle.items():
+    for name, reason in idle_flags(asked).items():
         if is_requested(name, config):
             yield f"{spelling(name)} has no effect {reason}; drop it"
 
 
-def _written(name: str, config: RunConfig) -> str:
+def written(name: str, config: RunConfig) -> str:
     """A flag with its value, as it is typed."""
     value = getattr(config, name)
     shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
-    return spelling(name) + ("" if value is True else f" {shown}")
+    if isinstance(value, bool):
+        return spelling(name) if value else f"--no{spelling(name)[1:]}"
+    return f"{spelling(name)} {shown}"
 
 
 def _misfits(config: RunConfig) -> Iterator[str]:
@@ -118,7 +121,7 @@ def _misfits(config: RunConfig) -> Iterator[str]:
     if config.resume == "auto" and not config.output:
         yield "--resume auto looks for checkpoints in the run's folder: give it by --output DIR"
     if config.rollback and Interval.parse(config.checkpoint_interval, "--checkpoint-interval").seconds:
-        interval = _written("checkpoint_interval", config)
+        interval = written("checkpoint_interval", config)
         yield f"--rollback {config.rollback} does not work with {interval}; give it in steps, or epoch"
     num_folders = 1 if isinstance(config.data_dir, str) else len(config.data_dir)
     if num_folders > 1 and len(config.data_weights) not in (0, num_folders):

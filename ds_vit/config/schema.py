@@ -605,9 +605,10 @@ def kinds_of_flag(name: str) -> tuple[Kind, ...]:
 
 
 def describe_values(name: str) -> str:
-    """The values that a flag takes, for messages: "a whole number", "auto or a whole number"."""
+    """The values that a flag takes, for messages: "a whole number", "auto or a whole number", "a word or a block"."""
     kinds = kinds_of_flag(name)
     named = [*(kind for kind in kinds if kind.words), *(kind for kind in kinds[:1] if not kind.words)]
+    named += [kind for kind in kinds[1:] if kind.item is dict]
     return " or ".join(kind.in_words for kind in named)
 
 
@@ -642,9 +643,11 @@ def _problems(name: str, value: Any, details: Sequence[Any]) -> list[str]:
     if "value_error" in types:
         error = next(detail["ctx"]["error"] for detail in details if detail["type"] == "value_error")
         return [*getattr(error, "problems", (str(error),))]
+    if keys := [detail["input"] for detail in details if detail["loc"][-1] == "[key]"]:
+        return [f"{spelling(name)}: a key must be text, not {key!r}" for key in keys]
     items = value if isinstance(value, (list, tuple)) else [value]
     shown = " ".join(f"{item:g}" if isinstance(item, float) else str(item) for item in items)
-    if types == {"literal_error"}:
+    if types == {"literal_error"} and isinstance(details[0]["input"], str):
         words = kinds_of_flag(name)[0].words
         return [f"{spelling(name)} {shown} is none of {', '.join(words)}{did_you_mean(shown, words)}"]
     if types & _OUT_OF_RANGE and not types & {"missing", "too_long"}:

@@ -218,6 +218,11 @@ def test_a_monitor_whose_package_is_missing(monkeypatch):
     for settings in ({"wandb": True, "wandb_project": "p"}, {"set": ["wandb.enabled=true"]}):
         with pytest.raises(UserError, match='"wandb" needs the package wandb: pip install wandb'):
             read(RunConfig(deepspeed_config={}, **settings), on_cpu=True)
+    stored = {"wandb": {"enabled": True, "project": "p"}}
+    with pytest.raises(UserError, match='"wandb" needs the package wandb'):
+        read(RunConfig(deepspeed_config=stored, lr=0.1), on_cpu=True)
+    engine, _ = read(RunConfig(deepspeed_config=stored, wandb=False, lr=0.1), on_cpu=True)  # --no-wandb holds
+    assert not engine.json.is_on("wandb")
 
 
 @pytest.mark.parametrize(

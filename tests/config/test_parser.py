@@ -2,12 +2,14 @@
 
 import math
 import re
+from types import MappingProxyType
 
 import pytest
 import yaml
 
 from ds_vit import config as flags
 from ds_vit.config import RunConfig, parse
+from ds_vit.config.parser import help_of
 from ds_vit.config.schema import describe_range, kinds_of_flag
 
 BASE = ["--deepspeed_config", "x.json", "--data-dir", "d"]
@@ -174,6 +176,38 @@ def test_neutral_values_are_never_without_effect(words):
     parse([*BASE, *words.split()])
 
 
+FROM_A_PROGRAM = {
+    "--deepspeed_config takes a word or a block, not ['a']": {"deepspeed_config": ["a"]},
+    "--deepspeed_config: a key must be text, not 1": {"deepspeed_config": {1: 2}},
+    "--data-dir takes a word, not {}": {"data_dir": {}},
+    "--model-kwargs: a key must be text, not 1": {"model_kwargs": {1: 2}},
+    "--augment-on takes cpu or device, not []": {"augment_on": []},
+    "--augment-on takes cpu or device, not ['cpu']": {"augment_on": ["cpu"]},
+    "--augment-on 3 is none of cpu, device": {"augment_on": 3},
+    "--no-wandb and --set wandb.enabled are both given; keep one": {"wandb": False, "set": ["wandb.enabled=true"]},
+}
+
+
+@pytest.mark.parametrize("message", FROM_A_PROGRAM)
+def test_a_programs_mistake_in_plain_words(message):
+    """An invalid value that is also said to be missing, or a list that is shown as the valid word in it."""
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        flags.from_values({"deepspeed_config": "x.json", "data_dir": "d", **FROM_A_PROGRAM[message]})
+
+
+def test_a_json_of_a_program_may_be_any_mapping():
+    """A frozen mapping that is refused."""
+    json = {"bf16": {"enabled": True}}
+    assert flags.from_values({"deepspeed_config": MappingProxyType(json), "data_dir": "d"}).deepspeed_config == json
+
+
+def test_a_help_text_has_one_lead():
+    """ "--task clip, siglip: --lock-image: …", which reads as if it were two flags."""
+    texts = [help_of(name) for name in flags.FLAGS]
+    assert [text for text in texts if re.match(r"--[^:]*: --", text)] == []
+    assert sum(text.startswith("--task ") for text in texts) > 20
+
+
 def test_no_data_and_no_json():
     """A run without data or JSON must be told what to give."""
     with pytest.raises(ValueError, match="--data-dir DIR"):
@@ -188,7 +222,7 @@ def test_recipe_and_command_line(tmp_path):
     recipe = tmp_path / "r.yaml"
     recipe.write_text(
         "deepspeed_config: ds.json\ndata-dir: elsewhere\nepochs: 3\nmodel-kwargs: {depth: 2}\nmean: [0.1, 0.2, 0.3]\n"
-        "no-aug: true\nlr: 1e-3\n"
+        "no-aug: true\nlr: 1e-3\nwandb: null\n"
     )
     config = parse(["--recipe", str(recipe), "--epochs", "5"])
     assert config.deepspeed_config == str(tmp_path / "ds.json")
@@ -196,6 +230,8 @@ def test_recipe_and_command_line(tmp_path):
     assert (config.model_kwargs, config.mean) == ({"depth": 2}, (0.1, 0.2, 0.3))
     assert config.lr == 1e-3  # YAML reads 1e-3 as text
     assert {"epochs", "lr", "no_aug"} <= config.model_fields_set
+    assert "wandb" not in config.model_fields_set  # a null leaves it to the JSON
+    assert "wandb" not in flags.from_values({"wandb": None}, str(recipe)).model_fields_set
 
 
 SWITCHES = [name for name in flags.FLAGS if kinds_of_flag(name)[0].item is bool]

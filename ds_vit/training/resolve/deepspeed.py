@@ -11,11 +11,12 @@ import torch
 from ds_vit.config import RunConfig, deepspeed_rules
 from ds_vit.config.batch import KEYS as BATCH_KEYS
 from ds_vit.config.batch import BatchSizes
-from ds_vit.config.deepspeed_json import MASTERS_IN_BF16, derived_path, leaves, load_json, overlay, without
+from ds_vit.config.deepspeed_json import MASTERS_IN_BF16, derived_path, leaves, load_json, overlay, value_of, without
 from ds_vit.config.deepspeed_keys import DeepSpeedJson, read_json
 from ds_vit.config.deepspeed_rules import Precision
 from ds_vit.config.deepspeed_verdicts import idle_keys, rejected
 from ds_vit.config.flag import spelling
+from ds_vit.config.rules import written
 from ds_vit.config.schema import KEY_OF_FLAG, default_of
 from ds_vit.config.units import parse_set
 from ds_vit.engine.settings import EngineSettings
@@ -52,21 +53,25 @@ def read(config: RunConfig, *, on_cpu: bool) -> tuple[EngineSettings, File]:
     """
     source: Mapping[str, Any] | str = config.deepspeed_config  # the contents, from a program
     given, of_a_run = parse_set(config.set), False
-    flags = [
-        name for name, key in KEY_OF_FLAG.items() if key not in _RESOLVED and getattr(config, name) != default_of(name)
-    ]
-    by_flag = {KEY_OF_FLAG[name]: getattr(config, name) for name in flags}
     if isinstance(source, Mapping):
         path, stored = "deepspeed_config", source
     else:
         path, stored = source, load_json(source)
         of_a_run = derived_path(source).is_file()
-    file = overlay(stored, given | by_flag, path)
+    # A default that was given (--no-wandb) has something to say where the file has a value.
+    flags = [
+        name
+        for name, key in KEY_OF_FLAG.items()
+        if key not in _RESOLVED
+        and name in config.model_fields_set
+        and (getattr(config, name) != default_of(name) or value_of(stored, key) is not None)
+    ]
+    file = overlay(stored, given | {KEY_OF_FLAG[name]: getattr(config, name) for name in flags}, path)
     if config.eval_only:
         file = without(file, ("optimizer", "scheduler"))  # nothing reads them
     if given:
         path += f" with --set {' '.join(config.set)}"
-    path += f" with {' '.join(map(spelling, flags))}" if flags else ""
+    path += f" with {' '.join(written(name, config) for name in flags)}" if flags else ""
     json, wrong = read_json(file, path)
     refused = rejected(json, path)
     problems = [*wrong.values(), *(line for _, line in refused)]
@@ -216,7 +221,7 @@ def _origins(
     flags = {
         key: (spelling(name), getattr(config, name))
         for name, key in KEY_OF_FLAG.items()
-        if getattr(config, name) != default_of(name)
+        if name in config.model_fields_set
     }
     if config.lr_scale_by_batch != "none":
         flags[KEY_OF_FLAG["lr"]] = ("--lr-scale-by-batch", json.given(KEY_OF_FLAG["lr"]))
