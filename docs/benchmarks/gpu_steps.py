@@ -148,7 +148,7 @@ def measure(case: Case, meeting: Path | None, rehearse: bool) -> dict[str, Any]:
             "side": case.side,
             "is_peer": case.is_peer,
             "model": config.model.spec.name,
-            "precision": config.precision.name,
+            "precision": config.engine.precision.name,
             "options": " ".join(words),
             "rehearsal": rehearse,
             "device": bench.device_name(device),

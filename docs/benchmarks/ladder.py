@@ -208,7 +208,7 @@ def largest_model(words: Sequence[str], process: Process, memory: int) -> tuple[
     @functools.cache
     def needs(depth: int) -> int:
         planned = cost(depth)
-        return planned.fullest(planned.config.batch).together
+        return planned.fullest(planned.run.batch).together
 
     before, depth = 4, 8
     for _ in range(3):  # nearly linear in the blocks
@@ -222,7 +222,7 @@ def largest_model(words: Sequence[str], process: Process, memory: int) -> tuple[
             raise UserError(f"--memory {in_words(memory)}: not even one block fits with {shlex.join(words)}")
     while needs(depth + 1) <= memory:
         depth += 1
-    return depth, num_parameters(cost(depth).config.model.whole)
+    return depth, num_parameters(cost(depth).run.model.whole)
 
 
 def main() -> None:
