@@ -54,9 +54,9 @@ def test_a_recipe_of_one_rank_is_a_new_run_on_two(ranks, one_rank, tmp_path):
     # looks like the JSON's and is a flag's.
     derived = json.loads((one_rank / "deepspeed.derived.json").read_text())
     assert derived == {
-        "train_batch_size": '"auto"',
+        "train_batch_size": "batch arithmetic",
         "train_micro_batch_size_per_gpu": "--batch-size",
-        "gradient_accumulation_steps": '"auto"',
+        "gradient_accumulation_steps": "batch arithmetic",
         "optimizer.params.eps": "--set",
     }
     argv = ["--recipe", one_rank / "config.yaml", "--output", tmp_path / "new", "--max-steps", 2]
