@@ -78,6 +78,8 @@ def without_collection() -> Iterator[None]:
         yield
     finally:
         if was_enabled:
+            gc.freeze()
+            gc.unfreeze()  # into the oldest generation, which is searched least
             gc.enable()
 
 
