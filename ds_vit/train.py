@@ -107,7 +107,7 @@ def train(
         run = resolve(config, world, sources)
         chooses = config.auto_batch and (config.dry_run or (on_cpu and config.memory))  # else when the ranks have met
         run = choose_batch(run, on_cpu=on_cpu) if chooses else run
-        run = with_workers(run) if config.workers == "auto" else run
+        run = with_workers(run)
     if config.output and is_main:
         check_folder(config.output, resumes=resumes)
     if config.dry_run:
@@ -138,7 +138,7 @@ def train(
         if config.auto_batch and not chooses:
             watchdog.beat(0, "looking for the micro-batch", patience=4)
             run = agree_on_batch(run, on_cpu=on_cpu)
-        run = with_workers(run) if config.workers == "auto" else run
+        run = with_workers(run)
         groups = build_groups(run.layout, saves=not config.eval_only)
         if is_main and (note := move_unsaved_run(folder.path)):
             print(note, flush=True)

@@ -105,7 +105,7 @@ def bench_data(words: Sequence[str], images: int, process: Process | None = None
     process = process or discover()
     on_cpu = get_accelerator().device_name() == "cpu"
     run = resolve(config, World(process, on_cpu))
-    run = with_workers(run) if config.workers == "auto" else run
+    run = with_workers(run)
     device = device_of(process.local_rank)
     samples = _samples(run.data, images)
     seconds = _stages(run, samples, device)

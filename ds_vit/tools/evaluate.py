@@ -161,8 +161,7 @@ def evaluate_weights(
         stack.enter_context(process_group(process, on_cpu=on_cpu, again=again))
         free = memory_of_rank("", process, on_cpu=on_cpu)
         stack.enter_context(MemoryAdvice(run, free).errors())
-        if config.workers == "auto":
-            run = with_workers(run)
+        run = with_workers(run)
         line = Line(make_console() if process.rank == 0 else None)
         groups = build_groups(run.layout)
         watch = Watch(show=pictures.update, doing=line.doing)

@@ -284,7 +284,9 @@ MAX_WORKERS = 16
 
 
 def with_workers(run: Run) -> Run:
-    """The run with the loader processes of `--workers auto`; see `count_workers`."""
+    """The run with the loader processes of `--workers auto`, resolved by `count_workers`; another run as it is."""
+    if run.config.workers != "auto":
+        return run
     workers = count_workers(partial(decodes_images, run), run.process)
     return dataclasses.replace(run, data=dataclasses.replace(run.data, workers=workers))
 

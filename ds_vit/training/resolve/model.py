@@ -10,6 +10,7 @@ from ds_vit.config.batch import BatchSizes
 from ds_vit.config.units import all_sizes
 from ds_vit.data.loader import training_transform
 from ds_vit.data.settings import Data, ImageConfig, SampleSpec, resolve_pixels
+from ds_vit.data.sources.source import Source
 from ds_vit.data.text import describe_cut_captions
 from ds_vit.engine.settings import EngineSettings
 from ds_vit.fault_tolerance.errors import UserError
@@ -69,12 +70,8 @@ def resolve_model(
     classes = data.train_source.class_names if task_type.has_classes else ()
     initial, notes = (None, []) if resumes or not with_weights else _initial_weights(config, whole, classes)
     fixed, teacher_notes = open_teacher(config, whole, classes) if spec.teacher and with_weights else ({}, [])
-    if 0 < data.train_source.num_classes < num_classes:
-        data_has = f"the data has {data.train_source.num_classes} classes"
-        notes.append(f"--num-classes {num_classes}: {data_has}, and no image belongs to the other outputs")
-    uses_labels = task_type.has_classes or (not disabled_probes and (config.eval_knn or config.eval_linear_probe))
-    if len(names := data.train_source.class_names) == 1 and uses_labels and not data.train_source.multi_label:
-        notes.append(f"all training images are of one class, {names[0]!r}: every prediction is correct")
+    probes = not disabled_probes and (config.eval_knn or config.eval_linear_probe)
+    notes += _describe_classes(data.train_source, num_classes, are_used=bool(task_type.has_classes or probes))
     notes += [*teacher_notes, *disabled_probes, *_describe_dropped_pixels(whole)]
     if config.tp > 1:
         for name in tower_names(whole):
@@ -96,7 +93,8 @@ def resolve_model(
             f"activation_checkpoint_interval {engine.checkpointing.interval} in the JSON has no effect with --task "
             f"{task.name}, whose model has no blocks to recompute; drop it"
         )
-    bounds, of_stages = _stages(config, task, frozen, engine, batch)
+    class_parallel = _class_parallel(config, num_classes)
+    bounds, of_stages = _stages(config, task, frozen, engine, batch, class_parallel=class_parallel)
     return Model(
         spec=spec,
         whole=whole,
@@ -106,7 +104,7 @@ def resolve_model(
         fixed=fixed,
         frozen=frozen,
         bounds=bounds,
-        class_parallel=_class_parallel(config, num_classes),
+        class_parallel=class_parallel,
         notes=(*notes, *of_stages),
     )
 
@@ -149,6 +147,17 @@ def _initial_weights(
     if config.resample_patch_embed and "patch_embed.proj.weight" not in initial.adapted:
         notes.append("--resample-patch-embed: the weights have the model's patch size already, so nothing is resampled")
     return initial, notes
+
+
+def _describe_classes(source: Source, num_classes: int, *, are_used: bool) -> list[str]:
+    """Lines about outputs to which no image belongs, and about images that are all of one class."""
+    notes = []
+    if 0 < source.num_classes < num_classes:
+        data_has = f"the data has {source.num_classes} classes"
+        notes.append(f"--num-classes {num_classes}: {data_has}, and no image belongs to the other outputs")
+    if len(names := source.class_names) == 1 and are_used and not source.multi_label:
+        notes.append(f"all training images are of one class, {names[0]!r}: every prediction is correct")
+    return notes
 
 
 def _describe_random_locked(locked: frozenset[str], initial: InitialCheckpoint | None) -> list[str]:
@@ -232,7 +241,13 @@ def _class_parallel(config: RunConfig, num_classes: int) -> bool:
 
 
 def _stages(
-    config: RunConfig, task: Task, frozen: frozenset[str], engine: EngineSettings, batch: BatchSizes
+    config: RunConfig,
+    task: Task,
+    frozen: frozenset[str],
+    engine: EngineSettings,
+    batch: BatchSizes,
+    *,
+    class_parallel: bool,
 ) -> tuple[tuple[int, ...], list[str]]:
     """The bounds of the pipeline stages, of the fastest step under `--pp-partition auto`; and lines for people.
 
@@ -242,8 +257,7 @@ def _stages(
     bounds = stage_bounds(config.pp_partition, config.pp, task.model, frozen)
     if config.pp_partition != "auto" or config.pp == 1:
         return bounds, []
-    compute, class_parallel = engine.precision.compute, _class_parallel(config, task.num_classes)
-    layers = task.layers(task.model)
+    compute, layers = engine.precision.compute, task.layers(task.model)
     bounds, note = fastest_stages(
         task.model,
         layers_of_rank(layers, config, class_parallel=class_parallel, compute=compute, frozen=frozen),

@@ -99,14 +99,14 @@ def _rate_factors(
     horizon: Horizon,
 ) -> dict[str, float]:
     """The factors on the learning rate by parameter, those of --layer-decay and the task's."""
-    task, asking = model.task, []
+    task, of_task, asking = model.task, model.task.rate_factors(model.whole), []
     if config.layer_decay not in (None, 1.0):
         asking.append("--layer-decay")
-    if task.rate_factors(model.whole) or task.held_names(1, horizon):
+    if of_task or task.held_names(1, horizon):
         asking.append(f"--task {task.name}, which has rates by parameter,")
     for what in asking:
         check_rate_factors(cls, arguments, what)
-    return rate_factors(model.whole, config.layer_decay, task.rate_factors(model.whole))
+    return rate_factors(model.whole, config.layer_decay, of_task)
 
 
 def _from_json_or_flag(config: RunConfig, flag: str, json: DeepSpeedJson, fallback: float, path: str) -> float | None:
