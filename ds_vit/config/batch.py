@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ds_vit.config.deepspeed_json import BATCH_KEYS
 from ds_vit.fault_tolerance.errors import UserError
 
 if TYPE_CHECKING:
     from ds_vit.config.deepspeed_keys import DeepSpeedJson
-
-KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ class BatchSizes:
 
     def as_json(self) -> dict[str, int]:
         """The three numbers under the names of DeepSpeed's JSON."""
-        return dict(zip(KEYS, (self.global_batch, self.micro_batch, self.accumulation), strict=True))
+        return dict(zip(BATCH_KEYS, (self.global_batch, self.micro_batch, self.accumulation), strict=True))
 
 
 def ways_to_share(total: int, dp: int) -> list[BatchSizes]:
@@ -80,8 +79,8 @@ def batch_sizes(
     total, micro = json.train_batch_size, json.train_micro_batch_size_per_gpu
     accumulation = json.gradient_accumulation_steps
     for key, flag, value, given in (
-        (KEYS[1], "--batch-size", micro, batch_size),
-        (KEYS[2], "--grad-accum-steps", accumulation, grad_accum_steps),
+        (BATCH_KEYS[1], "--batch-size", micro, batch_size),
+        (BATCH_KEYS[2], "--grad-accum-steps", accumulation, grad_accum_steps),
     ):
         if value is not None and given is not None and value != given and not (follow and total):
             raise UserError(f'{path} fixes {key} to {value} and {flag} says {given}; drop the flag or write "auto"')

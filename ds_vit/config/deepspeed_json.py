@@ -10,6 +10,7 @@ from typing import Any
 
 from ds_vit.fault_tolerance.errors import UserError, read_text
 
+BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 MASTERS_IN_BF16 = "bf16.bf16_master_weights_and_grads"
 MONITORS = ("tensorboard", "csv_monitor", "wandb", "comet")
 

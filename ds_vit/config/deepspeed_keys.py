@@ -25,7 +25,7 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, Strict, ValidationError
 
-from ds_vit.config.deepspeed_json import is_on, leaves, overlay, value_of, without
+from ds_vit.config.deepspeed_json import BATCH_KEYS, is_on, leaves, overlay, value_of, without
 from ds_vit.config.deepspeed_verdicts import NAMED
 from ds_vit.config.flag import spelling
 from ds_vit.config.schema import KEY_OF_FLAG, describe_range, what_is_wrong
@@ -217,7 +217,7 @@ _RESOLVED_LATER = frozenset(
     }
 )
 # And in these from flags, the data and the number of ranks.
-_FROM_FLAGS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+_FROM_FLAGS = (*BATCH_KEYS, "gradient_clipping")
 _CAN_BE_AUTO = {*_RESOLVED_LATER, *_FROM_FLAGS, "communication_data_type"}
 _OLD_OFFLOAD = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
 # Keys of published files that DeepSpeed never read, and the keys that it reads.

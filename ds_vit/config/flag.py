@@ -2,12 +2,13 @@
 
 A condition is text, which the check and its message read: `"compile"` (it is on), `"sched=wsd"`, `"dataset=torch/*"`,
 `"tp!=1"`, `"dataset=digits|glyphs"`, several joined by " or ". Where text cannot say it, it is a function of the
-settings. Either may come with words of its own for the message.
+settings. Either may have the words of its message next to it.
 """
 
 from __future__ import annotations
 
 import enum
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -101,6 +102,12 @@ def spelling(name: str) -> str:
     return "--" + (name if name == "deepspeed_config" else name.replace("_", "-"))
 
 
+def texts_of(value: Any) -> list[str]:
+    """A value, or each of several, as short as a person types it: 0.50 → "0.5"."""
+    items = value if isinstance(value, (list, tuple)) else [value]
+    return [f"{item:g}" if isinstance(item, float) else str(item) for item in items]
+
+
 # ---- what a flag takes, from its annotation --------------------------------------------------------------------------
 
 
@@ -172,6 +179,13 @@ class Settings(BaseModel):
         cls.shared = shared
 
     @classmethod
+    @functools.cache
+    def kinds(cls, name: str) -> tuple[Kind, ...]:
+        """What a flag takes, from its annotation."""
+        about = cls.model_fields[name]
+        return tuple(kinds_of(about.annotation, about.metadata))
+
+    @classmethod
     def flags(cls) -> dict[str, Flag]:
         """The flags of this class and its bases."""
         found: dict[str, Flag] = {}
@@ -195,7 +209,7 @@ class Settings(BaseModel):
         A value that has no such form is left to the checks of its type.
         """
         about = cls.model_fields[str(info.field_name)]
-        kinds, default = [*kinds_of(about.annotation, about.metadata)], about.get_default(call_default_factory=True)
+        kinds, default = cls.kinds(str(info.field_name)), about.get_default(call_default_factory=True)
         own: Any = about.json_schema_extra
         if value is None:
             return default
@@ -233,9 +247,7 @@ def checked(words: str, holds: Callable[[Any], Any]) -> AfterValidator:
 
     def check(value: Any, info: ValidationInfo) -> Any:
         if value is not None and not holds(value):
-            items = value if isinstance(value, tuple) else [value]
-            shown = " ".join(f"{item:g}" if isinstance(item, float) else str(item) for item in items)
-            raise ValueError(f"{spelling(str(info.field_name))} {words}, not {shown}")
+            raise ValueError(f"{spelling(str(info.field_name))} {words}, not {' '.join(texts_of(value))}")
         return value
 
     return AfterValidator(check)

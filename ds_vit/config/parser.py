@@ -20,7 +20,7 @@ import yaml
 import ds_vit
 from ds_vit.config.flag import spelling
 from ds_vit.config.rules import REPLACES, find_problems, idle_flags
-from ds_vit.config.schema import FLAGS, KEY_OF_FLAG, SECTIONS, RunConfig, default_of, kinds_of_flag, what_is_wrong
+from ds_vit.config.schema import FLAGS, KEY_OF_FLAG, SECTIONS, RunConfig, default_of, what_is_wrong
 from ds_vit.config.timm_flags import Given, split_words, timm_answer
 from ds_vit.config.units import parse_set
 from ds_vit.fault_tolerance.errors import UserError, did_you_mean, first_line, read_text
@@ -149,7 +149,7 @@ def build_parser(
 
 def _add_flag(group: argparse._ArgumentGroup, name: str, show_default: bool) -> None:
     """Add a flag, and its opposite."""
-    meta, default, kinds = FLAGS[name], default_of(name), kinds_of_flag(name)
+    meta, default, kinds = FLAGS[name], default_of(name), RunConfig.kinds(name)
     dashed = "--" + name.replace("_", "-")
     names = [*meta.short, *dict.fromkeys((spelling(name), dashed))]
     text = help_of(name, show_default).replace("%", "%%")
@@ -173,8 +173,8 @@ def _nargs(name: str) -> int | str | None:
         return "?"
     if name == "color_jitter":
         return None  # several numbers only from a recipe or a program, as in timm
-    lengths = {kind.length for kind in kinds_of_flag(name)} - {None}
-    return "*" if kinds_of_flag(name)[0].item is dict else (lengths.pop() or "+") if lengths else None
+    lengths = {kind.length for kind in RunConfig.kinds(name)} - {None}
+    return "*" if RunConfig.kinds(name)[0].item is dict else (lengths.pop() or "+") if lengths else None
 
 
 def show_examples(text: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
-from ds_vit.config.flag import Condition, Scope, spelling
+from ds_vit.config.flag import Condition, Scope, spelling, texts_of
 from ds_vit.config.schema import FLAGS, RunConfig, default_of, is_requested
 from ds_vit.config.units import Interval, all_sizes, parse_set
 
@@ -31,9 +31,7 @@ def _holds(condition: Condition, config: RunConfig) -> bool:
         return bool(asked(config))
     for name, differs, patterns in _parts(asked):
         value = getattr(config, name)
-        items = value if isinstance(value, tuple) else (value,)
-        texts = [f"{item:g}" if isinstance(item, float) else str(item) for item in items]
-        matches = any(fnmatchcase(text, pattern) for text in texts for pattern in patterns)
+        matches = any(fnmatchcase(text, pattern) for text in texts_of(value) for pattern in patterns)
         if matches != differs if patterns else value:
             return True
     return False

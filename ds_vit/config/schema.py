@@ -6,7 +6,6 @@ every list of flag names are generated from it.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -26,7 +25,6 @@ from ds_vit.config.flag import (
     Epochs,
     Flag,
     Images,
-    Kind,
     Pixels,
     Probability,
     Rate,
@@ -39,9 +37,9 @@ from ds_vit.config.flag import (
     UpTo1,
     checked,
     flag,
-    kinds_of,
     read_by,
     spelling,
+    texts_of,
 )
 from ds_vit.config.units import (
     Interval,
@@ -597,16 +595,9 @@ def default_of(name: str) -> Any:
     return RunConfig.model_fields[name].get_default(call_default_factory=True)
 
 
-@functools.cache
-def kinds_of_flag(name: str) -> tuple[Kind, ...]:
-    """What a flag takes, from its annotation."""
-    about = RunConfig.model_fields[name]
-    return tuple(kinds_of(about.annotation, about.metadata))
-
-
 def describe_values(name: str) -> str:
     """The values that a flag takes, for messages: "a whole number", "auto or a whole number", "a word or a block"."""
-    kinds = kinds_of_flag(name)
+    kinds = RunConfig.kinds(name)
     named = [*(kind for kind in kinds if kind.words), *(kind for kind in kinds[:1] if not kind.words)]
     named += [kind for kind in kinds[1:] if kind.item is dict]
     return " or ".join(kind.in_words for kind in named)
@@ -614,7 +605,7 @@ def describe_values(name: str) -> str:
 
 def describe_range(name: str) -> str:
     """As in "--epochs must be at least 1 and at most 1,000,000, not 0"; empty if the flag takes no numbers."""
-    kinds = kinds_of_flag(name)
+    kinds = RunConfig.kinds(name)
     word = "".join(f"{' or '.join(kind.words)}, or " for kind in kinds[1:] if kind.words)
     return f"must be {word}{kinds[0].range}" if kinds[0].bounds else ""
 
@@ -645,14 +636,13 @@ def _problems(name: str, value: Any, details: Sequence[Any]) -> list[str]:
         return [*getattr(error, "problems", (str(error),))]
     if keys := [detail["input"] for detail in details if detail["loc"][-1] == "[key]"]:
         return [f"{spelling(name)}: a key must be text, not {key!r}" for key in keys]
-    items = value if isinstance(value, (list, tuple)) else [value]
-    shown = " ".join(f"{item:g}" if isinstance(item, float) else str(item) for item in items)
+    shown = " ".join(texts_of(value))
     if types == {"literal_error"} and isinstance(details[0]["input"], str):
-        words = kinds_of_flag(name)[0].words
+        words = RunConfig.kinds(name)[0].words
         return [f"{spelling(name)} {shown} is none of {', '.join(words)}{did_you_mean(shown, words)}"]
     if types & _OUT_OF_RANGE and not types & {"missing", "too_long"}:
         return [f"{spelling(name)} {describe_range(name)}, not {shown}"]
-    is_list = items is value and any(kind.length is not None for kind in kinds_of_flag(name))
+    is_list = isinstance(value, (list, tuple)) and any(kind.length is not None for kind in RunConfig.kinds(name))
     return [f"{spelling(name)} takes {describe_values(name)}, not {shown if is_list else repr(value)}"]
 
 

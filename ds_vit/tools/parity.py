@@ -31,8 +31,7 @@ from rich.console import Console
 
 import ds_vit
 from ds_vit import config as flags
-from ds_vit.config.batch import KEYS as BATCH_KEYS
-from ds_vit.config.deepspeed_json import load_json, overlay
+from ds_vit.config.deepspeed_json import BATCH_KEYS, load_json, overlay
 from ds_vit.config.parser import at_least
 from ds_vit.config.run_folder import RunFolder
 from ds_vit.config.schema import LAYOUT_FLAGS

@@ -32,7 +32,8 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
-from ds_vit.config.batch import KEYS, BatchSizes, ways_to_share
+from ds_vit.config.batch import BatchSizes, ways_to_share
+from ds_vit.config.deepspeed_json import BATCH_KEYS
 from ds_vit.config.units import in_words, parse_bytes
 from ds_vit.device import free_bytes
 from ds_vit.engine.start import device_of
@@ -303,7 +304,7 @@ def _with_batch(run: Run, batch: BatchSizes, note: str) -> Run:
     lines = tuple(line.replace(str(run.batch), str(batch)) for line in run.data.notes)
     rows = run.config.validation_batch_size or batch.micro_batch
     engine = sum_micro_batches(run.engine, batch)
-    origins = {**engine.origins, **dict.fromkeys(KEYS[1:], "--auto-batch")}
+    origins = {**engine.origins, **dict.fromkeys(BATCH_KEYS[1:], "--auto-batch")}
     engine = replace(engine, json=engine.json.replace(batch.as_json()), origins=origins)
     data = replace(run.data, share=share, eval_rows=rows, notes=(*lines, note))
     return replace(run, batch=batch, data=data, engine=engine)

@@ -10,7 +10,7 @@ import yaml
 from ds_vit import config as flags
 from ds_vit.config import RunConfig, parse
 from ds_vit.config.parser import help_of
-from ds_vit.config.schema import describe_range, kinds_of_flag
+from ds_vit.config.schema import describe_range
 
 BASE = ["--deepspeed_config", "x.json", "--data-dir", "d"]
 
@@ -119,13 +119,13 @@ REFUSED = {
 }
 
 
-NUMBERS = [name for name in flags.FLAGS if kinds_of_flag(name)[0].item in (int, float)]
+NUMBERS = [name for name in flags.FLAGS if RunConfig.kinds(name)[0].item in (int, float)]
 
 
 @pytest.mark.parametrize("name", NUMBERS)
 def test_every_flag_of_numbers_has_a_finite_range(name):
     """A number that is none, or one that no machine can serve, from a program, a recipe or the command line."""
-    kind, *more = kinds_of_flag(name)
+    kind, *more = RunConfig.kinds(name)
     (_, low), (_, high) = sorted(kind.bounds.items())
     assert -math.inf < low < high < math.inf
     several = next((one.length for one in (kind, *more) if one.length is not None), None)
@@ -234,7 +234,7 @@ def test_recipe_and_command_line(tmp_path):
     assert "wandb" not in flags.from_values({"wandb": None}, str(recipe)).model_fields_set
 
 
-SWITCHES = [name for name in flags.FLAGS if kinds_of_flag(name)[0].item is bool]
+SWITCHES = [name for name in flags.FLAGS if RunConfig.kinds(name)[0].item is bool]
 
 
 @pytest.mark.parametrize("name", SWITCHES)

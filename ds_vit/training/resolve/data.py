@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from ds_vit.config import RunConfig, default_of
-from ds_vit.config.batch import KEYS, BatchSizes, batch_sizes
+from ds_vit.config.batch import BatchSizes, batch_sizes
+from ds_vit.config.deepspeed_json import BATCH_KEYS
 from ds_vit.config.schema import PROGRAM_DATASET
 from ds_vit.config.units import parse_set
 from ds_vit.data.decode import describe_depth, require_fast, require_fast_on_device
@@ -111,7 +112,7 @@ def resolve_data(
         val_source=val,
         zeroshot=zero_shot,
         eval_rows=config.validation_batch_size or batch.micro_batch,
-        # "auto" is resolved by inputs.count_workers.
+        # "auto" is resolved by inputs.with_workers.
         workers=Workers(0 if config.workers == "auto" else int(config.workers)),
         notes=tuple(notes),
     )
@@ -144,7 +145,7 @@ def _zero_shot(config: RunConfig) -> ZeroShotData | None:
 
 def _check_nothing_fixed(config: RunConfig, engine: EngineSettings, *, of_a_run: bool) -> None:
     """Reject a JSON that fixes what --auto-batch chooses; in a JSON that a run wrote, the two numbers follow."""
-    for key in KEYS:
+    for key in BATCH_KEYS:
         is_followed = key == "train_batch_size" or (of_a_run and key not in parse_set(config.set))
         if getattr(engine.json, key) is not None and not is_followed:
             raise UserError(

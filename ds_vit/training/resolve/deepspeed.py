@@ -9,9 +9,17 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from ds_vit.config import RunConfig, deepspeed_rules
-from ds_vit.config.batch import KEYS as BATCH_KEYS
 from ds_vit.config.batch import BatchSizes
-from ds_vit.config.deepspeed_json import MASTERS_IN_BF16, derived_path, leaves, load_json, overlay, value_of, without
+from ds_vit.config.deepspeed_json import (
+    BATCH_KEYS,
+    MASTERS_IN_BF16,
+    derived_path,
+    leaves,
+    load_json,
+    overlay,
+    value_of,
+    without,
+)
 from ds_vit.config.deepspeed_keys import DeepSpeedJson, read_json
 from ds_vit.config.deepspeed_rules import Precision
 from ds_vit.config.deepspeed_verdicts import idle_keys, rejected
