@@ -5,25 +5,24 @@ python docs/benchmarks/flag_tables.py [--write]
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from gpu_tables import FOLDER, between, table  # next to this file
+from gpu_tables import FOLDER, print_or_write, table  # next to this file
 
 from ds_vit.config.flag import spelling
 from ds_vit.config.parser import shown_default
 from ds_vit.config.rules import conditions_of
-from ds_vit.config.schema import FLAGS, KEY_OF_FLAG, SECTIONS, describe_range, describe_values, kinds_of_flag
+from ds_vit.config.schema import FLAGS, KEY_OF_FLAG, SECTIONS, RunConfig, describe_range, describe_values
 
 PAGE = FOLDER.parent / "configuration.md"
 
 
 def row(name: str) -> list[str]:
     """A flag, what it takes, its default, and what it means."""
-    meta, kinds = FLAGS[name], kinds_of_flag(name)
+    meta, kinds = FLAGS[name], RunConfig.kinds(name)
     spelled = ", ".join(f"`{word}`" for word in (spelling(name), *meta.short))
     takes = ", ".join(f"`{word}`" for word in kinds[0].words) or f"`{meta.metavar}`" * bool(meta.metavar)
     if bounds := describe_range(name).removeprefix("must be "):
@@ -45,15 +44,5 @@ def tables() -> str:
     return "\n\n".join(f"### {section.capitalize()}\n\n{table(header, of)}" for section, of in rows.items())
 
 
-def main() -> None:
-    """Print the tables, or write them into the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="into docs/configuration.md, between its two comments")
-    if parser.parse_args().write:
-        PAGE.write_text(between(PAGE.read_text(), "flags", tables()))
-    else:
-        print(tables())
-
-
 if __name__ == "__main__":
-    main()
+    print_or_write(__doc__, PAGE, "flags", tables)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,23 @@ def between(page: str, name: str, text: str) -> str:
     if not (found and end):
         raise SystemExit(f"the page has no comments <!-- {name} --> and <!-- end of {name} -->")
     return f"{before}{found}\n{text}\n\n{end}{after}"
+
+
+def print_or_write(about: str | None, page: Path, name: str, text: Callable[[], str]) -> None:
+    """The command line of a script that makes one text of a page: print it, or with --write put it there.
+
+    Args:
+        about: the script's docstring.
+        page: in docs/.
+        name: as for `between`.
+        text: makes it.
+    """
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help=f"into docs/{page.name}, between its two comments")
+    if parser.parse_args().write:
+        page.write_text(between(page.read_text(), name, text()))
+    else:
+        print(text())
 
 
 def read(folder: Path) -> dict[str, dict[str, Any]]:

@@ -9,7 +9,6 @@ on both. What a GPU has run is in the JSON files of docs/benchmarks/gpu_day.sh.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import sys
 from collections import Counter, defaultdict
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from gpu_tables import FOLDER, between, read, table  # next to this file
+from gpu_tables import FOLDER, print_or_write, read, table  # next to this file
 
 ROOT = FOLDER.parents[1]
 PAGE = ROOT / "docs" / "status.md"
@@ -96,15 +95,5 @@ def status(folder: Path = FOLDER / "gpu") -> str:
     )
 
 
-def main() -> None:
-    """Print the tables, or write them into the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="into docs/status.md, between its two comments")
-    if parser.parse_args().write:
-        PAGE.write_text(between(PAGE.read_text(), "tests by device", status()))
-    else:
-        print(status())
-
-
 if __name__ == "__main__":
-    main()
+    print_or_write(__doc__, PAGE, "tests by device", status)

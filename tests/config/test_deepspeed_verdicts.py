@@ -84,7 +84,7 @@ VALUES: dict[str, list[Any]] = {
     **{key: [{"enabled": True}] for key in ("autotuning", "hybrid_engine", "data_efficiency", "expert_parallel")},
 }
 # A key that needs another one, or says nothing without it.
-BESIDE: dict[str, dict[str, Any]] = {
+COMPANIONS: dict[str, dict[str, Any]] = {
     "zero_optimization.compute_grad_norm": {"gradient_clipping": 0.0},
     "bf16.bf16_master_weights_and_grads": {"bf16.bf16_optimizer_states": True},
     "bf16.bf16_optimizer_states": {"bf16.bf16_master_weights_and_grads": True},
@@ -122,7 +122,7 @@ def values_of(chosen: Mapping[str, Any]) -> dict[str, Any]:
     for key in sorted(chosen):
         block = key.rpartition(".")[0]
         values |= {f"{block}.device": "cpu"} if block in OFFLOADS else {}
-        values |= {key: chosen[key]} | BESIDE.get(key, {})
+        values |= {key: chosen[key]} | COMPANIONS.get(key, {})
     return values
 
 

@@ -239,10 +239,10 @@ def test_other_schedulers_of_the_json(ranks, tmp_path, kind):
     path = json_file(tmp_path, "cpu_zero1_fp32.json", scheduler={"type": kind, "params": params})
     argv = [*DIGITS[: DIGITS.index("--warmup-steps")], "--deepspeed_config", path, "--lr", 0.01, "--max-steps", 5]
     rates = [row["lr"] for row in train_rows(train_in(ranks, 1, [*argv, "--val-split", ""]))]
-    alone = torch.optim.AdamW([torch.zeros(1, requires_grad=True)], lr=0.01)
-    schedule, expected = getattr(lr_schedules, kind)(alone, **params), []
+    plain = torch.optim.AdamW([torch.zeros(1, requires_grad=True)], lr=0.01)
+    schedule, expected = getattr(lr_schedules, kind)(plain, **params), []
     for _ in rates:
-        expected.append(alone.param_groups[0]["lr"])
+        expected.append(plain.param_groups[0]["lr"])
         schedule.step()
     assert len({*rates}) > 2
     assert rates[1:] == pytest.approx(expected[1:])
