@@ -40,11 +40,14 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def reference(module: str) -> str:
-    """The page of a module: itself; or of a package, what it exports, or else each of its modules."""
+    """The page of a module: itself; or of a package, what it exports, or else each of its modules and a task's."""
     folder = ROOT / module.replace(".", "/")
     if not folder.is_dir() or "__all__" in (folder / "__init__.py").read_text():
         return f"::: {module}\n    options: {{heading_level: 1}}\n"
-    modules = [f"::: {module}.{path.stem}\n" for path in sorted(folder.glob("*.py")) if path.stem[0] != "_"]
+    files = [
+        path for path in sorted(folder.glob("**/*.py" if module == "ds_vit.tasks" else "*.py")) if path.stem[0] != "_"
+    ]
+    modules = [f"::: {'.'.join(path.relative_to(ROOT).with_suffix('').parts)}\n" for path in files]
     return "\n".join([f"::: {module}\n    options: {{heading_level: 1, members: false}}\n", *modules])
 
 

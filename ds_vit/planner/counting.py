@@ -21,16 +21,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from ds_vit.models.bridge_tower import BridgeTowerLayer
 from ds_vit.models.checkpointing import ExpensiveOutputs, Storages, storages_of
 from ds_vit.models.keyed_drop import KeyedDrop, sample_keys
 from ds_vit.models.layers import BlockLayer, EmbedLayer, Layer, take_apart_towers, tower_of
 from ds_vit.models.self_distillation import ProjectionHeadLayer
-from ds_vit.models.text_tower import TextEmbed
 from ds_vit.models.zoo import TimmViT, image_size
 from ds_vit.parallel.tensor.region import Entered
 from ds_vit.planner.hardware import Accelerator
-from ds_vit.tasks.distillation import ProjectionLayer
+from ds_vit.tasks.bridgetower.tower import BridgeTowerLayer
+from ds_vit.tasks.clip.tower import TextEmbed
+from ds_vit.tasks.distillation.task import ProjectionLayer
 
 Counted = TypeVar("Counted")
 _BEGIN = (TextEmbed, ProjectionHeadLayer, ProjectionLayer)

@@ -36,9 +36,9 @@ from ds_vit.models.layers import MAIN_TOWER, Layer, take_apart_towers
 from ds_vit.models.zoo import ModelSpec, create_model, require_supported_name
 from ds_vit.parallel.groups import Groups
 from ds_vit.parallel.tensor.collectives import TensorParallel
+from ds_vit.tasks.clip.zero_shot import ZERO_SHOT
 from ds_vit.tasks.evaluators import chosen_evaluators
 from ds_vit.tasks.metrics import Batch, Figure, Metrics
-from ds_vit.tasks.zero_shot import ZERO_SHOT
 
 LOCAL_IMAGES = "local_images"
 """The name of the field of an image's small crops."""

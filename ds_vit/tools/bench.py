@@ -31,7 +31,7 @@ from ds_vit.launching.process import Process, discover
 from ds_vit.models.compiled import compiler_settings
 from ds_vit.monitoring.metrics import peak_tflops
 from ds_vit.planner.counting import count_flops
-from ds_vit.tasks import find_task
+from ds_vit.tasks.registry import find_task
 from ds_vit.tasks.task import Horizon
 from ds_vit.tools.counting import StepCounts, count_calls, count_step, device_seconds
 from ds_vit.tools.peers import check_comparable, check_peer, default_peer, peer_step

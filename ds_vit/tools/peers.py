@@ -16,8 +16,8 @@ from torch import nn
 from ds_vit.engine.patches import replaced
 from ds_vit.fault_tolerance.errors import UserError, first_line
 from ds_vit.models import compiled
-from ds_vit.models.text_tower import ContrastiveModel
 from ds_vit.optim.settings import Optimizer
+from ds_vit.tasks.clip.tower import ContrastiveModel
 from ds_vit.tasks.metrics import Batch
 from ds_vit.tasks.task import Task
 from ds_vit.training.run import Run

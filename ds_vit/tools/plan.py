@@ -33,8 +33,8 @@ from ds_vit.planner.counting import LayerWork, count_flops
 from ds_vit.planner.hardware import accelerator, link
 from ds_vit.planner.memory import PARTS, LayerMemory, MemoryRules, unaligned_matrices
 from ds_vit.planner.search import Candidate, Planned, PlanRequest, Search, json_at_stage
-from ds_vit.tasks import find_task
-from ds_vit.tasks.classification import Classification
+from ds_vit.tasks.classification.task import Classification
+from ds_vit.tasks.registry import find_task
 
 if TYPE_CHECKING:
     from ds_vit.config.deepspeed_keys import DeepSpeedJson

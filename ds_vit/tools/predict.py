@@ -40,8 +40,8 @@ from ds_vit.fault_tolerance import exit_codes
 from ds_vit.fault_tolerance.errors import UserError, memory_errors, read_text, stripped_lines
 from ds_vit.models.layers import take_apart
 from ds_vit.models.sequential import SequentialViT
-from ds_vit.models.text_tower import ContrastiveModel
 from ds_vit.monitoring.metrics import make_console
+from ds_vit.tasks.clip.tower import ContrastiveModel
 from ds_vit.weights.files import add_weights_arguments, find_weights, tokenizer_name, weights_line
 from ds_vit.weights.source import MODEL_FLAGS, Exported, load_source
 

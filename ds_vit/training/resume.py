@@ -17,7 +17,7 @@ from ds_vit.config.schema import FIXED_ON_RESUME, names_with
 from ds_vit.data.sampler import SampleOrder
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.optim.schedules import LearningRate
-from ds_vit.tasks import TASKS
+from ds_vit.tasks.registry import TASKS
 
 # Where both runs have one, it may change with --allow-schedule-change or --allow-batch-change.
 _SCHEDULES = ("img_size_schedule", "train_img_sizes", "task_schedules")

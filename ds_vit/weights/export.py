@@ -19,8 +19,8 @@ from ds_vit import config as flags
 from ds_vit.checkpoint.tensors import save_weights
 from ds_vit.data.settings import PIXEL_FLAGS
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.models.text_tower import ContrastiveModel
-from ds_vit.tasks import task_of
+from ds_vit.tasks.clip.tower import ContrastiveModel
+from ds_vit.tasks.registry import task_of
 from ds_vit.weights import hf, two_towers
 from ds_vit.weights.files import StoredWeights, find_weights, names_as_metadata
 from ds_vit.weights.source import Exported, Predict, load_source

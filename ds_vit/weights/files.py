@@ -30,8 +30,8 @@ from ds_vit.config.deepspeed_json import leaves
 from ds_vit.config.run_folder import BEST, WEIGHTS, RunFolder, weights_in
 from ds_vit.fault_tolerance.errors import UserError, first_line
 from ds_vit.models.layers import MAIN_TOWER
-from ds_vit.tasks import task_of
 from ds_vit.tasks.metrics import Figure
+from ds_vit.tasks.registry import task_of
 from ds_vit.weights.foreign_names import from_foreign
 
 _SAFETENSORS = (".safetensors", ".json")

@@ -1,6 +1,6 @@
 """Names of tensors in open_clip's files and in those of transformers' classes for ViT, CLIP and SigLIP.
 
-Here the image tower has timm's names and the text tower those of `models/text_tower.py` after `text.`. The tools stack
+Here the image tower has timm's names and the text tower those of `tasks/clip/tower.py` after `text.`. The tools stack
 query, key and value in other ways, and leave out or add dimensions of length 1. transformers 4 and 5 write and read the
 same names.
 """
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.models.text_tower import ContrastiveModel
 from ds_vit.models.zoo import TimmViT
+from ds_vit.tasks.clip.tower import ContrastiveModel
 
 # Hugging Face's `hidden_act` → the class of timm's activation.
 ACTIVATIONS = {"gelu": "GELU", "gelu_pytorch_tanh": "GELUTanh", "quick_gelu": "QuickGELU"}

@@ -28,9 +28,9 @@ from ds_vit.checkpoint.tensors import save_weights
 from ds_vit.data.settings import ImageConfig, resolve_pixels
 from ds_vit.data.text import ClipTokenizer, FileTokenizer, Tokenizer, build_tokenizer
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.models.bridge_tower import BridgeTower, create_bridge_tower
-from ds_vit.models.text_tower import TextSettings
 from ds_vit.models.zoo import TimmViT, image_size
+from ds_vit.tasks.bridgetower.tower import BridgeTower, create_bridge_tower
+from ds_vit.tasks.clip.tower import TextSettings
 from ds_vit.weights.files import StoredWeights
 from ds_vit.weights.foreign_names import ACTIVATIONS, Rule, general
 from ds_vit.weights.initial_checkpoint import InitialCheckpoint

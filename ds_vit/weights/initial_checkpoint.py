@@ -26,8 +26,8 @@ from ds_vit.models.layers import MAIN_TOWER, Layer
 from ds_vit.models.masked_autoencoder import decoder_names, is_of_decoder
 from ds_vit.models.param_groups import classifier_names
 from ds_vit.models.self_distillation import HEAD, TEACHER, TEACHER_HEAD, SelfDistillationViT
-from ds_vit.models.text_tower import ContrastiveModel
 from ds_vit.models.zoo import TimmViT, names_and_shapes
+from ds_vit.tasks.clip.tower import ContrastiveModel
 from ds_vit.weights.files import class_names, config_beside, open_prefixed, tokenizer_name
 from ds_vit.weights.foreign_names import check_hf_config, tower_differences
 

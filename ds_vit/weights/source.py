@@ -16,9 +16,9 @@ from ds_vit.config.flag import Scope
 from ds_vit.config.schema import names_with
 from ds_vit.data.settings import ImageConfig, resolve_pixels
 from ds_vit.fault_tolerance.errors import UserError, did_you_mean, read_text, stripped_lines
-from ds_vit.models.text_tower import ContrastiveModel, create_contrastive_model
 from ds_vit.models.zoo import ModelSpec, TimmViT, create_model, image_size
-from ds_vit.tasks import task_of
+from ds_vit.tasks.clip.tower import ContrastiveModel, create_contrastive_model
+from ds_vit.tasks.registry import task_of
 from ds_vit.tasks.task import Task
 from ds_vit.weights.files import StoredWeights
 from ds_vit.weights.initial_checkpoint import InitialCheckpoint, enumerate_some

@@ -23,8 +23,8 @@ from torch import nn
 from ds_vit.checkpoint.tensors import save_weights
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.layers import take_apart
-from ds_vit.models.text_tower import ContrastiveModel, TextSettings
 from ds_vit.models.zoo import ModelSpec, create_model, image_size
+from ds_vit.tasks.clip.tower import ContrastiveModel, TextSettings
 from ds_vit.weights import hf
 from ds_vit.weights.foreign_names import (
     HF_CLIP,

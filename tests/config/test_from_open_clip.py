@@ -10,7 +10,7 @@ import timm
 from ds_vit.config import parse, timm_flags
 from ds_vit.config.parser import build_parser
 from ds_vit.config.timm_command import ORIGINS, translate
-from ds_vit.models.text_tower import TEXT_MODELS
+from ds_vit.tasks.clip.tower import TEXT_MODELS
 
 params = pytest.importorskip("open_clip_train.params")
 START = "python -m open_clip_train.main"

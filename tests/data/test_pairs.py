@@ -30,8 +30,8 @@ from ds_vit.data.sources.datasets import open_source
 from ds_vit.data.sources.source import NoSuchSplit, Source
 from ds_vit.data.text import build_tokenizer
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.tasks import TASKS
-from ds_vit.tasks.classification import Classification
+from ds_vit.tasks.classification.task import Classification
+from ds_vit.tasks.registry import TASKS
 from ds_vit.tasks.task import Task
 from ds_vit.training.resolve.data import _open_sources
 

@@ -40,7 +40,7 @@ def accident(what, step):
     """On a rank: something goes wrong at one step."""
     from accidents import spoil_batches
 
-    from ds_vit.tasks.classification import Classification
+    from ds_vit.tasks.classification.task import Classification
     from ds_vit.training import callbacks
     from ds_vit.training.step_log import StepLog
 

@@ -10,10 +10,10 @@ from ds_vit.models.keyed_init import initialise
 from ds_vit.models.layers import chain_towers, take_apart_towers, tower_of
 from ds_vit.models.param_groups import no_weight_decay_names
 from ds_vit.models.sequential import SequentialViT, timm_names
-from ds_vit.models.text_tower import TEXT_MODELS, TextSettings, create_contrastive_model, text_settings
 from ds_vit.models.zoo import ModelSpec, num_parameters
 from ds_vit.parallel.tensor.shard import check_degree, legal_degrees
 from ds_vit.planner.counting import count_flops, layer_flops
+from ds_vit.tasks.clip.tower import TEXT_MODELS, TextSettings, create_contrastive_model, text_settings
 
 SPEC = ModelSpec("vit_tiny_patch16_224", img_size=16, model_kwargs={"patch_size": 8, "embed_dim": 24, "depth": 2})
 SMALL = TextSettings(vocab_size=20, context_length=6, end_id=19, width=16, depth=2, heads=2, embed_dim=12)

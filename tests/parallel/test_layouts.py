@@ -554,7 +554,7 @@ def shards_counted_as_copies():
 
 def loss_factor():
     """The loss is larger by a ten-thousandth."""
-    from ds_vit.tasks.classification import Classification
+    from ds_vit.tasks.classification.task import Classification
 
     made = Classification.loss
     return mock.patch.object(Classification, "loss", lambda *args: lambda *batch: made(*args)(*batch) * 1.0001)
@@ -632,7 +632,7 @@ def state_not_restored():
 def teacher_before_the_step():
     """The teacher moves towards the weights of the step before."""
     from ds_vit.engine.plain import PlainContext
-    from ds_vit.tasks.self_distillation import SelfDistillation
+    from ds_vit.tasks.dino.task import SelfDistillation
 
     step = SelfDistillation.step
 

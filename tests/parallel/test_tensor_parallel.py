@@ -41,7 +41,7 @@ from ds_vit.parallel.tensor.class_parallel import gather_logits
 from ds_vit.parallel.tensor.collectives import TensorParallel
 from ds_vit.parallel.tensor.plans import PLANS
 from ds_vit.parallel.tensor.shard import check_degree, legal_degrees, shard_layer
-from ds_vit.tasks.losses import build_loss, class_parallel_loss
+from ds_vit.tasks.classification.losses import build_loss, class_parallel_loss
 
 # ---- blocks ----------------------------------------------------------------------------------------------------------
 

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from tp_models import from_all_ranks, tensor_parallel
 
 from ds_vit.parallel.tensor.class_parallel import gather_logits, log_softmax, own_classes, pays
-from ds_vit.tasks.distillation import hard_loss, soft_loss
-from ds_vit.tasks.losses import build_loss, class_parallel_loss
+from ds_vit.tasks.classification.losses import build_loss, class_parallel_loss
+from ds_vit.tasks.distillation.task import hard_loss, soft_loss
 
 SAMPLES = 6
 SMOOTHED = {"soft_targets": False, "smoothing": 0.1, "bce": False}

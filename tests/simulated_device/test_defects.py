@@ -26,7 +26,7 @@ from ds_vit.engine.flat_gradient import FlatGradient
 from ds_vit.engine.plain import PlainEngine
 from ds_vit.engine.step_guard import HostScalar
 from ds_vit.monitoring.metrics import Lagging
-from ds_vit.tasks.classification import Classification
+from ds_vit.tasks.classification.task import Classification
 from simulated_device import NAME, on_device
 from simulated_device.test_inputs import photo_folder, stub_decoder
 from simulated_device.test_whole_runs import MIXUP, Planted, buckets, train, words_of

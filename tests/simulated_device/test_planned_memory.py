@@ -59,7 +59,7 @@ def train_taught(library: Path, words: list[str]) -> tuple[int, str]:
     """On a rank: a run with the tasks of `seam_tasks`."""
     import seam_tasks
 
-    assert seam_tasks.WithTeacher.name in seam_tasks.tasks.TASKS
+    assert seam_tasks.WithTeacher.name in seam_tasks.TASKS
     return train(library, words)
 
 

@@ -21,7 +21,7 @@ import simulated_device
 from ds_vit.device import allocated_bytes, peak_bytes, reset_peak_bytes
 from ds_vit.engine.graph import StepGraphs
 from ds_vit.engine.plain import PlainEngine
-from ds_vit.tasks.classification import Classification
+from ds_vit.tasks.classification.task import Classification
 
 RUN = [
     *(*DIGITS, "--model-kwargs", "patch_size=4", "depth=2", "embed_dim=24", "num_heads=2", "--log-interval", 1),

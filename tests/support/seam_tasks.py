@@ -11,10 +11,10 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
-from ds_vit import tasks
 from ds_vit.models.layers import MAIN_TOWER, chain_towers
 from ds_vit.models.zoo import create_model
-from ds_vit.tasks.classification import Classification
+from ds_vit.tasks.classification.task import Classification
+from ds_vit.tasks.registry import TASKS
 from ds_vit.tasks.task import Coupled, cosine
 
 
@@ -212,4 +212,4 @@ class WithRates(Classification):
 
 
 for task in (TwoTowers, WithTeacher, WithTwoTeachers, WithState, WithRates):
-    tasks.TASKS[task.name] = task
+    TASKS[task.name] = task

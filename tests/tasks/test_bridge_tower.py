@@ -10,8 +10,8 @@ from project import write_config
 from runs import refusal, resolved
 from safetensors.torch import load_file
 
-from ds_vit.models.bridge_tower import create_bridge_tower
 from ds_vit.models.param_groups import no_weight_decay_names
+from ds_vit.tasks.bridgetower.tower import create_bridge_tower
 
 transformers = pytest.importorskip("transformers", minversion="5")
 

@@ -24,12 +24,12 @@ from safetensors.torch import load_file, save_file
 from ds_vit.config.timm_flags import timm_answer
 from ds_vit.engine.patches import tf32_products
 from ds_vit.models.param_groups import frozen_names
-from ds_vit.models.text_tower import TextSettings, create_contrastive_model
 from ds_vit.models.zoo import ModelSpec
-from ds_vit.tasks import contrastive_loss
-from ds_vit.tasks.contrastive import Clip, SigLip
-from ds_vit.tasks.contrastive_loss import ROWS_AT_ONCE, clip_loss, siglip_loss
-from ds_vit.tasks.retrieval import places_of_partners
+from ds_vit.tasks.clip import loss as contrastive_loss
+from ds_vit.tasks.clip.loss import ROWS_AT_ONCE, clip_loss, siglip_loss
+from ds_vit.tasks.clip.retrieval import places_of_partners
+from ds_vit.tasks.clip.task import Clip, SigLip
+from ds_vit.tasks.clip.tower import TextSettings, create_contrastive_model
 from ds_vit.training.resolve.record import identity_of
 from ds_vit.weights.foreign_names import from_foreign
 
@@ -63,7 +63,7 @@ def theirs(task, features, logits):
 @pytest.mark.parametrize("task", LOSSES)
 def test_loss_and_gradients_equal_open_clips(task, dtype, tolerance, monkeypatch):
     # Catches: a factor, a sign, a chunk left out or counted twice, a gradient of scale or bias of one chunk only.
-    monkeypatch.setattr("ds_vit.tasks.contrastive_loss.ROWS_AT_ONCE", 24)  # the last chunk is smaller
+    monkeypatch.setattr("ds_vit.tasks.clip.loss.ROWS_AT_ONCE", 24)  # the last chunk is smaller
     loss, initial = LOSSES[task]
     features, logits = pairs(64, dtype=dtype), torch.tensor(initial, dtype=dtype, requires_grad=True)
     expected = gradients_of(theirs(task, features, logits), features, logits)
@@ -188,7 +188,7 @@ def test_bf16_reads_scale_and_bias_in_fp32(ranks, tmp_path, task, layout):
 
 def train_with_rounded_logits(argv):
     """On a rank: the exit code of a run that reads scale and bias as the towers compute with them."""
-    from ds_vit.tasks.contrastive import Contrastive
+    from ds_vit.tasks.clip.task import Contrastive
     from ds_vit.train import main
 
     with mock.patch.object(Contrastive, "_logits_in_fp32", lambda self, context, logits: logits.float()):

@@ -21,7 +21,7 @@ from timm.task import FeatureDistillationTask, LogitDistillationTask, TokenDisti
 
 from ds_vit.checkpoint.folder import newest, open_checkpoint
 from ds_vit.models.keyed_init import initialise
-from ds_vit.tasks.distillation import loss_weights
+from ds_vit.tasks.distillation.task import loss_weights
 from ds_vit.training.inputs import InputPipeline
 
 STEPS, BATCH, CLIP, TEMPERATURE = 10, 24, 0.1, 3.0

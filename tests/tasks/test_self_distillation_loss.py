@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from peaks import LargestTensor, SavedBytes
 from project import lightly_train
 
-from ds_vit.tasks import self_distillation_loss as losses
+from ds_vit.tasks.dino import loss as losses
 
 SAMPLES, NUM_LOCAL, WIDTH, PROTOTYPES = 24, 3, 24, 37
 PATCHES = (4, 4)

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from curves import read_rows
 from runs import DIGITS
 
-from ds_vit import tasks
-from ds_vit.tasks.classification import Classification
+from ds_vit.tasks.classification.task import Classification
 from ds_vit.tasks.metrics import Figure, Metrics
+from ds_vit.tasks.registry import TASKS
 from ds_vit.tasks.task import Horizon, cosine, linear_warmup
 
 STAMP = {"kind", "step", "epoch", "wall_seconds"}
@@ -57,7 +57,7 @@ def train_by_loss(argv):
     """On a rank: train with the task above."""
     from ds_vit.train import main
 
-    tasks.TASKS["by-loss"] = ByLoss
+    TASKS["by-loss"] = ByLoss
     return main([str(word) for word in argv])
 
 

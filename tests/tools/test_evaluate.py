@@ -18,7 +18,7 @@ from runs import run_quietly
 from safetensors.torch import load_file, save_file
 
 from ds_vit import cli
-from ds_vit.tasks.classification import Accuracy
+from ds_vit.tasks.classification.task import Accuracy
 from ds_vit.tools.evaluate import _other_data_in
 from ds_vit.tools.evaluate import main as evaluate_main
 from ds_vit.weights.files import find_weights

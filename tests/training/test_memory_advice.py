@@ -138,7 +138,7 @@ def test_the_limit_of_a_process_is_not_shared(monkeypatch):
 @contextlib.contextmanager
 def full_memory():
     """On a rank: it has 1000 bytes, and the first loss does not fit."""
-    from ds_vit.tasks.classification import Classification
+    from ds_vit.tasks.classification.task import Classification
     from ds_vit.training import auto_batch
 
     no_room = mock.Mock(side_effect=RuntimeError(HOST))

@@ -27,10 +27,10 @@ from ds_vit.config import RunConfig
 from ds_vit.data.text import FileTokenizer, build_tokenizer
 from ds_vit.models.keyed_init import initialise
 from ds_vit.models.layers import take_apart_towers, tower_of
-from ds_vit.models.text_tower import create_contrastive_model
 from ds_vit.models.zoo import ModelSpec, create_model
-from ds_vit.tasks import TASKS
-from ds_vit.tasks.contrastive_loss import clip_loss, siglip_loss
+from ds_vit.tasks.clip.loss import clip_loss, siglip_loss
+from ds_vit.tasks.clip.tower import create_contrastive_model
+from ds_vit.tasks.registry import TASKS
 from ds_vit.weights.export import export
 from ds_vit.weights.initial_checkpoint import InitialCheckpoint
 from ds_vit.weights.two_towers import example_captions, pairs

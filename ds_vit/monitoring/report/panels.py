@@ -15,7 +15,7 @@ import numpy as np
 
 from ds_vit.monitoring.report.charts import Panel, Series, heat_map, line_chart, line_widths
 from ds_vit.monitoring.report.record import Record, Row
-from ds_vit.tasks import known_figures
+from ds_vit.tasks.registry import known_figures
 
 ANY, PERCENT = (-math.inf, math.inf), (0.0, 100.0)
 MAX_CLASSES_IN_MATRIX, MAX_PAIRS, MAX_MISTAKES, MAX_CLASSES = 200, 10, 20, 1000

@@ -27,7 +27,7 @@ from ds_vit.data.sources.source import Source
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.fault_tolerance.signals import Deadline
 from ds_vit.optim.settings import Schedule
-from ds_vit.tasks import find_task
+from ds_vit.tasks.registry import find_task
 from ds_vit.training.resolve.data import resolve_batch, resolve_data
 from ds_vit.training.resolve.deepspeed import read, sum_micro_batches, write_out
 from ds_vit.training.resolve.engine import check_compilation, describe_machine, replays_steps, resolve_layout

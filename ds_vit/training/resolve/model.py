@@ -17,12 +17,12 @@ from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.layers import MAIN_TOWER, BlockLayer, tower_names, tower_of
 from ds_vit.models.param_groups import frozen_names
 from ds_vit.models.sequential import check_sizes
-from ds_vit.models.text_tower import ContrastiveModel
 from ds_vit.models.zoo import ModelSpec, TimmViT, image_size
 from ds_vit.parallel.tensor.class_parallel import pays
 from ds_vit.parallel.tensor.shard import check_degree
 from ds_vit.planner.memory import layers_of_rank
 from ds_vit.planner.pipeline import fastest_stages, stage_bounds
+from ds_vit.tasks.clip.tower import ContrastiveModel
 from ds_vit.tasks.task import Task
 from ds_vit.training.resolve.teacher import describe_teacher, open_teacher
 from ds_vit.training.run import Model

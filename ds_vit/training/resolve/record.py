@@ -12,7 +12,7 @@ from ds_vit.config.schema import KEY_OF_FLAG, names_with
 from ds_vit.data.settings import PIXEL_FLAGS
 from ds_vit.optim.build import rules_of
 from ds_vit.optim.settings import Optimizer
-from ds_vit.tasks import idle_flags
+from ds_vit.tasks.registry import idle_flags
 from ds_vit.training.resolve.optimizer import DEFAULT_EPOCHS
 from ds_vit.training.run import Run
 

@@ -10,8 +10,8 @@ from ds_vit.config import RunConfig, load_recipe
 from ds_vit.data.settings import PIXEL_FLAGS
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.zoo import ModelSpec, TeacherSpec, TimmViT, image_size
-from ds_vit.tasks import task_of
-from ds_vit.tasks.distillation import TEACHER
+from ds_vit.tasks.distillation.task import TEACHER
+from ds_vit.tasks.registry import task_of
 from ds_vit.weights.files import StoredWeights, find_weights
 from ds_vit.weights.initial_checkpoint import InitialCheckpoint, find_pretrained
 

@@ -14,7 +14,7 @@ from torch import nn
 from ds_vit.config.schema import names_of_task
 from ds_vit.data.sampler import evaluation_keys
 from ds_vit.parallel.tensor.collectives import TensorParallel
-from ds_vit.tasks.losses import build_loss, class_parallel_loss
+from ds_vit.tasks.classification.losses import build_loss, class_parallel_loss
 from ds_vit.tasks.metrics import Batch, Figure, Metrics
 from ds_vit.tasks.task import ChainTask, Field, Loss
 

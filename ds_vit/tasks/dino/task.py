@@ -45,8 +45,7 @@ from ds_vit.models.self_distillation import (
 from ds_vit.models.sequential import check_sizes
 from ds_vit.models.zoo import ModelSpec
 from ds_vit.parallel.tensor.collectives import TensorParallel, stack_over_group
-from ds_vit.tasks.metrics import Batch, Figure, Metrics
-from ds_vit.tasks.self_distillation_loss import (
+from ds_vit.tasks.dino.loss import (
     Assignment,
     Gauges,
     Prototypes,
@@ -59,6 +58,7 @@ from ds_vit.tasks.self_distillation_loss import (
     patch_weights,
     sinkhorn,
 )
+from ds_vit.tasks.metrics import Batch, Figure, Metrics
 from ds_vit.tasks.task import LOCAL_IMAGES, Coupled, Field, Horizon, StepContext, Task, cosine, linear_warmup
 
 _NO_CLASSES = "its loss is over crops and its model has no classes"

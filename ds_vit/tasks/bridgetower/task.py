@@ -1,6 +1,6 @@
 """Fine-tuning of BridgeTower (Xu et al. 2022) on images with captions, with the loss over the global batch.
 
-The model is transformers' `BridgeTowerForContrastiveLearning`, one opaque tower (models/bridge_tower.py); the seam of
+The model is transformers' `BridgeTowerForContrastiveLearning`, one opaque tower (`tower.py`); the seam of
 coupled tasks is the one of CLIP.
 """
 
@@ -16,11 +16,11 @@ from ds_vit.config import RunConfig
 from ds_vit.config.schema import names_of_task
 from ds_vit.data.sources.source import Source
 from ds_vit.data.text import Tokenizer, build_tokenizer, default_context_length
-from ds_vit.models.bridge_tower import BridgeTower, create_bridge_tower, model_folder
 from ds_vit.models.layers import MAIN_TOWER
 from ds_vit.models.zoo import ModelSpec
-from ds_vit.tasks.contrastive import Contrastive
-from ds_vit.tasks.contrastive_loss import bridge_tower_loss
+from ds_vit.tasks.bridgetower.tower import BridgeTower, create_bridge_tower, model_folder
+from ds_vit.tasks.clip.loss import bridge_tower_loss
+from ds_vit.tasks.clip.task import Contrastive
 from ds_vit.tasks.metrics import Batch
 from ds_vit.tasks.task import StepContext
 

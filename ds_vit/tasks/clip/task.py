@@ -26,11 +26,11 @@ from ds_vit.data.sources.source import Source
 from ds_vit.data.text import Tokenizer, build_tokenizer, default_context_length
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.layers import MAIN_TOWER, Layer, chain_towers
-from ds_vit.models.text_tower import ContrastiveModel, create_contrastive_model, text_settings
 from ds_vit.models.zoo import ModelSpec
-from ds_vit.tasks.contrastive_loss import clip_loss, siglip_loss
+from ds_vit.tasks.clip.loss import clip_loss, siglip_loss
+from ds_vit.tasks.clip.retrieval import DIRECTIONS, RANKS, Retrieval
+from ds_vit.tasks.clip.tower import ContrastiveModel, create_contrastive_model, text_settings
 from ds_vit.tasks.metrics import Batch, Figure, Metrics
-from ds_vit.tasks.retrieval import DIRECTIONS, RANKS, Retrieval
 from ds_vit.tasks.task import Coupled, Field, StepContext, Task
 
 _NO_CLASSES = "its loss compares images with captions, and its model has no classes"

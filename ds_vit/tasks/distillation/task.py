@@ -23,7 +23,7 @@ from ds_vit.models.layers import MAIN_TOWER, Layer, TokenCount, copy_to_take_apa
 from ds_vit.models.zoo import ModelSpec, create_model, image_size
 from ds_vit.parallel.tensor.class_parallel import SoftmaxCrossEntropy, SoftmaxDivergence, gather_logits, own_classes
 from ds_vit.parallel.tensor.collectives import TensorParallel
-from ds_vit.tasks.classification import Classification
+from ds_vit.tasks.classification.task import Classification
 from ds_vit.tasks.metrics import Batch
 from ds_vit.tasks.task import StepContext
 

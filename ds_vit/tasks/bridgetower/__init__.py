@@ -1,0 +1,1 @@
+"""`--task bridgetower`: contrastive training of one published cross-modal model."""

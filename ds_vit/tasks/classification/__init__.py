@@ -1,0 +1,1 @@
+"""`--task classification`, the default."""

@@ -1,0 +1,1 @@
+"""`--task clip` and `--task siglip`: contrastive training of an image tower and a text tower."""

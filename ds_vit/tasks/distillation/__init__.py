@@ -1,0 +1,1 @@
+"""`--task classification` with `--kd-model-name`: a student learns from a fixed teacher."""

@@ -1,0 +1,1 @@
+"""`--task mae`: masked autoencoding."""
