@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from timm.loss import BinaryCrossEntropy, SoftTargetCrossEntropy
 
-from ds_vit.models.masked_autoencoder import masked_patches, patchify, unpatchify
 from ds_vit.parallel.tensor.class_parallel import SoftmaxCrossEntropy, own_classes
 from ds_vit.parallel.tensor.collectives import TensorParallel, reduce_from_region
 
@@ -113,62 +112,3 @@ def class_parallel_loss(*, tp: TensorParallel, num_classes: int, **settings: Any
         return reduce_from_region(own_sum, tp) / (len(logits) * (1 if rule.bce_sum else num_classes))
 
     return loss
-
-
-class MaskedPatchLoss:
-    """The loss of masked autoencoding: mean squared error over the masked patches, in fp32 (He et al. 2022).
-
-    Every sample has as many masked patches, so it is a plain mean over samples, and micro-batches add up exactly.
-
-    Args:
-        patch_size: (height, width) of a patch.
-        mask_ratio: the model's.
-        norm_pix_loss: the target of a patch is its pixels less their mean, over their standard deviation.
-    """
-
-    def __init__(self, patch_size: tuple[int, int], mask_ratio: float, norm_pix_loss: bool) -> None:
-        self.patch_size = patch_size
-        self.mask_ratio = mask_ratio
-        self.norm_pix_loss = norm_pix_loss
-
-    def per_sample(self, prediction: torch.Tensor, pixels: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """The loss of each sample, fp32 [B].
-
-        Args:
-            prediction: [B, N, P] of N patches.
-            pixels: [B, C, height, width], as the model gets them.
-            keys: int64 sample keys [B], from which the model drew its mask.
-        """
-        target = patchify(pixels.float(), self.patch_size)
-        if self.norm_pix_loss:
-            mean, deviation = self._statistics(target)
-            target = (target - mean) / deviation
-        error = (prediction.float() - target).square().mean(dim=-1)
-        masked = masked_patches(keys, error.shape[1], self.mask_ratio).to(error.dtype)
-        return (error * masked).sum(dim=1) / masked.sum(dim=1)
-
-    @staticmethod
-    def _statistics(patches: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        variance, mean = torch.var_mean(patches, dim=-1, keepdim=True)
-        return mean, (variance + 1e-6).sqrt()
-
-    def painted(self, prediction: torch.Tensor, pixels: torch.Tensor) -> torch.Tensor:
-        """The prediction as images [B, C, height, width] in the units of `pixels`.
-
-        With `norm_pix_loss` each patch is given the mean and deviation of the true one.
-        """
-        prediction = prediction.float()
-        if self.norm_pix_loss:
-            mean, deviation = self._statistics(patchify(pixels.float(), self.patch_size))
-            prediction = prediction * deviation + mean
-        return unpatchify(prediction, self.patch_size, tuple(pixels.shape[-2:]))
-
-    def hidden(self, pixels: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """Which pixels are masked: bool [B, 1, height, width]."""
-        size, (p, q) = tuple(pixels.shape[-2:]), self.patch_size
-        masked = masked_patches(keys, (size[0] // p) * (size[1] // q), self.mask_ratio)
-        return unpatchify(masked.unsqueeze(-1).expand(-1, -1, p * q), self.patch_size, size)
-
-    def __call__(self, prediction: torch.Tensor, pixels: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """The mean of `per_sample`, a fp32 scalar."""
-        return self.per_sample(prediction, pixels, keys).mean()

@@ -19,7 +19,7 @@ from ds_vit.data.settings import ImageConfig
 from ds_vit.models.masked_autoencoder import AutoencoderSettings, MaskedAutoencoder, create_autoencoder, decoder_names
 from ds_vit.models.zoo import ModelSpec
 from ds_vit.parallel.tensor.collectives import TensorParallel
-from ds_vit.tasks.classification.losses import MaskedPatchLoss
+from ds_vit.tasks.mae.loss import MaskedPatchLoss
 from ds_vit.tasks.metrics import Batch, Figure, Metrics
 from ds_vit.tasks.task import ChainTask, Field, Loss
 
