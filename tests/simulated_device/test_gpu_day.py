@@ -6,6 +6,8 @@ from pathlib import Path
 from project import ROOT
 
 import simulated_device
+from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.launching.process import Process
 
 
 def rehearse(library: Path, workload: str, side: str, is_peer: bool) -> dict:
@@ -16,6 +18,28 @@ def rehearse(library: Path, workload: str, side: str, is_peer: bool) -> dict:
 
     words = ["--deepspeed_config", str(ROOT / "ds_configs" / "zero1_bf16.json")]
     return gpu_steps.measure(gpu_steps.Case(workload, side, words, is_peer), None, True)
+
+
+def resolve_all(library: Path) -> list[str]:
+    """On a rank: the cases of ours whose flags training rejects, and why; eager."""
+    simulated_device.start(library)
+    sys.path.insert(0, str(ROOT / "docs" / "benchmarks"))
+    import gpu_steps
+
+    from ds_vit.tools.bench import resolve_engine
+
+    wrong = []
+    for case in gpu_steps.cases().values():
+        try:
+            resolve_engine([word for word in case.words if word != "--compile"], Process("none", 0, 1, 0, 1))
+        except UserError as error:
+            wrong.append(f"{case.name}: {error}")
+    return wrong
+
+
+def test_no_case_is_rejected(ranks, device_library):
+    # Catches: flags that training does not take together, which would show on the day itself.
+    assert ranks.run(1, resolve_all, device_library) == [[]]
 
 
 def test_a_step_is_measured_on_the_device(ranks, device_library):
