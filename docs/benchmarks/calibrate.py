@@ -303,7 +303,7 @@ def _block(name: str, images: int, dtype: torch.dtype, device: torch.device) -> 
     """Both passes of a block of a timm model with 197 tokens, and what they ask for."""
     spec = ModelSpec(name, model_kwargs={"depth": 2})  # the last block computes less
     model = create_model(spec).to(dtype)
-    work = work_of_layers(model, take_apart(model), dtype)[1]
+    work = work_of_layers(take_apart(model))[1]
     block = create_model(spec, device=str(device)).blocks[0].to(dtype)
     tokens = torch.randn(images, 197, model.embed_dim, device=device, dtype=dtype, requires_grad=True)
     back, inputs = torch.randn_like(tokens), (tokens, *block.parameters())

@@ -56,7 +56,7 @@ def main() -> None:
     from ds_vit.planner.counting import layer_flops
 
     model = create_model(ModelSpec("vit_tiny_patch16_224", num_classes=10, img_size=96, model_kwargs=KWARGS))
-    flops = layer_flops(model, take_apart(model))
+    flops = layer_flops(take_apart(model))
     total, blocks = sum(flops), sum(flops[1:-1])
     half = len(flops) // 2
     predicted = {

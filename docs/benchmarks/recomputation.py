@@ -91,7 +91,7 @@ def main() -> None:
         layer.train().to(torch.bfloat16)
         cast_block_buffers(layer, torch.bfloat16)
         norms_in_fp32(layer)
-    found = kept_by_layers(model, layers, torch.bfloat16)
+    found = kept_by_layers(layers)
     blocks = [kept for kept, layer in zip(found, layers, strict=True) if isinstance(layer, BlockLayer)]
     weights = [tensor for layer in layers for tensor in (*layer.parameters(), *layer.buffers())]
     images = torch.empty(asked.batch_size, model.in_chans, *image_size(model), dtype=torch.bfloat16, device="meta")

@@ -101,6 +101,10 @@ class Layer(nn.Module):
         """As torch's; no mode but evaluation where `evaluates_only`."""
         return super().train(mode and not self.evaluates_only)
 
+    def example(self, samples: int) -> tuple[torch.Tensor, ...] | None:
+        """Of a layer that begins a tower: its inputs without the keys, on the meta device, to count what it costs."""
+        return None
+
     def keyed_drops(self) -> list[KeyedDrop]:
         """The layer's random modules (found once: walking the modules at every call would cost more than they do)."""
         if "_keyed_drops" not in self.__dict__:
@@ -116,6 +120,11 @@ class EmbedLayer(Layer):
     """
 
     takes_sizes: bool = False
+
+    def example(self, samples: int) -> tuple[torch.Tensor, ...]:
+        """As `Layer.example`: images."""
+        dtype = next(self.patch_embed.parameters()).dtype
+        return (torch.empty(samples, self.in_chans, *self.patch_embed.img_size, dtype=dtype, device="meta"),)
 
     def patches(self, images: torch.Tensor) -> torch.Tensor:
         """images [B, C, height, width] -> [B, N, D]; [B, rows, columns, D] where positions are resampled."""

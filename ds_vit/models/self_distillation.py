@@ -123,10 +123,10 @@ class ProjectionHeadLayer(Layer):
         self.mlp, self.last_layer = head.mlp, head.last_layer
         self.num_tokens = TokenCount(1, 0)
 
-    def example(self, rows: int) -> torch.Tensor:
-        """Rows [R, D] without values, to count what the tower costs."""
+    def example(self, samples: int) -> tuple[torch.Tensor, ...]:
+        """As `Layer.example`: rows [R, D]."""
         first = self.mlp[0]
-        return torch.empty(rows, first.in_features, dtype=first.weight.dtype, device="meta")
+        return (torch.empty(samples, first.in_features, dtype=first.weight.dtype, device="meta"),)
 
     def forward(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(rows [R, D], …) -> rows of length 1, float32 [R, E], and what `LastLayer` gives.

@@ -23,39 +23,29 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from ds_vit.models.checkpointing import ExpensiveOutputs, Storages, storages_of
 from ds_vit.models.keyed_drop import KeyedDrop, sample_keys
-from ds_vit.models.layers import BlockLayer, EmbedLayer, Layer, take_apart_towers, tower_of
-from ds_vit.models.self_distillation import ProjectionHeadLayer
-from ds_vit.models.zoo import TimmViT, image_size
+from ds_vit.models.layers import BlockLayer, Layer, take_apart_towers
+from ds_vit.models.zoo import TimmViT
 from ds_vit.parallel.tensor.region import Entered
 from ds_vit.planner.hardware import Accelerator
-from ds_vit.tasks.bridgetower.tower import BridgeTowerLayer
-from ds_vit.tasks.clip.tower import TextEmbed
-from ds_vit.tasks.distillation.task import ProjectionLayer
 
 Counted = TypeVar("Counted")
-_BEGIN = (TextEmbed, ProjectionHeadLayer, ProjectionLayer)
-"""Layers that begin a tower which takes no images, and give an example of what it takes."""
 
 # One layer after the other
 
 
 def count_each(
-    model: TimmViT,
     layers: Sequence[Layer],
     count: Callable[[Layer, Any], tuple[Counted, Any]],
     *,
     images: int,
-    dtype: torch.dtype = torch.float32,
     training: bool = True,
 ) -> list[tuple[Counted, Any]]:
     """For each layer what `count` returns, and the layer's inputs.
 
     Args:
-        model: from `create_model`, for its images.
         layers: all of a tower or of several, on the meta device; they are put into training or evaluation mode.
         count: (layer, inputs) -> (count, outputs).
         images: B.
-        dtype: of the images.
         training: the mode.
     """
     keys = torch.zeros(images, dtype=torch.int64, device="meta")
@@ -64,13 +54,8 @@ def count_each(
     known: tuple[Any, ...] | None = None
     for layer in layers:
         layer.train(training)
-        if isinstance(layer, _BEGIN):
-            value = (layer.example(images), keys)
-        elif value is None or isinstance(layer, EmbedLayer):
-            height, width = image_size(model)
-            value = (torch.empty(images, model.in_chans, height, width, device="meta", dtype=dtype), keys)
-        if isinstance(layer, BridgeTowerLayer):
-            value = (*value, layer.example(images))
+        if (example := layer.example(images)) is not None:
+            value = (example[0], keys, *example[1:])
         key = (cost_key(layer.block), value[0].requires_grad) if isinstance(layer, BlockLayer) else None
         if key is not None and key == known:  # a block returns the shapes that it received
             found.append((found[-1][0], value))
@@ -151,9 +136,9 @@ def count_flops(model: TimmViT, frozen: frozenset[str] = frozenset()) -> Flops:
         frozen: names of the parameters that are not trained.
     """
     forward, training = 0, 0.0
-    for tower, layers in take_apart_towers(model).items():
+    for layers in take_apart_towers(model).values():
         has_gradient = False
-        for layer, flops in zip(layers, layer_flops(tower_of(model, tower), layers), strict=True):
+        for layer, flops in zip(layers, layer_flops(layers), strict=True):
             names = {name: layer.prefix + name for name, _ in layer.named_parameters()}
             sizes = {names[name]: p.numel() for name, p in layer.named_parameters() if p.ndim > 1}
             trained = sum(size for name, size in sizes.items() if name not in frozen)
@@ -164,14 +149,9 @@ def count_flops(model: TimmViT, frozen: frozenset[str] = frozenset()) -> Flops:
     return Flops(forward, round(training))
 
 
-def layer_flops(model: TimmViT, layers: Sequence[Layer]) -> list[int]:
-    """Forward FLOPs of each layer for one image.
-
-    Args:
-        model: from `create_model`, on the meta device.
-        layers: all of it, which are put into evaluation mode.
-    """
-    return [flops for flops, _ in count_each(model, layers, _count_forward, images=1, training=False)]
+def layer_flops(layers: Sequence[Layer]) -> list[int]:
+    """Forward FLOPs of each layer for one image: all of a tower on the meta device, put into evaluation mode."""
+    return [flops for flops, _ in count_each(layers, _count_forward, images=1, training=False)]
 
 
 def _count_forward(layer: Layer, value: Any) -> tuple[int, Any]:
@@ -268,14 +248,8 @@ class LayerWork:
 _IMAGES = 31  # a prime that divides no usual width: it marks the dimensions of the images
 
 
-def work_of_layers(model: TimmViT, layers: Sequence[Layer], dtype: torch.dtype) -> list[LayerWork]:
-    """The work of each layer.
-
-    Args:
-        model: the whole one, for its images.
-        layers: from `layers_of_rank`.
-        dtype: of the images.
-    """
+def work_of_layers(layers: Sequence[Layer]) -> list[LayerWork]:
+    """The work of each layer; they come from `layers_of_rank`."""
 
     def count(layer: Layer, inputs: Any) -> tuple[LayerWork, Any]:
         with _Counter() as forward, FusedAttention(torch.ops.aten._scaled_dot_product_flash_attention):
@@ -293,7 +267,7 @@ def work_of_layers(model: TimmViT, layers: Sequence[Layer], dtype: torch.dtype) 
         )
         return work, outputs
 
-    return [work for work, _ in count_each(model, layers, count, images=_IMAGES, dtype=dtype)]
+    return [work for work, _ in count_each(layers, count, images=_IMAGES)]
 
 
 class _Counter(TorchDispatchMode):
@@ -360,14 +334,8 @@ class Kept(NamedTuple):
     expensive_saved: int
 
 
-def kept_by_layers(model: TimmViT, layers: Sequence[Layer], dtype: torch.dtype = torch.float32) -> list[Kept]:
-    """What each layer keeps of an image in training.
-
-    Args:
-        model: from `create_model`, for its images.
-        layers: all of them, on the meta device; they are put into training mode.
-        dtype: of the images.
-    """
+def kept_by_layers(layers: Sequence[Layer]) -> list[Kept]:
+    """What each layer keeps of an image in training: all of a tower on the meta device, put into that mode."""
 
     def count(layer: Layer, inputs: Any) -> tuple[tuple[int, ...], Any]:
         with FusedAttention(), ExpensiveOutputs() as expensive:
@@ -377,7 +345,7 @@ def kept_by_layers(model: TimmViT, layers: Sequence[Layer], dtype: torch.dtype =
         return tuple(sum({**saved, **given, **expensive.storages}[key].nbytes() for key in keys) for keys in sizes), out
 
     images = 2  # of a single one some copies are views
-    found = count_each(model, layers, count, images=images, dtype=dtype)
+    found = count_each(layers, count, images=images)
     kept = []
     for layer, (sizes, inputs) in zip(layers, found, strict=True):
         total, *parts = (int(size * layer.images_per_sample[0] / images) for size in sizes)
@@ -422,8 +390,8 @@ class Temporary:
         return max(fixed + by_image * micro_batch for fixed, by_image in self.moments)
 
 
-def temporary_memory(model: TimmViT, layers: Sequence[Layer], dtype: torch.dtype = torch.float32) -> list[Temporary]:
-    """What each layer allocates temporarily, forward or backward; the arguments are those of `kept_by_layers`.
+def temporary_memory(layers: Sequence[Layer]) -> list[Temporary]:
+    """What each layer allocates temporarily, forward or backward; the layers are those of `kept_by_layers`.
 
     Each runs with two and with four images: what grows between the same moments of both belongs to the images.
     """
@@ -436,7 +404,7 @@ def temporary_memory(model: TimmViT, layers: Sequence[Layer], dtype: torch.dtype
             outputs = _run_backward(layer, outputs)
         return [bytes_then - before for bytes_then in live.course], outputs
 
-    few, more = ([made for made, _ in count_each(model, layers, count, images=n, dtype=dtype)] for n in (2, 4))
+    few, more = ([made for made, _ in count_each(layers, count, images=n)] for n in (2, 4))
     found: dict[int, Temporary] = {}
     for layer, of_two, of_four in zip(layers, few, more, strict=True):
         if id(of_two) not in found:  # blocks that are alike share one list

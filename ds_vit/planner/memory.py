@@ -25,7 +25,7 @@ from ds_vit.config import RunConfig
 from ds_vit.config.batch import BatchSizes
 from ds_vit.config.deepspeed_rules import Checkpointing, Precision, elements_of_bucket, sums_in_fp32
 from ds_vit.models.layers import BlockLayer, Layer
-from ds_vit.models.zoo import TimmViT, num_parameters
+from ds_vit.models.zoo import num_parameters
 from ds_vit.optim.build import STATES_OF_FALLBACK
 from ds_vit.optim.muon import Muon
 from ds_vit.parallel.layout import Layout
@@ -115,23 +115,18 @@ class LayerMemory(NamedTuple):
         return not self.trained and not self.kept.bytes
 
 
-def memory_of_layers(
-    model: TimmViT, layers: Sequence[Layer], *, compute: str, states: int | None, fallback: frozenset[str]
-) -> list[LayerMemory]:
+def memory_of_layers(layers: Sequence[Layer], *, states: int | None, fallback: frozenset[str]) -> list[LayerMemory]:
     """What each layer of a rank has and keeps.
 
     Args:
-        model: the whole one, for its images.
         layers: from `layers_of_rank`.
-        compute: torch's name of the weights' type.
         states: numbers that the optimizer keeps of an element; None for evaluation only, which keeps nothing.
         fallback: timm names of which it keeps another number.
     """
     if states is None:
         nothing = 0, 0, Kept(0, None, 0, 0, 0, 0), Temporary(((0.0, 0.0),))
         return [LayerMemory(num_parameters(layer), *nothing, isinstance(layer, BlockLayer)) for layer in layers]
-    dtype, found = getattr(torch, compute), []
-    kept, temporary = kept_by_layers(model, layers, dtype), temporary_memory(model, layers, dtype)
+    found, kept, temporary = [], kept_by_layers(layers), temporary_memory(layers)
     for layer, of_layer, back in zip(layers, kept, temporary, strict=True):
         sizes = {name: parameter.numel() for name, parameter in layer.named_parameters() if parameter.requires_grad}
         of_optimizer, is_block = num_states(states, fallback, sizes), isinstance(layer, BlockLayer)

@@ -16,8 +16,7 @@ import torch
 
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.conversions import compute_class_token
-from ds_vit.models.layers import MAIN_TOWER, BlockLayer, Layer, take_apart_towers, tower_of
-from ds_vit.models.zoo import TimmViT
+from ds_vit.models.layers import MAIN_TOWER, BlockLayer, Layer, take_apart_towers
 from ds_vit.planner.counting import kept_by_layers, layer_flops, work_of_layers
 
 StageCost = tuple[float, float]
@@ -50,9 +49,7 @@ def stage_bounds(partition: str, pp: int, model: torch.nn.Module, frozen: frozen
     elif pp == 1:
         bounds = [0, len(layers)]
     else:
-        whole = [(tower_of(model, name), tower) for name, tower in towers.items()]
-        kept = [layer.bytes for tower in whole for layer in kept_by_layers(*tower)]
-        bounds = balance([flops for tower in whole for flops in layer_flops(*tower)], kept, pp)
+        bounds = balance(layer_flops(layers), [layer.bytes for layer in kept_by_layers(layers)], pp)
     if partition != "auto" and pp > 1:
         check_trained(bounds, are_trained(layers, frozen))
     return tuple(bounds)
@@ -228,24 +225,20 @@ def _neighbours(bounds: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 
 def fastest_stages(
-    model: TimmViT,
     layers: Sequence[Layer],
     balanced: Sequence[int],
     micro_batches: int,
     *,
     frozen: frozenset[str],
-    dtype: torch.dtype,
     recomputed: bool,
 ) -> tuple[tuple[int, ...], str]:
     """`--pp-partition auto`: the bounds with the fastest step by FLOPs, and a line that says what they gain.
 
     Args:
-        model: the unsharded model, for the shape of its images.
         layers: from `layers_of_rank`; `compute_class_token` changes the last block in place.
         balanced: bounds from `stage_bounds`.
         micro_batches: m, of a step.
         frozen: timm names of the parameters that are not trained.
-        dtype: of the images.
         recomputed: whether blocks repeat their matrix products in the backward pass.
 
     Raises:
@@ -254,10 +247,10 @@ def fastest_stages(
     for layer in layers:
         compute_class_token(layer)
     costs = []
-    for layer, work in zip(layers, work_of_layers(model, layers, dtype), strict=True):
+    for layer, work in zip(layers, work_of_layers(layers), strict=True):
         repeated = work.forward.flops if recomputed and isinstance(layer, BlockLayer) else 0.0
         costs.append((work.forward.flops, work.backward.flops + repeated))
-    activation_bytes = [kept.bytes for kept in kept_by_layers(model, layers, dtype)]
+    activation_bytes = [kept.bytes for kept in kept_by_layers(layers)]
     trained = are_trained(layers, frozen)
     bounds = fastest_bounds(
         costs,

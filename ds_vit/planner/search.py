@@ -251,8 +251,8 @@ class Search:
         self._unaligned[tp] = unaligned_matrices(layers)
         cls, arguments = self._optimizer
         states, fallback = states_per_element(cls, arguments), rules_of(cls).fallback(model, arguments) or frozenset()
-        memory = memory_of_layers(model, layers, compute=compute, states=states, fallback=fallback)
-        works = work_of_layers(model, layers, getattr(torch, compute))
+        memory = memory_of_layers(layers, states=states, fallback=fallback)
+        works = work_of_layers(layers)
         return self._repeat_blocks(memory), self._repeat_blocks(works)
 
     def _repeat_blocks(self, of_three: list[Any]) -> list[Any]:

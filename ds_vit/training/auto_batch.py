@@ -336,7 +336,7 @@ class TrialStep(contextlib.AbstractContextManager["TrialStep"]):
         self.cost = cost
         self.stage = cost.stages[run.stage]
         start, stop = run.model.bounds[run.stage : run.stage + 2]
-        self.inputs = kept_by_layers(run.model.whole, cost.layers, run.engine.dtype)[start].inputs
+        self.inputs = kept_by_layers(cost.layers)[start].inputs
         self.layers = self._build(cost.layers[start:stop], start)
         assert isinstance(task, ChainTask), "resolve_model rejects --auto-batch for other tasks"
         tp = TensorParallel.planned(run.config)

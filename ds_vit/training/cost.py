@@ -151,9 +151,7 @@ class Cost:
         """The parameters and kept activations of each layer of a rank."""
         optimizer = self.run.optimizer
         return memory_of_layers(
-            self.run.model.whole,
             self.layers,
-            compute=self.run.engine.precision.compute,
             states=states_per_element(optimizer.cls, optimizer.arguments) if optimizer else None,
             fallback=(optimizer.fallback if optimizer else None) or frozenset(),
         )
@@ -186,7 +184,7 @@ class Cost:
     @cached_property
     def works(self) -> list[LayerWork]:
         """The operations of each layer of a rank."""
-        return work_of_layers(self.run.model.whole, self.layers, self.run.engine.dtype)
+        return work_of_layers(self.layers)
 
 
 def flops_by_size(run: Run) -> dict[int | None, Flops]:

@@ -54,7 +54,7 @@ def test_what_is_computed_twice(kind):
     flops = {mode: total for mode, (total, _) in found.items()}
     described = create_model(spec)
     layers = take_apart(described)
-    costs = zip(layers, layer_flops(described, layers), strict=True)
+    costs = zip(layers, layer_flops(layers), strict=True)
     blocks = BATCH * sum(cost for layer, cost in costs if isinstance(layer, BlockLayer))
     assert flops["selective"] == flops["none"]
     assert flops["full"] == flops["two"]
@@ -70,7 +70,7 @@ def test_what_waits_is_what_was_counted(kind):
     spec = small(kind)
     described = create_model(spec)
     layers = take_apart(described)
-    kept = kept_by_layers(described, layers)
+    kept = kept_by_layers(layers)
     blocks = [found for found, layer in zip(kept, layers, strict=True) if isinstance(layer, BlockLayer)]
     ends = sum(found.bytes for found in kept) - sum(found.bytes for found in blocks)
     counted = {

@@ -260,7 +260,7 @@ def test_costs_of_a_short_encoder_and_a_full_decoder():
         2 * 196 * 64 * 768,
     ]
     layers = take_apart(model)
-    flops, kept = layer_flops(model, layers), [layer.bytes for layer in kept_by_layers(model, layers)]
+    flops, kept = layer_flops(layers), [layer.bytes for layer in kept_by_layers(layers)]
     assert flops == expected
     assert count_flops(model).forward == sum(expected)
     assert kept[6] > 2 * kept[1]

@@ -145,7 +145,7 @@ def test_the_cost_of_a_sample_counts_its_crops():
     before = take_apart_towers(made(drop_path_rate=0.0)[0])
     for name in (MAIN_TOWER, HEAD):
         model = tower_of(whole, name)
-        of_image, kept = (sum(each.bytes for each in kept_by_layers(model, parts[name])) for parts in (before, layers))
+        of_image, kept = (sum(each.bytes for each in kept_by_layers(parts[name])) for parts in (before, layers))
         assert kept == pytest.approx(model.images_per_sample[0] * of_image, rel=1e-3)
 
 

@@ -116,11 +116,11 @@ def test_siglips_image_tower_has_no_projection():
 def test_planner_counts_the_text_tower():
     # Catches: images as the input of a text tower, or its blocks left out.
     model = described(width=64, heads=4)
-    costs = layer_flops(tower_of(model, "text"), take_apart_towers(model)["text"])
+    costs = layer_flops(take_apart_towers(model)["text"])
     assert [cost > 0 for cost in costs] == [False, True, True, True]
     blocks = 6 * 2 * 12 * 64 * 64 + 2 * 2 * 6 * 6 * 64  # of one block: products of 6 tokens, and attention
     assert costs[1] == pytest.approx(blocks, rel=0.01)
-    images = sum(layer_flops(tower_of(model, "image"), take_apart_towers(model)["image"]))
+    images = sum(layer_flops(take_apart_towers(model)["image"]))
     assert count_flops(model).forward == images + sum(costs)
 
 

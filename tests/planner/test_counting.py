@@ -55,7 +55,7 @@ def test_what_is_kept_is_what_autograd_saves(name, kwargs, dtype):
     # Catches: scores that a fused kernel never writes, q, k and v of one storage counted as one, dropout's masks and
     # dropped patches left out, norms in fp32 taken for bf16.
     model = create_model(ModelSpec(name, num_classes=10, **kwargs))
-    kept = kept_by_layers(model, in_type(take_apart(model), dtype), dtype)
+    kept = kept_by_layers(in_type(take_apart(model), dtype))
     assert MICRO_BATCH * sum(layer.bytes for layer in kept) == pytest.approx(measured(model, dtype), rel=0.1)
 
 
@@ -65,7 +65,7 @@ def test_what_is_frozen_keeps_nothing():
     layers = take_apart(model)
     for layer in layers[:8]:
         layer.requires_grad_(False)
-    kept = [layer.bytes for layer in kept_by_layers(model, layers)]
+    kept = [layer.bytes for layer in kept_by_layers(layers)]
     assert kept[:8] == [0] * 8
     assert 0 < kept[8] <= kept[9] == kept[10]
 
@@ -74,12 +74,12 @@ def test_layer_costs_add_up():
     """Costs that miss a layer would unbalance the stages."""
     model = create_model(ModelSpec("vit_base_patch16_siglip_224"))
     layers = take_apart(model)
-    flops = layer_flops(model, layers)
+    flops = layer_flops(layers)
     assert sum(flops) == count_flops(model).forward
     assert len(flops) == len(model.blocks) + 2
     # sbd(20 + 4r) bytes in fp32 with r = 4 and no fused layers below, within a factor: attention's tables aside.
     tokens, width = 196, 768
-    assert 0.5 < kept_by_layers(model, layers)[1].bytes / (2 * tokens * width * 34) < 2.0
+    assert 0.5 < kept_by_layers(layers)[1].bytes / (2 * tokens * width * 34) < 2.0
 
 
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "vit_small_patch16_rope_mixed_224"])
@@ -88,16 +88,16 @@ def test_blocks_that_are_alike_are_counted_once(name, monkeypatch):
     model = create_model(ModelSpec(name, num_classes=10, drop_path_rate=0.1))
     count, counted = counting._count_forward, []
     monkeypatch.setattr(counting, "_count_forward", lambda layer, value: counted.append(layer) or count(layer, value))
-    layer_flops(model, take_apart(model))
+    layer_flops(take_apart(model))
     assert len(counted) == 3
     wide = model.blocks[5].mlp
     wide.fc1 = torch.nn.Linear(wide.fc1.in_features, 7, device="meta")
     wide.fc2 = torch.nn.Linear(7, wide.fc2.out_features, device="meta")
     layers, numbers = take_apart(model), itertools.count()
-    once, kept_once = layer_flops(model, layers), kept_by_layers(model, layers)
+    once, kept_once = layer_flops(layers), kept_by_layers(layers)
     monkeypatch.setattr(counting, "cost_key", lambda block: next(numbers))
-    assert once == layer_flops(model, layers)
+    assert once == layer_flops(layers)
     # A first block without drop-path lacks its mask of four bytes an image.
-    kept_each = kept_by_layers(model, layers)
+    kept_each = kept_by_layers(layers)
     assert [one.bytes for one in kept_once] == pytest.approx([one.bytes for one in kept_each], abs=8)
     assert once[6] != once[5] == once[7]

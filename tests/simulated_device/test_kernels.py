@@ -133,7 +133,7 @@ def compile_blocks(folder: Path, kinds: Sequence[str]) -> dict[str, list[bytes]]
             model = create_model(small_spec(name, img_size=small_image_size(name)))
             layers = take_apart(model)
             place = next(number for number, layer in enumerate(layers) if isinstance(layer, BlockLayer))
-            graph, meta = traced(layers[place].train(), kept_by_layers(model, layers)[place].inputs)
+            graph, meta = traced(layers[place].train(), kept_by_layers(layers)[place].inputs)
             found[kind] = [machine_code(*kernel)[:4] for kernel in lowered(graph, meta).items()]
     return found
 

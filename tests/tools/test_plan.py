@@ -69,9 +69,9 @@ def test_a_deep_model_is_counted_with_few_blocks(capsys, monkeypatch):
     # Catches: FLOPs that forget a block, and time that grows with blocks which are all alike.
     depths, count_each = [], counting.count_each
 
-    def watched(model, layers, *arguments, **named):
+    def watched(layers, *arguments, **named):
         depths.append(len(layers))
-        return count_each(model, layers, *arguments, **named)
+        return count_each(layers, *arguments, **named)
 
     monkeypatch.setattr(counting, "count_each", watched)
     found = planned(capsys, "--model-kwargs", "depth=20")

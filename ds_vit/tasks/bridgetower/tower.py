@@ -176,9 +176,11 @@ class BridgeTowerLayer(Layer):
     the same in each row: so the loss reads it through the forward pass of its owner, around which ZeRO-3 gathers it.
     """
 
-    def example(self, captions: int) -> torch.Tensor:
-        """Ids of so many captions, int64 [B, L], without values, to count what the model costs."""
-        return torch.empty(captions, self.caption_length, dtype=torch.int64, device="meta")
+    def example(self, samples: int) -> tuple[torch.Tensor, ...]:
+        """As `Layer.example`: images, and ids of captions, int64 [B, L]."""
+        size = (samples, self.in_chans, *self.patch_embed.img_size)
+        images = torch.empty(size, dtype=self.logit_scale.dtype, device="meta")
+        return images, torch.empty(samples, self.caption_length, dtype=torch.int64, device="meta")
 
     def forward(self, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """(images [B, 3, height, width], keys int64 [B], ids int64 [B, L]) -> [B, 3 E + 1]."""

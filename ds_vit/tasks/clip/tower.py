@@ -260,9 +260,9 @@ class TextEmbed(EmbedLayer):
         self.pos_embed = tower.pos_embed
         self.end_id = tower.settings.end_id if tower.settings.pool == "end" else None
 
-    def example(self, captions: int) -> torch.Tensor:
-        """Ids of so many captions, int64 [B, L], without values, to count what the tower costs."""
-        return torch.empty(captions, self.pos_embed.shape[1], dtype=torch.int64, device="meta")
+    def example(self, samples: int) -> tuple[torch.Tensor, ...]:
+        """As `Layer.example`: ids of captions, int64 [B, L]."""
+        return (torch.empty(samples, self.pos_embed.shape[1], dtype=torch.int64, device="meta"),)
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Ids int64 [B, L] -> tokens [B, L, D]."""

@@ -230,10 +230,10 @@ class ProjectionLayer(Layer):
         self.linear = linear
         self.num_tokens = TokenCount(1, 0)
 
-    def example(self, images: int) -> torch.Tensor:
-        """Features [B, D] without values, to count what the tower costs."""
+    def example(self, samples: int) -> tuple[torch.Tensor, ...]:
+        """As `Layer.example`: features [B, D]."""
         weight = self.linear.weight
-        return torch.empty(images, weight.shape[1], dtype=weight.dtype, device="meta", requires_grad=True)
+        return (torch.empty(samples, weight.shape[1], dtype=weight.dtype, device="meta", requires_grad=True),)
 
     def forward(self, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """(features [B, D], keys, ...) -> [B, E]."""

@@ -259,12 +259,10 @@ def _stages(
         return bounds, []
     compute, layers = engine.precision.compute, task.layers(task.model)
     bounds, note = fastest_stages(
-        task.model,
         layers_of_rank(layers, config, class_parallel=class_parallel, compute=compute, frozen=frozen),
         bounds,
         batch.accumulation,
         frozen=frozen,
-        dtype=engine.dtype,
         recomputed=engine.checkpointing.interval > 0 and not engine.checkpointing.selective,
     )
     return bounds, [note]
