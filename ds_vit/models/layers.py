@@ -203,7 +203,7 @@ class BlockLayer(Layer):
     """One timm block. Its parameters are named `blocks.<index>.…`, as in the whole model.
 
     Attributes:
-        stack: the model's member that holds the blocks; one of `BLOCK_STACKS`.
+        stack: the model's member that holds the blocks; its name ends in "blocks".
         block: timm's block.
         head_reads_only_class_token: whether the next layer is a head that reads no other token (`compute_class_token`).
         reads_frequencies: whether rotary frequencies are passed with the tokens.
@@ -258,22 +258,9 @@ class BlockLayer(Layer):
         return (tokens, keys, *rest)
 
 
-class DecoderBlockLayer(BlockLayer):
-    """One timm block of a decoder, `decoder_blocks.<index>.…`; it does not change features."""
-
-    stack = "decoder_blocks"
-
-    def forward(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """As `BlockLayer.forward`."""
-        return inputs if self.gives_features else super().forward(inputs)
-
-
-BLOCK_STACKS = (BlockLayer.stack, DecoderBlockLayer.stack)
-
-
 def block_stacks(model: nn.Module) -> dict[str, nn.Module]:
     """The model's lists of blocks, in the order in which tokens pass through them, by the member's name."""
-    return {name: getattr(model, name) for name in BLOCK_STACKS if hasattr(model, name)}
+    return {name: child for name, child in model.named_children() if name.endswith(BlockLayer.stack)}
 
 
 class HeadLayer(Layer):

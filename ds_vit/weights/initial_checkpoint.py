@@ -23,11 +23,11 @@ from torch import nn
 from ds_vit.fault_tolerance.errors import UserError, first_line
 from ds_vit.models.hub import hub_file
 from ds_vit.models.layers import MAIN_TOWER, Layer
-from ds_vit.models.masked_autoencoder import decoder_names, is_of_decoder
 from ds_vit.models.param_groups import classifier_names
-from ds_vit.models.self_distillation import HEAD, TEACHER, TEACHER_HEAD, SelfDistillationViT
 from ds_vit.models.zoo import TimmViT, names_and_shapes
 from ds_vit.tasks.clip.tower import ContrastiveModel
+from ds_vit.tasks.dino.towers import HEAD, TEACHER, TEACHER_HEAD, SelfDistillationViT
+from ds_vit.tasks.mae.towers import decoder_names, is_of_decoder
 from ds_vit.weights.files import class_names, config_beside, open_prefixed, tokenizer_name
 from ds_vit.weights.foreign_names import check_hf_config, tower_differences
 

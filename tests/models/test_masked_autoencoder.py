@@ -18,21 +18,22 @@ from ds_vit import randomness
 from ds_vit.engine.layer_norms import layers_of as health_layers
 from ds_vit.models.keyed_drop import sample_keys
 from ds_vit.models.keyed_init import initialise
-from ds_vit.models.layers import BlockLayer, DecoderBlockLayer, EmbedLayer, take_apart
-from ds_vit.models.masked_autoencoder import (
-    AutoencoderSettings,
-    BridgeLayer,
-    PixelHeadLayer,
-    create_autoencoder,
-    decoder_names,
-    masked_patches,
-)
+from ds_vit.models.layers import BlockLayer, EmbedLayer, take_apart
 from ds_vit.models.param_groups import frozen_names, no_weight_decay_names
 from ds_vit.models.sequential import SequentialViT, timm_names
 from ds_vit.models.zoo import ModelSpec, create_model
 from ds_vit.optim.rate_factors import layer_scales
 from ds_vit.planner.counting import count_flops, kept_by_layers, layer_flops
 from ds_vit.planner.pipeline import balance
+from ds_vit.tasks.mae.towers import (
+    AutoencoderSettings,
+    BridgeLayer,
+    DecoderBlockLayer,
+    PixelHeadLayer,
+    create_autoencoder,
+    decoder_names,
+    masked_patches,
+)
 
 # What to replace in the name of one of our parameters for transformers'.
 _THEIR_NAMES = {

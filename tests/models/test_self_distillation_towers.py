@@ -9,7 +9,10 @@ from ds_vit.models.conversions import compute_class_token
 from ds_vit.models.keyed_drop import KeyedDrop
 from ds_vit.models.keyed_init import initialise
 from ds_vit.models.layers import MAIN_TOWER, take_apart_towers, tower_of
-from ds_vit.models.self_distillation import (
+from ds_vit.models.sequential import SequentialViT
+from ds_vit.models.zoo import ModelSpec
+from ds_vit.planner.counting import count_flops, kept_by_layers
+from ds_vit.tasks.dino.towers import (
     HEAD,
     TEACHER,
     TEACHER_HEAD,
@@ -17,9 +20,6 @@ from ds_vit.models.self_distillation import (
     count_crops,
     create_self_distillation,
 )
-from ds_vit.models.sequential import SequentialViT
-from ds_vit.models.zoo import ModelSpec
-from ds_vit.planner.counting import count_flops, kept_by_layers
 
 SETTINGS = HeadSettings(prototypes=12, hidden_dim=16, bottleneck_dim=8)
 SMALL = {"patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2}

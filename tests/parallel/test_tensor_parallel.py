@@ -34,7 +34,6 @@ from tp_models import (
 from vits import small_spec
 
 from ds_vit.models.checkpointing import CheckpointFunction, recompute_all, recompute_selectively
-from ds_vit.models.masked_autoencoder import AutoencoderSettings, create_autoencoder
 from ds_vit.models.sequential import SequentialViT
 from ds_vit.models.zoo import ModelSpec, create_model, supported_names
 from ds_vit.parallel.tensor.class_parallel import gather_logits
@@ -42,6 +41,7 @@ from ds_vit.parallel.tensor.collectives import TensorParallel
 from ds_vit.parallel.tensor.plans import PLANS
 from ds_vit.parallel.tensor.shard import check_degree, legal_degrees, shard_layer
 from ds_vit.tasks.classification.losses import build_loss, class_parallel_loss
+from ds_vit.tasks.mae.towers import AutoencoderSettings, create_autoencoder
 
 # ---- blocks ----------------------------------------------------------------------------------------------------------
 

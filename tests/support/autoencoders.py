@@ -9,9 +9,9 @@ from vits import KINDS, shake, small_kwargs
 
 from ds_vit.models.keyed_init import initialise
 from ds_vit.models.layers import Layer, take_apart
-from ds_vit.models.masked_autoencoder import AutoencoderSettings, MaskedAutoencoder, create_autoencoder
 from ds_vit.models.zoo import ModelSpec, create_model
 from ds_vit.tasks.mae.loss import MaskedPatchLoss
+from ds_vit.tasks.mae.towers import AutoencoderSettings, MaskedAutoencoder, create_autoencoder
 
 SETTINGS = AutoencoderSettings(decoder_dim=48, decoder_depth=2, decoder_heads=6)
 ENCODERS = {kind: name for kind, name in KINDS.items() if kind != "convolutional stem"}

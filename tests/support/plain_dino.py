@@ -32,8 +32,8 @@ from ds_vit.data.sources.datasets import open_source
 from ds_vit.models.keyed_drop import KeyedDrop, replace_drops, sample_keys
 from ds_vit.models.keyed_init import initialise
 from ds_vit.models.layers import take_apart_towers, tower_of
-from ds_vit.models.self_distillation import HeadSettings, create_self_distillation
 from ds_vit.models.zoo import ModelSpec
+from ds_vit.tasks.dino.towers import HeadSettings, create_self_distillation
 
 MODEL = "vit_tiny_patch16_224"
 KWARGS = {"patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 2}

@@ -96,7 +96,7 @@ def batches_of(task: str, seed: int, steps: int) -> list[dict[str, torch.Tensor]
     """Random global batches, with the masks that follow from the keys of their samples."""
     from ds_vit import randomness
     from ds_vit.data.augment.crops import block_masks
-    from ds_vit.models.masked_autoencoder import masked_patches
+    from ds_vit.tasks.mae.towers import masked_patches
 
     generator, size = torch.Generator().manual_seed(1000 + seed), plain_loops.SIZE
     grid, batches = size // plain_loops.VIT["patch_size"], []

@@ -25,10 +25,10 @@ from ds_vit.data.device import finish_images
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.keyed_init import initialise
 from ds_vit.models.layers import take_apart
-from ds_vit.models.masked_autoencoder import masked_patches, patchify, unpatchify
 from ds_vit.models.param_groups import no_weight_decay_names
 from ds_vit.models.sequential import SequentialViT, timm_names
 from ds_vit.tasks.mae.loss import MaskedPatchLoss
+from ds_vit.tasks.mae.towers import masked_patches, patchify, unpatchify
 from ds_vit.tasks.registry import find_task
 from ds_vit.tools.evaluate import evaluate_weights
 from ds_vit.tools.evaluate import main as evaluate_main

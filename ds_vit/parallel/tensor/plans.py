@@ -1,7 +1,7 @@
 """The sharding plans: for each timm class, which of its weights are sharded along which axis.
 
-A class without a plan is not sharded. In a block, where its weights would silently stay whole, it is rejected by name
-(`shard.check_degree`).
+A task adds the plans of its own modules to `PLANS`. A class without a plan is not sharded. In a block, where its
+weights would silently stay whole, it is rejected by name (`shard.check_degree`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Sections: TypeAlias = "int | Callable[[nn.Module], tuple[int, ...]]"
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """How a module of one timm class is sharded. All names are of the module's members; absent ones are ignored.
+    """How a module of one class is sharded. All names are of the module's members; absent ones are ignored.
 
     Attributes:
         counts: what the degree must divide, by its name in messages.
@@ -39,7 +39,7 @@ class ShardingPlan:
         columns: linear maps whose output features are sharded, weight and bias.
         rows: linear maps whose input features are sharded; the bias is whole, and added once after the sum.
         summands: of the rows, those whose summands leave the region together.
-        vectors: the module's own one-dimensional parameters and buffers over sharded features.
+        vectors: the module's own parameters and buffers whose first axis is over sharded features.
         norms: norms over sharded features.
         dropouts: dropouts over sharded features.
         partial: whole parameters and modules that act on this rank's heads or features or feed its columns (an

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import partial, singledispatch
 
 import torch
 from torch import nn
@@ -22,9 +22,7 @@ from ds_vit.models.layers import (
     RopeFrequencies,
     block_stacks,
 )
-from ds_vit.models.masked_autoencoder import BridgeLayer, PixelHeadLayer
 from ds_vit.models.param_groups import freeze
-from ds_vit.models.self_distillation import ProjectionHead, ProjectionHeadLayer
 from ds_vit.models.zoo import TimmViT
 from ds_vit.parallel.tensor.collectives import Region, TensorParallel, join_tokens, split_tokens, sum_over_group
 from ds_vit.parallel.tensor.plans import NORMS, PLANS, Sections, ShardingPlan
@@ -64,16 +62,9 @@ def _refused_kind(model: TimmViT) -> str | None:
 
 def _counts(model: TimmViT) -> Iterator[tuple[str, int]]:
     """The numbers that a degree must divide: (name, number), for each module to shard."""
-    if isinstance(model, ProjectionHead):
-        yield "--prototypes", model.settings.prototypes
-    parts = [
-        (stack.removesuffix("blocks").replace("_", " "), block)
-        for stack, blocks in block_stacks(model).items()
-        for block in blocks
-    ]
-    parts += [("", model.attn_pool)] if model.attn_pool is not None else []
-    for prefix, part in parts:
-        for module, plan in _planned(part):
+    for part, child in model.named_children():
+        prefix = part.removesuffix("blocks").replace("_", " ") if part in block_stacks(model) else ""
+        for module, plan in _planned(child):
             yield from ((prefix + name, number) for name, number in plan.counts(module).items())
 
 
@@ -114,41 +105,28 @@ def check_degree(model: TimmViT, size: int) -> None:
 
 
 class _Splitting(EmbedLayer):
+    """Mixed in before an embedding: gives this rank's share of its tokens."""
+
     tp: TensorParallel
 
     def embed(self, images: torch.Tensor) -> torch.Tensor:
         return split_tokens(super().embed(images), self.tp)
 
 
-class _Joining(Layer):
+class Joining(Layer):
+    """Mixed in before a layer that takes all tokens: joins the ranks' shares at its input."""
+
     tp: TensorParallel
 
     def forward(self, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """As the layer's, of (share of the tokens [B, ceil(S / t), D], keys, …)."""
         share, *rest = inputs
         count = self.num_tokens.training if self.training else self.num_tokens.evaluating
         return super().forward((join_tokens(share, count, self.tp), *rest))
 
 
-class _JoiningPixelHead(_Joining, PixelHeadLayer):
-    def forward(self, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        return PixelHeadLayer.forward(self, inputs) if self.gives_features else super().forward(inputs)
-
-
-class _SharingBridge(_Joining, BridgeLayer):
-    def forward(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        tokens, *rest = super().forward(inputs)
-        return tokens if self.gives_features else split_tokens(tokens, self.tp), *rest
-
-
 Converter = Callable[[Layer], object]
 """Changes a layer in place."""
-# Layers that are no blocks, and what is mixed in before their class.
-_OUTSIDE_BLOCKS: dict[type[Layer], type[Layer]] = {
-    EmbedLayer: _Splitting,
-    HeadLayer: _Joining,
-    BridgeLayer: _SharingBridge,
-    PixelHeadLayer: _JoiningPixelHead,
-}
 
 
 def _shard_tensor(owner: nn.Module, name: str, dim: int, sections: tuple[int, ...], tp: TensorParallel) -> None:
@@ -210,8 +188,8 @@ def _shard_module(module: nn.Module, plan: ShardingPlan, region: Region) -> list
         _shard_columns(getattr(module, name), sections, tp)
     for name, sections in rows.items():
         _shard_rows(getattr(module, name), sections, region, leaves=name not in plan.summands)
-    for name, vector in _members(module, plan.vectors):
-        _shard_tensor(module, name, 0, tuple(vector.shape), tp)
+    for name, tensor in _members(module, plan.vectors):
+        _shard_tensor(module, name, 0, tuple(tensor.shape[:1]), tp)
     for _, norm in _members(module, plan.norms):
         _shard_norm(norm, tp)
     for _, dropout in _members(module, plan.dropouts):
@@ -230,16 +208,31 @@ def _shard_module(module: nn.Module, plan: ShardingPlan, region: Region) -> list
     ]
 
 
-def _share_tokens(layer: Layer, tp: TensorParallel) -> None:
-    """Sequence parallelism: modules outside the regions work on this rank's tokens."""
-    if isinstance(layer, BlockLayer):
-        for module in layer.modules():
-            if type(module) is KeyedDropout:
-                convert(module, ShareDropout, dim=1, tp=tp)
-    else:
-        mixins = [mixin for kind, mixin in _OUTSIDE_BLOCKS.items() if isinstance(layer, kind)]
-        if mixins:  # else it takes no tokens
-            mix_in(layer, mixins[0], tp=tp)
+@singledispatch
+def share_tokens(layer: Layer, tp: TensorParallel) -> None:
+    """Sequence parallelism: change a layer so that it takes and gives this rank's tokens, in place.
+
+    By default a layer takes no tokens and stays as it is. Other kinds of layer register a separate function, those of a
+    task where it defines them.
+    """
+
+
+@share_tokens.register
+def _(layer: BlockLayer, tp: TensorParallel) -> None:
+    """Dropout outside the regions works on a share."""
+    for module in layer.modules():
+        if type(module) is KeyedDropout:
+            convert(module, ShareDropout, dim=1, tp=tp)
+
+
+@share_tokens.register
+def _(layer: EmbedLayer, tp: TensorParallel) -> None:
+    mix_in(layer, _Splitting, tp=tp)
+
+
+@share_tokens.register
+def _(layer: HeadLayer, tp: TensorParallel) -> None:
+    mix_in(layer, Joining, tp=tp)
 
 
 def shard_layer(layer: Layer, tp: TensorParallel, *, class_parallel: bool = False) -> None:
@@ -265,14 +258,12 @@ def shard_layer(layer: Layer, tp: TensorParallel, *, class_parallel: bool = Fals
         summed = [parameter for module, plan in _planned(layer) for parameter in _shard_module(module, plan, region)]
         if isinstance(layer, EmbedLayer) and isinstance(getattr(layer, "rope", None), RopeFrequencies):
             _shard_tensor(layer.rope, "freqs", 2, (layer.rope.freqs.shape[2],), tp)
-        if isinstance(layer, ProjectionHeadLayer):
-            _shard_tensor(layer.last_layer, "weight", 0, (layer.last_layer.weight.shape[0],), tp)
         if class_parallel and isinstance(layer, HeadLayer):
             for _, head in _members(layer, ("head", "head_dist")):
                 _shard_columns(head, (head.out_features,), tp)
                 mix_in(head, Entered, region=region)
-        if tp.sequence_parallel and not isinstance(layer, ProjectionHeadLayer):
-            _share_tokens(layer, tp)
+        if tp.sequence_parallel:
+            share_tokens(layer, tp)
             if isinstance(layer, BlockLayer):
                 summed = [p for p in layer.parameters() if not getattr(p, "tensor_model_parallel", False)]
         for parameter in summed:

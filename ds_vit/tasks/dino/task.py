@@ -32,16 +32,6 @@ from ds_vit.data.settings import NUM_GLOBAL, CropConfig, ImageConfig
 from ds_vit.data.sources.source import Source
 from ds_vit.device import send
 from ds_vit.models.layers import MAIN_TOWER, Layer
-from ds_vit.models.self_distillation import (
-    HEAD,
-    TEACHER,
-    TEACHER_HEAD,
-    HeadSettings,
-    ProjectionHeadLayer,
-    SelfDistillationViT,
-    count_crops,
-    create_self_distillation,
-)
 from ds_vit.models.sequential import check_sizes
 from ds_vit.models.zoo import ModelSpec
 from ds_vit.parallel.tensor.collectives import TensorParallel, stack_over_group
@@ -57,6 +47,16 @@ from ds_vit.tasks.dino.loss import (
     next_center,
     patch_weights,
     sinkhorn,
+)
+from ds_vit.tasks.dino.towers import (
+    HEAD,
+    TEACHER,
+    TEACHER_HEAD,
+    HeadSettings,
+    ProjectionHeadLayer,
+    SelfDistillationViT,
+    count_crops,
+    create_self_distillation,
 )
 from ds_vit.tasks.metrics import Batch, Figure, Metrics
 from ds_vit.tasks.task import LOCAL_IMAGES, Coupled, Field, Horizon, StepContext, Task, cosine, linear_warmup

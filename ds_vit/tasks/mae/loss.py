@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ds_vit.models.masked_autoencoder import masked_patches, patchify, unpatchify
+from ds_vit.tasks.mae.towers import masked_patches, patchify, unpatchify
 
 
 class MaskedPatchLoss:

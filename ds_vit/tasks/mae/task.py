@@ -16,10 +16,10 @@ from ds_vit.config import RunConfig
 from ds_vit.config.schema import names_of_task
 from ds_vit.data.sampler import evaluation_keys
 from ds_vit.data.settings import ImageConfig
-from ds_vit.models.masked_autoencoder import AutoencoderSettings, MaskedAutoencoder, create_autoencoder, decoder_names
 from ds_vit.models.zoo import ModelSpec
 from ds_vit.parallel.tensor.collectives import TensorParallel
 from ds_vit.tasks.mae.loss import MaskedPatchLoss
+from ds_vit.tasks.mae.towers import AutoencoderSettings, MaskedAutoencoder, create_autoencoder, decoder_names
 from ds_vit.tasks.metrics import Batch, Figure, Metrics
 from ds_vit.tasks.task import ChainTask, Field, Loss
 

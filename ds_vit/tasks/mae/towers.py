@@ -25,7 +25,7 @@ from torch import nn
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.keyed_drop import KeyedPatchDropout, mix_in, sample_keys
 from ds_vit.models.layers import (
-    DecoderBlockLayer,
+    BlockLayer,
     Layer,
     TokenCount,
     check_complete,
@@ -34,6 +34,8 @@ from ds_vit.models.layers import (
     take_apart,
 )
 from ds_vit.models.zoo import ModelSpec, TimmViT, create_model
+from ds_vit.parallel.tensor.collectives import TensorParallel, split_tokens
+from ds_vit.parallel.tensor.shard import Joining, share_tokens
 
 
 @dataclass(frozen=True)
@@ -299,6 +301,16 @@ class BridgeLayer(Layer):
         return self.fill_in(self.decoder_embed(tokens)), keys
 
 
+class DecoderBlockLayer(BlockLayer):
+    """One timm block of the decoder, `decoder_blocks.<index>.…`; it does not change features."""
+
+    stack = "decoder_blocks"
+
+    def forward(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """As `BlockLayer.forward`."""
+        return inputs if self.gives_features else super().forward(inputs)
+
+
 class PixelHeadLayer(Layer):
     """The end of the decoder: tokens to the pixels of each patch."""
 
@@ -314,6 +326,27 @@ class PixelHeadLayer(Layer):
         if self.gives_features:
             return inputs[0]
         return self.decoder_pred(self.decoder_norm(inputs[0][:, self.num_prefix_tokens :]))
+
+
+class _JoiningPixelHead(Joining, PixelHeadLayer):
+    def forward(self, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return PixelHeadLayer.forward(self, inputs) if self.gives_features else super().forward(inputs)
+
+
+class _SharingBridge(Joining, BridgeLayer):
+    def forward(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        tokens, *rest = super().forward(inputs)
+        return tokens if self.gives_features else split_tokens(tokens, self.tp), *rest
+
+
+@share_tokens.register
+def _(layer: PixelHeadLayer, tp: TensorParallel) -> None:
+    mix_in(layer, _JoiningPixelHead, tp=tp)
+
+
+@share_tokens.register
+def _(layer: BridgeLayer, tp: TensorParallel) -> None:
+    mix_in(layer, _SharingBridge, tp=tp)
 
 
 @take_apart.register

@@ -38,6 +38,7 @@ from ds_vit.models.layers import (
 )
 from ds_vit.models.sequential import check_sizes
 from ds_vit.models.zoo import ModelSpec, TimmViT, create_model
+from ds_vit.parallel.tensor.plans import PLANS, ShardingPlan
 
 HEAD, TEACHER, TEACHER_HEAD = "dino_head", "teacher", "teacher_head"
 """The further towers."""
@@ -76,6 +77,11 @@ class LastLayer(nn.Module):
         # A teacher's are read after other forward passes, before which ZeRO-3 frees the parameter's memory.
         weight = self.weight.to(torch.float32, copy=not torch.is_grad_enabled())
         return weight.view_as(weight), torch.linalg.vector_norm(weight.detach(), dim=-1)
+
+
+PLANS[LastLayer] = ShardingPlan(
+    lambda module: {"--prototypes": module.weight.shape[0]}, sharded_class=LastLayer, vectors=("weight",)
+)
 
 
 class ProjectionHead(nn.Module):
