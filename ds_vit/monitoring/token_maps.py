@@ -27,8 +27,8 @@ from torchvision.utils import make_grid
 
 from ds_vit.data.settings import ImageConfig
 from ds_vit.models.sequential import SequentialViT
-from ds_vit.monitoring.report.charts import viridis
 from ds_vit.tasks.metrics import Batch
+from ds_vit.tasks.panels import viridis
 
 SIDE = 112  # pixels of an image in the picture
 MOST = 8

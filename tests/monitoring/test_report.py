@@ -27,12 +27,12 @@ from ds_vit.config.run_folder import RunFolder
 from ds_vit.data.settings import ImageConfig
 from ds_vit.monitoring.gradient_health import HIGHEST, LOWEST
 from ds_vit.monitoring.report import page
-from ds_vit.monitoring.report.charts import MAX_POINTS, Series, heat_map, line_chart, log_ticks, number, thin_out, ticks
 from ds_vit.monitoring.report.page import differences, outcomes, write_report
 from ds_vit.monitoring.report.panels import PERCENT, class_panels, curves, gradients, table
 from ds_vit.monitoring.report.record import Record
 from ds_vit.monitoring.sheets import write_predictions
 from ds_vit.optim.schedules import LearningRate
+from ds_vit.tasks.panels import MAX_POINTS, Series, heat_map, line_chart, log_ticks, number, thin_out, ticks
 
 
 def test_gradients_by_power_of_two(evil):

@@ -18,7 +18,9 @@ from ds_vit.config.run_folder import written_whole
 from ds_vit.config.schema import KEY_OF_FLAG
 from ds_vit.fault_tolerance.errors import written
 from ds_vit.monitoring.progress import format_seconds
-from ds_vit.monitoring.report.charts import (
+from ds_vit.monitoring.report.panels import class_panels, curves, gradients, metric_label, pair_panels, table
+from ds_vit.monitoring.report.record import Launch, Record, ranks_in_words
+from ds_vit.tasks.panels import (
     BOTTOM,
     LEFT,
     MAX_DOTS,
@@ -31,8 +33,6 @@ from ds_vit.monitoring.report.charts import (
     image_uri,
     line_chart,
 )
-from ds_vit.monitoring.report.panels import class_panels, curves, gradients, metric_label, pair_panels, table
-from ds_vit.monitoring.report.record import Launch, Record, ranks_in_words
 
 _MAX_WIDTH = 1200  # pixels of a picture
 MAX_REPLICAS, MAX_CELLS = 8, 64

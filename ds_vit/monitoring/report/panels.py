@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from ds_vit.monitoring.report.charts import Panel, Series, heat_map, line_chart, line_widths
 from ds_vit.monitoring.report.record import Record, Row
+from ds_vit.tasks.panels import Panel, Series, heat_map, line_chart, line_widths
 from ds_vit.tasks.registry import known_figures
 
 ANY, PERCENT = (-math.inf, math.inf), (0.0, 100.0)

@@ -20,9 +20,9 @@ from ds_vit.config.run_folder import RunFolder, to_json
 from ds_vit.device import hardware_name
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.this_host import versions
-from ds_vit.monitoring.report.charts import MAX_POINTS, Mark
 from ds_vit.optim.schedules import LearningRate
 from ds_vit.parallel.layout import Layout
+from ds_vit.tasks.panels import MAX_POINTS, Mark
 
 Row = Mapping[str, Any]
 _NO_METRIC = {"kind", "step", "epoch", "wall_seconds", "images", "skipped_images"}
