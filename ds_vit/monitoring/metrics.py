@@ -23,14 +23,12 @@ from rich.console import Console
 from rich.table import Table
 
 from ds_vit.config.run_folder import LineLog, RunFolder, written_whole
-from ds_vit.data.settings import ImageConfig
-from ds_vit.data.sources.source import Source
 from ds_vit.device import hardware_name
 from ds_vit.engine.step_guard import HostScalar
 from ds_vit.monitoring.progress import Line
-from ds_vit.monitoring.sheets import TrainingSheet, write_pairs, write_predictions
+from ds_vit.monitoring.sheets import TrainingSheet
 from ds_vit.planner.hardware import accelerator_of_device
-from ds_vit.tasks.metrics import Figure, Pairs
+from ds_vit.tasks.metrics import Figure
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -43,7 +41,6 @@ _TRAINING = (
     *(("grad/norm", "grad_norm"), ("grad/loss_scale", "loss_scale")),
     *((f"time/{key}", key) for key in ("images_per_second", "tflops_per_accelerator", "mfu", "data_wait_fraction")),
     ("memory/bytes", "memory_bytes"),
-    *((f"train/{key}", key) for key in ("logit_scale", "logit_bias", "feature_std", "teacher_entropy", "teacher_kl")),
 )
 
 Listeners = Mapping[str, Callable[[Mapping[str, Any]], None]]
@@ -119,15 +116,15 @@ class Reporter:
             self._on_board(lambda board, part=part: board.file_writer.add_summary(part))
         self._on_board(lambda board: board.add_text("layout", text, 0))
 
-    def train(self, row: Mapping[str, Any]) -> None:
-        """A row of kind "train" (DESIGN's contract names the keys)."""
-        self._write({"kind": "train", **row})
+    def train(self, row: Mapping[str, Any], of_task: Mapping[str, float] = MappingProxyType({})) -> None:
+        """A row of kind "train", and the values that the task adds to it."""
+        self._write({"kind": "train", **row, **of_task})
         step, self.train_loss = row["step"], row["loss"]
-        self.draw(row)
+        self.draw(row, of_task)
         if self._events:
             # DeepSpeed logs its own values by the images seen, and wandb drops points that go back.
             at, self._global_batch = row["images_seen"], row["images_seen"] // step
-            self._events([(name, row[key], at) for name, key in _TRAINING if row.get(key) is not None])
+            self._events([(name, value, at) for name, value in _curves(row, of_task) if value is not None])
         self.line.skipped(row.get("skipped_images", 0))
         if not self.console.is_terminal:
             mean = "-" if row["epoch_loss"] is None else f"{row['epoch_loss']:.5f}"
@@ -154,10 +151,10 @@ class Reporter:
             f"run's flags says which"
         )
 
-    def draw(self, row: Mapping[str, Any]) -> None:
+    def draw(self, row: Mapping[str, Any], of_task: Mapping[str, float] = MappingProxyType({})) -> None:
         """Draw a row of kind "train" in TensorBoard only; it may lack keys."""
-        for name, key in _TRAINING:
-            self._scalar(name, row.get(key), row["step"])
+        for name, value in _curves(row, of_task):
+            self._scalar(name, value, row["step"])
 
     def eval(self, row: Mapping[str, Any], figures: Sequence[Figure], kind: str = "eval") -> None:
         """A row of kind "eval", or "eval_ema" for the moving average of the weights.
@@ -195,15 +192,10 @@ class Reporter:
                 save_picture(pixels, path)
             self._on_board(methodcaller("add_image", f"pictures/{path.stem}", pixels, step))
 
-    def predictions(self, by_sample: torch.Tensor, source: Source, classes: Sequence[str], image: ImageConfig) -> None:
-        """Write the predictions of the newest evaluation, as `write_predictions`."""
-        with self._refusable(self._folder.predictions, "without it"):
-            write_predictions(self._folder, by_sample, source, classes, image)
-
-    def pairs(self, pairs: Pairs, source: Source, image: ImageConfig) -> None:
-        """Write pairs of the newest evaluation, as `write_pairs`."""
-        with self._refusable(self._folder.pairs, "without it"):
-            write_pairs(self._folder, pairs, source, image)
+    def evaluated(self, write_files: Callable[[RunFolder], None]) -> None:
+        """Write the task's files on the newest evaluation into the folder."""
+        with self._refusable(self._folder.path, "without the report's files on the last evaluation"):
+            write_files(self._folder)
 
     def training_images(self, sheet: TrainingSheet) -> None:
         """Save a sheet of training images."""
@@ -315,6 +307,15 @@ class Reporter:
     def _scalar(self, name: str, value: Any, step: int) -> None:
         if value is not None and math.isfinite(value):
             self._on_board(lambda board: board.add_scalar(name, value, step))
+
+
+def _curves(row: Mapping[str, Any], of_task: Mapping[str, float]) -> list[tuple[str, Any]]:
+    """The values of a row of kind "train" by their names in TensorBoard and in the JSON's monitors; None where it has
+    none."""
+    return [
+        *((name, row.get(key)) for name, key in _TRAINING),
+        *((f"train/{key}", value) for key, value in of_task.items()),
+    ]
 
 
 def _ignore_full_disk(args: threading.ExceptHookArgs, hook: Any = threading.excepthook) -> None:

@@ -45,19 +45,16 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class Pairs:
-    """Images with their first captions, for the report.
+class Chart:
+    """A chart of the report, over the steps, of values that a task adds to the training rows of metrics.jsonl.
 
     Attributes:
-        samples: K samples, evenly spaced in the split.
-        similarities: of their images (rows) and captions (columns), float [K, K].
-        best, worst: (sample, similarity, place of the nearest own caption, from 1) of the most and least similar pairs.
+        title: with the unit.
+        parts: key in the rows → what it is, in the legend.
     """
 
-    samples: list[int]
-    similarities: list[list[float]]
-    best: list[tuple[int, float, int]]
-    worst: list[tuple[int, float, int]]
+    title: str
+    parts: Mapping[str, str]
 
 
 class Metrics(ABC):
@@ -72,14 +69,12 @@ class Metrics(ABC):
         by_sample: a row per sample of the split, in its order, zero where this rank did not count it: they add up over
             the ranks. None where the metrics have none.
         rows: a float32 row per sample of the split, as `by_sample`, for `compute`. None where the metrics need none.
-        pairs: to show, from `compute`. None where the metrics have none.
         pixels: the contents of `pictures`, zero where this rank has none: they add up over the ranks too.
     """
 
     num_samples: int = 0
     by_sample: torch.Tensor | None = None
     rows: torch.Tensor | None = None
-    pairs: Pairs | None = None
     pixels: torch.Tensor | None = None
 
     def __init__(self, size: int, device: torch.device) -> None:

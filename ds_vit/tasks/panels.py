@@ -1,18 +1,30 @@
-"""Line charts and heat maps as plain data: page.html draws them, page.js shows the values under the pointer."""
+"""The panels of a report as plain data, and the sheets of images that some are made of.
+
+A task makes its own (`Task.panels`) of these: line charts, heat maps, tables, sheets and pictures. page.html of
+monitoring/report draws them, page.js shows the values under the pointer.
+"""
 
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import itertools
+import json
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageOps
+
+from ds_vit.config.run_folder import RunFolder, write_json, written_whole
+from ds_vit.data.decode import ImageDecodeError, Jpeg
+from ds_vit.data.settings import ImageConfig
+from ds_vit.data.sources.source import Source
 
 Panel = dict[str, Any]
 """A card of the page: "kind" selects its macro in page.html, "title" is its caption, the rest belongs to the kind."""
@@ -31,6 +43,10 @@ FEW_COLUMNS = 12  # fit into the narrowest card with their names
 MAX_NUMBERED, MAX_NAMED = 24, 40  # rows and columns that show numbers, names
 _MAX_HORIZONTAL = 3  # letters of a column's name
 _BRIGHT = 130  # of 255: a cell that needs dark text
+_LONG_CELL = 20  # letters of a cell that needs a wider column
+_MAX_WIDTH = 1200  # pixels of a picture
+TILE = 112  # pixels of an image in a sheet
+_ACROSS = 8  # images of a sheet
 
 
 @dataclass(frozen=True)
@@ -43,6 +59,7 @@ class Series:
         colour: index of the page's colours.
         dashed: another curve has the same colour.
         width: of the line; a curve that another may hide is wider than that one, and pale.
+        is_named: a legend has it though it is the only curve.
     """
 
     name: str
@@ -50,6 +67,7 @@ class Series:
     colour: int = 0
     dashed: bool = False
     width: float = THIN
+    is_named: bool = False
 
     @property
     def is_band(self) -> bool:
@@ -87,7 +105,6 @@ def line_chart(
     span: tuple[float, float] | None = None,
     bounds: tuple[float, float] = (-math.inf, math.inf),
     outliers: Collection[float] = (),
-    named: bool = False,
 ) -> Panel | None:
     """Curves over steps; None if no curve has a point.
 
@@ -100,7 +117,6 @@ def line_chart(
         span: first and last step of the axis (default: those of the curves).
         bounds: limits of the quantity; the axis does not exceed them.
         outliers: steps whose values do not set the scale if there are others; they are drawn at the edge.
-        named: a legend for a single curve too.
     """
     series = [replace(one, points=points) for one in series if (points := thin_out(one.points))]
     if not series:
@@ -118,7 +134,7 @@ def line_chart(
         "kind": "chart",
         "title": title,
         "note": note,
-        "legend": series if named or len(series) > 1 else [],
+        "legend": series if len(series) > 1 or series[0].is_named else [],
         "marked": [(kind, _MARKS[kind]) for kind in dict.fromkeys(mark.kind for mark in marks)],
         "curves": list(zip(series, drawn, strict=True)),
         "values": _single_values(series, drawn),
@@ -211,6 +227,57 @@ def heat_map(
     }
 
 
+def table(title: str, header: Sequence[str], lines: Sequence[Sequence[str]], *, wide: bool = False) -> Panel:
+    """A table; columns of numbers are aligned to the right.
+
+    With a name in the corner the columns are quantities, and those without any value are left out; without one they are
+    runs, and stay.
+    """
+    kept = [at for at, name in enumerate(header) if not header[0] or any(line[at] not in ("", "-") for line in lines)]
+    header, lines = [header[at] for at in kept], [[line[at] for at in kept] for line in lines]
+
+    def look(at: int) -> str:
+        if lines and all(line[at][:1].isdigit() or line[at] == "-" for line in lines):
+            return "n"
+        return "long" if any(len(line[at]) > _LONG_CELL for line in lines) else ""
+
+    looks = [look(at) for at in range(len(header))]
+    return {"kind": "table", "title": title, "header": header, "lines": lines, "looks": looks, "wide": wide}
+
+
+def sheet(path: Path, title: str) -> list[Panel]:
+    """The panel of a sheet from `save_sheet`; none where there is no such file."""
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        tiles = json.loads(path.with_suffix(".json").read_text())
+        with Image.open(path) as image:
+            images = _split(image, tiles["tile"], tiles["captions"])
+        columns = int(tiles.get("views", 0))  # the crops of a sample stay in a row
+        return [{"kind": "tiles", "title": title, "tiles": images, "columns": columns, "wide": True}]
+    return []
+
+
+def _split(sheet: Image.Image, side: int, captions: Sequence[str]) -> list[tuple[str, str]]:
+    """(image as a data: address, caption) of each image of a contact sheet."""
+    across, found = sheet.width // side, []
+    for at, caption in enumerate(captions):
+        left, top = at % across * side, at // across * side
+        image = sheet.crop((left, top, left + side, top + side)).convert("RGB")
+        found.append((image_uri(image, "jpeg", quality=88), caption))
+    return found
+
+
+def pictures(folder: RunFolder, titles: Mapping[str, str]) -> list[Panel]:
+    """The panels of pictures of the last evaluation, by their names, as far as there are such files."""
+    cards = []
+    for name, title in titles.items():
+        with contextlib.suppress(OSError), Image.open(folder.picture(name)) as image:
+            shown = image.convert("RGB")
+            shown.thumbnail((_MAX_WIDTH, 2 * _MAX_WIDTH))
+            uri = image_uri(shown, "jpeg", quality=88)
+            cards.append({"kind": "picture", "title": title, "uri": uri, "wide": True})
+    return cards
+
+
 def viridis(shares: np.ndarray) -> np.ndarray:
     """Numbers from 0 to 1, of any shape, as colours: uint8 [..., 3]."""
     stops = np.linspace(0.0, 1.0, len(_VIRIDIS))
@@ -280,3 +347,50 @@ def _widen(low: float, high: float, bounds: tuple[float, float] = (-math.inf, ma
 def _short(value: float) -> float:
     """A value with the six digits that page.js shows."""
     return float(f"{value:.6g}")
+
+
+# ---- sheets of images -----------------------------------------------------------------------------------------------
+
+
+def save_sheet(images: Sequence[Image.Image], captions: Sequence[str], path: Path, num_views: int = 0) -> None:
+    """Write images side by side into a PNG, and their captions into the .json next to it.
+
+    Args:
+        images: of any size.
+        captions: of each.
+        path: of the PNG.
+        num_views: images of a sample, which a row shows; 0 if each is a sample.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    across = num_views or _ACROSS
+    rows = -(-len(images) // across)
+    sheet = Image.new("RGB", (TILE * across, TILE * rows), "white")
+    for at, image in enumerate(images):
+        resample = Image.Resampling.NEAREST if max(image.size) < TILE else Image.Resampling.BICUBIC
+        tile = ImageOps.fit(image.convert("RGB"), (TILE, TILE), resample)
+        sheet.paste(tile, (at % across * TILE, at // across * TILE))
+    with written_whole(path) as partial:
+        sheet.save(partial, format="png")
+    write_json(path.with_suffix(".json"), {"tile": TILE, "views": num_views, "captions": list(captions)})
+
+
+def save_samples(source: Source, captioned: Sequence[tuple[int, str]], path: Path, image: ImageConfig) -> None:
+    """Save a sheet of samples with their captions, without those that cannot be decoded; with none, remove it."""
+    images, captions = [], []
+    for index, caption in captioned:
+        with contextlib.suppress(ImageDecodeError):
+            found = source.opened(index, exif_rotation=image.exif_rotation)
+            images.append(found.image() if isinstance(found, Jpeg) else found)
+            captions.append(caption)
+    if images:
+        save_sheet(images, captions, path)
+    else:
+        path.unlink(missing_ok=True)
+        path.with_suffix(".json").unlink(missing_ok=True)
+
+
+def class_name(number: int, classes: Sequence[str]) -> str:
+    """The name of a class, also where only its number is known."""
+    return classes[number] if number < len(classes) else f"class {number}"

@@ -29,9 +29,9 @@ def task_of(values: Mapping[str, Any]) -> type[Task]:
     return TASKS[values.get("task", default_of("task"))]
 
 
-def known_figures() -> dict[str, Figure]:
-    """The metrics of all tasks and evaluators, by name."""
-    of_tasks = (figure for task in TASKS.values() for figure in task.figures)
+def known_figures(*others: type[Task]) -> dict[str, Figure]:
+    """The metrics of all built-in tasks and evaluators, and of other tasks, by name."""
+    of_tasks = (figure for task in (*TASKS.values(), *others) for figure in task.figures)
     return {figure.name: figure for figure in (*of_tasks, KNN, LINEAR, *ZERO_SHOT)}
 
 

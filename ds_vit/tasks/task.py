@@ -25,6 +25,7 @@ from torch import nn
 
 from ds_vit.config import RunConfig
 from ds_vit.config.augmentation import AugmentConfig, MixConfig
+from ds_vit.config.run_folder import RunFolder
 from ds_vit.config.schema import FIXED_ON_RESUME
 from ds_vit.data.batches import MicroBatch
 from ds_vit.data.device import finish_images, finish_local_images, finish_targets
@@ -38,7 +39,8 @@ from ds_vit.parallel.groups import Groups
 from ds_vit.parallel.tensor.collectives import TensorParallel
 from ds_vit.tasks.clip.zero_shot import ZERO_SHOT
 from ds_vit.tasks.evaluators import chosen_evaluators
-from ds_vit.tasks.metrics import Batch, Figure, Metrics
+from ds_vit.tasks.metrics import Batch, Chart, Figure, Metrics
+from ds_vit.tasks.panels import Panel
 
 LOCAL_IMAGES = "local_images"
 """The name of the field of an image's small crops."""
@@ -227,6 +229,8 @@ class Task(ABC):
     """Names of parameters → the least and the largest value that each update leaves them with."""
     shown_parameters: ClassVar[Mapping[str, tuple[str, Callable[[float], float]]]] = {}
     """Names of one-element parameters → their key in the training rows of metrics.jsonl, and how they are written."""
+    charts: ClassVar[tuple[Chart, ...]] = ()
+    """Charts of the report, of what `gauges` and `shown_parameters` add to the training rows."""
     has_classes: ClassVar[bool] = True
     """Whether the model has a classifier; else `num_classes` is 0, whatever the data has."""
     has_text: ClassVar[bool] = False
@@ -507,6 +511,30 @@ class Task(ABC):
     @abstractmethod
     def metrics(self, device: torch.device) -> Metrics:
         """Counters for one evaluation."""
+
+    # ---- the report ------------------------------------------------------------------------------------------------
+
+    def write_files(self, metrics: Metrics, folder: RunFolder, source: Source) -> None:
+        """Write what `panels` shows of an evaluation into the run's folder, on rank 0.
+
+        Args:
+            metrics: of this task, computed.
+            folder: of the run.
+            source: the split that was evaluated.
+
+        Raises:
+            OSError: a file cannot be written.
+        """
+        return
+
+    @classmethod
+    def panels(cls, folder: RunFolder) -> list[tuple[str, Panel]]:
+        """The panels that the report of a run adds to its own, from the files in the run's folder.
+
+        Returns:
+            (heading of its section, panel from tasks/panels.py) each.
+        """
+        return []
 
 
 def _best_first(figures: Sequence[Figure], name: str) -> tuple[Figure, ...]:

@@ -355,12 +355,8 @@ class Evaluations:
                 raise Stopped
 
         def note(metrics: Metrics) -> None:
-            if self.reporter is None or kind != "eval":
-                return
-            if metrics.by_sample is not None:
-                self.reporter.predictions(metrics.by_sample, validation, task.class_names, task.image)
-            if metrics.pairs is not None:
-                self.reporter.pairs(metrics.pairs, validation, task.image)
+            if self.reporter is not None and kind == "eval":
+                self.reporter.evaluated(partial(task.write_files, metrics, source=validation))
 
         doing = {"doing": self.reporter.line.doing} if self.reporter else {}
         show = partial(self._show, step, kind)

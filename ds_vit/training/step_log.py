@@ -105,9 +105,9 @@ class StepLog(Callback):
                 "data_wait_fraction": waiting,
                 "memory_bytes": memory,
                 "images_seen": number * self.inputs.data.order.global_batch,
-                **of_task,
                 **skipped,
-            }
+            },
+            of_task,
         )
 
     def _parameters(self) -> dict[str, float]:

@@ -25,14 +25,18 @@ from runs import DIGITS, ONE_BLOCK, run_quietly
 from ds_vit import cli
 from ds_vit.config.run_folder import RunFolder
 from ds_vit.data.settings import ImageConfig
+from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.monitoring.gradient_health import HIGHEST, LOWEST
 from ds_vit.monitoring.report import page
+from ds_vit.monitoring.report import record as reading
 from ds_vit.monitoring.report.page import differences, outcomes, write_report
-from ds_vit.monitoring.report.panels import PERCENT, class_panels, curves, gradients, table
+from ds_vit.monitoring.report.panels import PERCENT, curves, gradients
 from ds_vit.monitoring.report.record import Record
-from ds_vit.monitoring.sheets import write_predictions
 from ds_vit.optim.schedules import LearningRate
-from ds_vit.tasks.panels import MAX_POINTS, Series, heat_map, line_chart, log_ticks, number, thin_out, ticks
+from ds_vit.tasks.classification.report import class_panels, read_predictions, write_predictions
+from ds_vit.tasks.metrics import Chart, Figure
+from ds_vit.tasks.panels import MAX_POINTS, Series, heat_map, line_chart, log_ticks, number, table, thin_out, ticks
+from ds_vit.tasks.task import Task
 
 
 def test_gradients_by_power_of_two(evil):
@@ -112,7 +116,7 @@ def test_what_tells_nothing_is_left_out(evil):
 
 def test_figures_of_classes(evil):
     """Precision and recall in each other's place: known counts."""
-    matrix, _, scores, _ = class_panels(replace(Record.read(evil), classes="abc"))
+    matrix, _, scores, _ = class_panels(read_predictions(evil / "predictions.csv"), "abc")
     assert matrix["data"]["values"] == [[50.0, 50.0, 0.0], [0.0, 100.0, 0.0], [0.0, 100.0, 0.0]]
     assert scores["lines"] == [
         ["c", "1", "-", "0.0 %", "0.0 %"],
@@ -121,7 +125,7 @@ def test_figures_of_classes(evil):
     ]
 
 
-def test_21843_classes(evil):
+def test_21843_classes():
     """A matrix of gigabytes, a page of megabytes."""
     names = [f"class {number}" for number in range(21843)]
     rows = [
@@ -130,11 +134,51 @@ def test_21843_classes(evil):
         for at, name in enumerate(names)
     ]
     tracemalloc.start()
-    panels = class_panels(replace(Record.read(evil), classes=names, predictions=rows))
+    panels = class_panels(rows, names)
     assert tracemalloc.get_traced_memory()[1] < 50e6
     tracemalloc.stop()
     assert "The 1,000 hardest of 21,843 classes" in [panel["title"] for panel in panels]
     assert len(json.dumps(panels)) < 1e6
+
+
+class Boxes(Task):
+    """A task from outside, of which only the report is asked."""
+
+    name = "boxes"
+    charts = (Chart("Boxes found", {"boxes": "of the step"}),)
+    figures = (Figure("top1", "boxes right", "%"),)
+
+    @classmethod
+    def panels(cls, folder):
+        """As `Task.panels`."""
+        lines = [("dog", folder.path.name)]
+        return [
+            ("Boxes", table("Boxes by class", ("class", "run"), lines)),
+            ("Images", {"kind": "remark", "text": "12 boxes"}),
+        ]
+
+
+def test_a_task_from_outside_has_its_own_panels(monkeypatch, tmp_path):
+    """A report that knows the tasks of this package only; a run that has none because its task is gone."""
+    run = write_run(tmp_path / "run")
+    rows = '{"kind": "train", "step": 40, "loss": 1.0, "boxes": 7}\n'
+    (run / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text() + "\n" + rows)
+    monkeypatch.setattr(reading, "task_of", lambda values: Boxes)
+    write_report([Record.read(run)], tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    for part in ("Boxes found", "<h2>Boxes</h2>", "Boxes by class", "12 boxes", "best boxes right", "Training loss"):
+        assert part in page
+    assert "Confusion matrix" not in page
+
+    def missing(values):
+        raise UserError("--task boxes:Boxes: there is no module boxes")
+
+    monkeypatch.setattr(reading, "task_of", missing)
+    write_report([Record.read(run)], tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert page.count("there is no module boxes") == 1
+    assert "Training loss" in page
+    assert "Boxes found" not in page
 
 
 def test_steps_that_were_taken_back_are_not_drawn(tmp_path):
@@ -312,7 +356,7 @@ def test_a_start_does_not_set_the_scale(tmp_path):
 
 def test_numbers_of_a_confusion_matrix(tmp_path):
     """Columns without a name, cells whose share only a pointer tells; a hundred numbers that cover each other."""
-    panel = class_panels(Record.read(write_run(tmp_path / "run")))[0]
+    panel = class_panels(read_predictions(write_run(tmp_path / "run") / "predictions.csv"), EVIL)[0]
     assert [value for value, _ in panel["cells"] if value] == [50, 50, 100, 100]
     assert panel["every"]
     assert panel["upright"]

@@ -17,7 +17,8 @@ from ds_vit.data.loader import train_loader
 from ds_vit.data.sampler import SampleOrder, Share
 from ds_vit.data.settings import CropConfig, Data, ImageConfig, SampleSpec
 from ds_vit.data.sources.datasets import open_source
-from ds_vit.monitoring.sheets import TrainingSheet, save_sheet
+from ds_vit.monitoring.sheets import TrainingSheet
+from ds_vit.tasks.panels import save_sheet
 
 
 @pytest.mark.parametrize("wanted", [0, 3, 9])

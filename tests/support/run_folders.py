@@ -8,7 +8,7 @@ import yaml
 from PIL import Image
 
 from ds_vit import cli
-from ds_vit.monitoring.sheets import save_sheet
+from ds_vit.tasks.panels import save_sheet
 
 EVIL = ('<img src="http://evil.invalid/x" onerror="fail()">', "\"';$(rm -rf ~)|&", "</script><script>fail()</script>")
 

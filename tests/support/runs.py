@@ -101,7 +101,7 @@ def count_decodes(argv):
 
             setattr(source, method, counted)
     try:
-        looks = ("ds_vit.monitoring.metrics.write_predictions", "ds_vit.monitoring.sheets.TrainingSheet.add")
+        looks = ("ds_vit.tasks.classification.task.write_predictions", "ds_vit.monitoring.sheets.TrainingSheet.add")
         with mock.patch(looks[0]), mock.patch(looks[1]):
             assert main(argv) == 0
     finally:

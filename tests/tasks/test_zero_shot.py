@@ -32,8 +32,9 @@ from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.keyed_init import initialise
 from ds_vit.models.layers import tower_of
 from ds_vit.models.sequential import SequentialViT
-from ds_vit.monitoring.report.panels import curves, pair_panels
+from ds_vit.monitoring.report.panels import curves
 from ds_vit.monitoring.report.record import Record
+from ds_vit.tasks.clip.report import pair_panels
 from ds_vit.tasks.clip.retrieval import DIRECTIONS, RANKS, Retrieval, places_of_partners
 from ds_vit.tasks.clip.zero_shot import ZeroShotAccuracy, class_words, open_zero_shot, read_templates, write_prompts
 from ds_vit.tools.evaluate import main as evaluate_main
@@ -346,9 +347,10 @@ def test_pairs_in_the_report(folder, evaluated, towers):
     images = towers.encode_image(source)[0]
     firsts = [source.captions(number)[0] for number in range(len(source))]
     similarities = images @ towers.encode_text(towers.tokenize(firsts), normalize=True).T
-    shown = [firsts.index(text) for text in record.similarities["captions"]]
+    saved = json.loads(record.folder.similarities.read_text())
+    shown = [firsts.index(text) for text in saved["captions"]]
     assert (shown[0], shown[-1], len(shown)) == (0, NUM_IMAGES - 1, 12)
-    found = torch.tensor(record.similarities["similarities"])
+    found = torch.tensor(saved["similarities"])
     torch.testing.assert_close(found, similarities[shown][:, shown], rtol=0, atol=1e-5)
     own, captions = (
         similarities.diagonal(),
@@ -358,7 +360,7 @@ def test_pairs_in_the_report(folder, evaluated, towers):
     expected = [*order[::-1][:8], *order[:8]]
     assert [caption.split(": ")[1] for caption in captions] == [firsts[number] for number in expected]
     assert [float(caption.split(",")[0]) for caption in captions] == pytest.approx(own[expected].tolist(), abs=6e-4)
-    [panel] = pair_panels(record)
+    [panel] = pair_panels(record.folder)
     assert panel["title"] == "Similarity of validation images and captions"
     titles = [panel["title"] for panel in curves([record])]
     assert {"Logit scale (1 / temperature)", "Logit bias"} <= {*titles}

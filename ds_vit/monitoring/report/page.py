@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import time
@@ -11,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader
-from PIL import Image
 
 from ds_vit.config.deepspeed_json import leaves
 from ds_vit.config.run_folder import written_whole
 from ds_vit.config.schema import KEY_OF_FLAG
 from ds_vit.fault_tolerance.errors import written
 from ds_vit.monitoring.progress import format_seconds
-from ds_vit.monitoring.report.panels import class_panels, curves, gradients, metric_label, pair_panels, table
+from ds_vit.monitoring.report.panels import curves, gradients, metric_label
 from ds_vit.monitoring.report.record import Launch, Record, ranks_in_words
 from ds_vit.tasks.panels import (
     BOTTOM,
@@ -30,20 +28,20 @@ from ds_vit.tasks.panels import (
     TOP,
     Panel,
     Series,
-    image_uri,
     line_chart,
+    pictures,
+    sheet,
+    table,
 )
 
-_MAX_WIDTH = 1200  # pixels of a picture
 MAX_REPLICAS, MAX_CELLS = 8, 64
+IMAGES = "Images"  # a heading, under which a task has panels too
 _SHARDED = {
     1: "the optimizer state",
     2: "the optimizer state and the gradients",
     3: "the optimizer state, the gradients and the weights",
 }
 _PICTURES = {
-    "reconstruction": "Images, their visible patches, the prediction, and both together",
-    "ema-reconstruction": "The same with the moving average of the weights",
     "token-norms": ("Images and the norms of their patch tokens after the last block, dark: smallest, bright: largest"),
     "attention": (
         "Images and the attention to their patches in the last step before the classifier, mean of all "
@@ -104,20 +102,21 @@ def templates() -> Environment:
 def _one(record: Record) -> dict[str, Any]:
     data = record.config.get("data_dir") or record.config.get("dataset")
     model = record.config.get("model") or record.summary.get("model")
-    sections = [
-        ("Over the steps", curves([record])),
-        ("Gradients", gradients(record)),
-        ("Classes", class_panels(record)),
-        ("Pairs", pair_panels(record)),
-        ("Images", _pictures(record)),
-        ("Layout", [card for card in (_launches(record), _layout(record)) if card]),
-    ]
+    sections = {"Over the steps": curves([record]), "Gradients": gradients(record)}
+    images = sheet(record.folder.augmented, "Training images of the first step, as the model sees them")
+    if isinstance(record.task, str):
+        sections["The task"] = [{"kind": "remark", "text": f"The panels of the task are left out: {record.task}."}]
+    else:
+        for section, panel in record.task.panels(record.folder):
+            (images if section == IMAGES else sections.setdefault(section, [])).append(panel)
+    sections[IMAGES] = [*images, *_token_maps(record, shows_images=bool(images))]
+    sections["Layout"] = [card for card in (_launches(record), _layout(record)) if card]
     return {
         "heading": record.name,
         "end": record.outcome["exit"],
         "about": " · ".join(filter(None, (model, data and f"on {data}", str(record.folder.path)))),
         "tiles": _key_figures(record),
-        "sections": [(title, cards) for title, cards in sections if cards],
+        "sections": [(title, cards) for title, cards in sections.items() if cards],
         "command": record.command,
         "settings": _settings(record),
     }
@@ -180,7 +179,7 @@ def _key_figures(record: Record) -> list[tuple[str, str]]:
     found = []
     for key, value in summary.items():
         if key.startswith("best_") and value is not None and not record.is_trivial(key):
-            label, unit = metric_label(key)
+            label, unit = metric_label(key, [record])
             found.append((label, f"{value:.4g}{' %' * (unit == '%')}"))
     if not any(value.endswith("%") for _, value in found):
         evaluated = {name: record.points("eval", name) for name in record.metrics()}
@@ -199,44 +198,14 @@ def _key_figures(record: Record) -> list[tuple[str, str]]:
     return found
 
 
-def _pictures(record: Record) -> list[Panel]:
-    """The pictures in the folder: training images, most confident mistakes, reconstructions, norms and attention."""
-    folder, cards = record.folder, []
-    for sheet, title in (
-        (folder.augmented, "Training images of the first step, as the model sees them"),
-        (folder.mistakes, "The most confident mistakes of the last evaluation"),
-        (
-            folder.pairs,
-            "The most similar pairs of the last evaluation, then the least similar: similarity, place",
-        ),
-    ):
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            tiles = json.loads(sheet.with_suffix(".json").read_text())
-            with Image.open(sheet) as image:
-                images = _split(image, tiles["tile"], tiles["captions"])
-            columns = int(tiles.get("views", 0))  # the crops of a sample stay in a row
-            cards.append({"kind": "tiles", "title": title, "tiles": images, "columns": columns, "wide": True})
-    for name, title in _PICTURES.items():
-        with contextlib.suppress(OSError), Image.open(folder.picture(name)) as image:
-            shown = image.convert("RGB")
-            shown.thumbnail((_MAX_WIDTH, 2 * _MAX_WIDTH))
-            uri = image_uri(shown, "jpeg", quality=88)
-            cards.append({"kind": "picture", "title": title, "uri": uri, "wide": True})
+def _token_maps(record: Record, *, shows_images: bool) -> list[Panel]:
+    """The pictures of norms, attention and components; or why there are none next to other images."""
+    cards = pictures(record.folder, _PICTURES)
     is_pipeline = record.layout is not None and record.layout[0].pp > 1
-    if record.classes and cards and (is_pipeline or record.config.get("sequence_parallel")):
+    if record.classes and (cards or shows_images) and (is_pipeline or record.config.get("sequence_parallel")):
         text = "No norms and attention with --pp or --sequence-parallel: no rank has all tokens."
         cards.append({"kind": "remark", "text": text})
     return cards
-
-
-def _split(sheet: Image.Image, side: int, captions: Sequence[str]) -> list[tuple[str, str]]:
-    """(image as a data: address, caption) of each image of a contact sheet."""
-    across, found = sheet.width // side, []
-    for at, caption in enumerate(captions):
-        left, top = at % across * side, at // across * side
-        image = sheet.crop((left, top, left + side, top + side)).convert("RGB")
-        found.append((image_uri(image, "jpeg", quality=88), caption))
-    return found
 
 
 def _settings(record: Record) -> list[Panel]:
@@ -272,7 +241,7 @@ def outcomes(records: Sequence[Record]) -> list[tuple[str, ...]]:
     def line(label: str, key: str, digits: int) -> tuple[str, ...]:
         return (label, *(_format(each.get(key), digits) for each in summaries))
 
-    lines = [line(", ".join(filter(None, metric_label(key))), key, 5) for key in metrics]
+    lines = [line(", ".join(filter(None, metric_label(key, records))), key, 5) for key in metrics]
     losses = [record.points("train", "loss") for record in records]
     lines.append(("last training loss", *(_format(points[-1][1] if points else None) for points in losses)))
     if any(apart := deviations(records)):
@@ -315,11 +284,11 @@ def deviations(records: Sequence[Record]) -> list[list[tuple[int, float]]]:
 def deviation_chart(records: Sequence[Record]) -> Panel | None:
     """The deviations over the steps."""
     series = [
-        Series(record.name, [(step, max(value, _MIN_DEVIATION)) for step, value in points], at)
+        Series(record.name, [(step, max(value, _MIN_DEVIATION)) for step, value in points], at, is_named=True)
         for at, (record, points) in enumerate(zip(records[1:], deviations(records), strict=True), 1)
     ]
     note = f"relative; {_MIN_DEVIATION:g} means equal in every bit"
-    return line_chart(f"Deviation of the loss from {records[0].name}", series, log=True, note=note, named=True)
+    return line_chart(f"Deviation of the loss from {records[0].name}", series, log=True, note=note)
 
 
 def _defining(record: Record) -> Iterator[tuple[str, str]]:

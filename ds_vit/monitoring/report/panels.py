@@ -1,12 +1,11 @@
-"""The panels of a page as plain data: curves of one run or several, and the tables and heat maps of one run.
+"""The panels that every run has: curves of one run or several, and the gradients of one run.
 
-Add a panel here and list it in `page.py`; page.html has one macro for each kind of panel.
+Those of one task come from `Task.charts` and `Task.panels`.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -16,41 +15,26 @@ import numpy as np
 from ds_vit.monitoring.report.record import Record, Row
 from ds_vit.tasks.panels import Panel, Series, heat_map, line_chart, line_widths
 from ds_vit.tasks.registry import known_figures
+from ds_vit.tasks.task import Task
 
 ANY, PERCENT = (-math.inf, math.inf), (0.0, 100.0)
-MAX_CLASSES_IN_MATRIX, MAX_PAIRS, MAX_MISTAKES, MAX_CLASSES = 200, 10, 20, 1000
-_LONG_NAME = 24  # letters of a file name that need the page's whole width
-_LONG_CELL = 20  # letters of a cell that needs a wider column
 # The powers of two of the smallest fp16 number, and of the smallest with all its bits (IEEE 754 binary16).
 SMALLEST, SMALLEST_NORMAL = -24, -14
 
 
-def metric_label(name: str) -> tuple[str, str]:
-    """A metric of summary.json and its unit: `best_top1_ema` is ("best top-1 of the average", "%")."""
+def tasks_of(records: Sequence[Record]) -> list[type[Task]]:
+    """The classes of the runs' tasks, each once, as far as they can be imported."""
+    return list(dict.fromkeys(record.task for record in records if not isinstance(record.task, str)))
+
+
+def metric_label(name: str, records: Sequence[Record]) -> tuple[str, str]:
+    """A metric of the runs' summary.json and its unit: `best_top1_ema` is ("best top-1 of the average", "%")."""
     which, _, metric = name.partition("_")
     average = " of the average" if metric.endswith("_ema") else ""
     metric = metric.removesuffix("_ema")
-    figure = known_figures().get(metric)
+    figure = known_figures(*tasks_of(records)).get(metric)
     label, unit = (figure.label, figure.unit) if figure else (metric.replace("_", " "), "")
     return f"{which} {label}{average}", unit
-
-
-def table(title: str, header: Sequence[str], lines: Sequence[Sequence[str]], *, wide: bool = False) -> Panel:
-    """A table; columns of numbers are aligned to the right.
-
-    With a name in the corner the columns are quantities, and those without any value are left out; without one they are
-    runs, and stay.
-    """
-    kept = [at for at, name in enumerate(header) if not header[0] or any(line[at] not in ("", "-") for line in lines)]
-    header, lines = [header[at] for at in kept], [[line[at] for at in kept] for line in lines]
-
-    def look(at: int) -> str:
-        if lines and all(line[at][:1].isdigit() or line[at] == "-" for line in lines):
-            return "n"
-        return "long" if any(len(line[at]) > _LONG_CELL for line in lines) else ""
-
-    looks = [look(at) for at in range(len(header))]
-    return {"kind": "table", "title": title, "header": header, "lines": lines, "looks": looks, "wide": wide}
 
 
 def _chart(
@@ -71,15 +55,16 @@ def _chart(
             name = f"{record.name}{f': {label}' * (len(parts) > 1)}" if several else label
             if points:
                 colour, dashed = (at, part > 0) if several else (len(series), False)
-                series.append(Series(name, points, colour, dashed, width))
+                series.append(Series(name, points, colour, dashed, width, several))
     last = max((row["step"] for record in records for rows in record.rows.values() for row in rows), default=1)
     marks = () if several else records[0].marks
-    return line_chart(title, series, log=log, marks=marks, span=(0, last), named=several, **settings)
+    return line_chart(title, series, log=log, marks=marks, span=(0, last), **settings)
 
 
 def curves(records: Sequence[Record]) -> list[Panel]:
     """The metrics over the steps: a chart per quantity, a colour per run (of one run, per metric)."""
-    chart = partial(_chart, records)
+    chart, tasks = partial(_chart, records), tasks_of(records)
+    figures = known_figures(*tasks)
 
     def all_values(key: str) -> list[float]:
         return [value for record in records for _, value in record.points("train", key)]
@@ -89,7 +74,7 @@ def curves(records: Sequence[Record]) -> list[Panel]:
         losses.append(("train", "epoch_loss", "mean over the epoch", 1.0))
     charts = [chart("Training loss", *losses)]
     for name in dict.fromkeys(name for kind in ("eval", "eval_ema") for each in records for name in each.metrics(kind)):
-        figure = known_figures().get(name)
+        figure = figures.get(name)
         label, unit = (figure.label, figure.unit) if figure else (name, "")
         parts = [("eval", name, "weights", 1.0)]
         if any(record.points("eval_ema", name) for record in records):
@@ -100,13 +85,9 @@ def curves(records: Sequence[Record]) -> list[Panel]:
     wide = bool(norms) and min(norms) > 0 and max(norms) > 30 * min(norms)
     charts += [
         chart("Learning rate", ("train", "lr", "base rate", 1.0)),
-        chart("Logit scale (1 / temperature)", ("train", "logit_scale", "scale", 1.0)),
-        chart("Logit bias", ("train", "logit_bias", "bias", 1.0)),
-        chart("Feature deviation of the teacher (0: collapsed)", ("train", "feature_std", "deviation", 1.0)),
-        chart(
-            "Teacher's assignment to prototypes, nats",
-            ("train", "teacher_entropy", "entropy of a row", 1.0),
-            ("train", "teacher_kl", "KL of the mean from uniform", 1.0),
+        *(
+            chart(one.title, *(("train", key, what, 1.0) for key, what in one.parts.items()))
+            for one in {each.title: each for task in tasks for each in task.charts}.values()
         ),
         chart("Gradient norm, before clipping", ("train", "grad_norm", "norm", 1.0), log=wide),
     ]
@@ -200,72 +181,3 @@ def _powers_of_two(row: Row) -> Panel | None:
     )
     title = "Gradients by power of two, % of each layer"
     return heat_map(title, list(counts), columns, values, column_kind="gradient", note=note)
-
-
-def pair_panels(record: Record) -> list[Panel]:
-    """The similarities of some images and captions; none without similarities.json."""
-    found = record.similarities
-    if not found:
-        return []
-    panel = heat_map(
-        "Similarity of validation images and captions",
-        [f"{name}: {text}" for name, text in zip(found["images"], found["captions"], strict=True)],
-        found["captions"],
-        np.array(found["similarities"], dtype=float),
-        column_kind="caption",
-        note="rows: images, each with its own caption; columns: captions; the diagonal should be brightest",
-    )
-    return [panel] if panel else []
-
-
-def class_panels(record: Record) -> list[Panel]:
-    """Confusion matrix, confused pairs, scores of each class, most confident mistakes; none without predictions."""
-    if not record.predictions:
-        return []
-    # Only pairs that occur are stored: the matrix of 21,843 classes would take gigabytes.
-    pairs = Counter((int(row["class_number"]), int(row["predicted_number"])) for row in record.predictions)
-    shown, predicted = Counter[int](), Counter[int]()
-    for (own, taken_for), count in pairs.items():
-        shown[own] += count
-        predicted[taken_for] += count
-    num_classes = max(len(record.classes), 1 + max(map(max, pairs)))
-    names = [*record.classes, *(f"class {at}" for at in range(len(record.classes), num_classes))]
-    panels: list[Panel | None] = []
-    if num_classes <= MAX_CLASSES_IN_MATRIX:
-        shares = np.zeros((num_classes, num_classes))
-        for (own, taken_for), count in pairs.items():
-            shares[own, taken_for] = 100 * count / shown[own]
-        note = "rows: the class of an image; columns: its prediction"
-        title = "Confusion matrix, % of each class"
-        panels.append(heat_map(title, names, names, shares, column_kind="prediction", note=note, numbers=True))
-    wrong = [(pair, count) for pair, count in pairs.items() if pair[0] != pair[1]]
-    wrong.sort(key=lambda item: (-item[1], item[0]))
-    confused = [
-        (names[own], names[taken_for], str(count), f"{count / shown[own]:.1%}")
-        for (own, taken_for), count in wrong[:MAX_PAIRS]
-    ]
-    if confused:
-        panels.append(table("Most often confused", ("class", "predicted", "images", "of the class"), confused))
-    scores = []
-    for at in sorted({*shown, *predicted}):
-        right, images = pairs[at, at], (predicted[at], shown[at], (predicted[at] + shown[at]) / 2)
-        scores.append((at, [100 * right / number if number else math.nan for number in images]))
-    scores.sort(key=lambda score: score[1][2])
-    lines = [
-        (names[at], str(shown[at]), *("-" if math.isnan(value) else f"{value:.1f} %" for value in figures))
-        for at, figures in scores
-    ]
-    title = "Classes, the hardest first"
-    if len(lines) > MAX_CLASSES:
-        title = f"The {MAX_CLASSES:,} hardest of {len(lines):,} classes"
-    panels.append(table(title, ("class", "images", "precision", "recall", "F1"), lines[:MAX_CLASSES]))
-    mistakes = [row for row in record.predictions if row["class_number"] != row["predicted_number"]]
-    if mistakes:
-        lines = [
-            (row["image"], row["class"], row["predicted"], f"{100 * float(row['probability']):.1f} %")
-            for row in mistakes[:MAX_MISTAKES]
-        ]
-        title = f"The {len(lines)} most confident of {len(mistakes):,} mistakes in {len(record.predictions):,} images"
-        wide = max(len(cell) for line in lines for cell in line) > _LONG_NAME
-        panels.append(table(title, ("image", "class", "predicted", "probability"), lines, wide=wide))
-    return [panel for panel in panels if panel]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import csv
 import itertools
 import json
 import shlex
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ from ds_vit.launching.this_host import versions
 from ds_vit.optim.schedules import LearningRate
 from ds_vit.parallel.layout import Layout
 from ds_vit.tasks.panels import MAX_POINTS, Mark
+from ds_vit.tasks.registry import task_of
+from ds_vit.tasks.task import Task
 
 Row = Mapping[str, Any]
 _NO_METRIC = {"kind", "step", "epoch", "wall_seconds", "images", "skipped_images"}
@@ -72,8 +74,6 @@ class Record:
         rows: kind → rows of metrics.jsonl by step; of a repeated step the later one.
         starts: starts.jsonl, one row per launch.
         classes: class names.
-        predictions: predictions.csv, one row per validation image, the most confident first.
-        similarities: similarities.json; empty if there is none.
     """
 
     folder: RunFolder
@@ -84,8 +84,6 @@ class Record:
     rows: Mapping[str, Sequence[Row]]
     starts: Sequence[Row]
     classes: Sequence[str]
-    predictions: Sequence[Mapping[str, str]]
-    similarities: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def read(cls, path: Path, name: str | None = None) -> Record:
@@ -110,9 +108,15 @@ class Record:
             rows={kind: [rows[step] for step in sorted(rows)] for kind, rows in by_kind.items()},
             starts=_json_lines(folder.starts),
             classes=[str(each) for each in _json(folder.classes, [])],
-            predictions=_predictions(folder.predictions),
-            similarities=_json(folder.similarities, {}),
         )
+
+    @cached_property
+    def task(self) -> type[Task] | str:
+        """The class of its task; where that cannot be imported, one line that says so."""
+        try:
+            return task_of(self.config)
+        except UserError as error:
+            return str(error)
 
     def points(self, kind: str, key: str, factor: float = 1.0) -> list[tuple[int, float]]:
         """(step, value) of a metric, where there is one."""
@@ -296,12 +300,6 @@ def _rows_by_kind(rows: Iterable[Row]) -> dict[str, dict[int, Row]]:
                     by_step.popitem()
         found.setdefault(kind, {})[step] = row
     return found
-
-
-def _predictions(path: Path) -> list[dict[str, str]]:
-    with contextlib.suppress(OSError), path.open(newline="", encoding="utf-8", errors="surrogateescape") as file:
-        return sorted(csv.DictReader(file), key=lambda row: -float(row["probability"]))
-    return []
 
 
 # ---- starts.jsonl: a row per launch, for the marks, launches and versions of the report ------------------------------

@@ -11,11 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ds_vit.config.run_folder import RunFolder
 from ds_vit.config.schema import names_of_task
 from ds_vit.data.sampler import evaluation_keys
+from ds_vit.data.sources.source import Source
 from ds_vit.parallel.tensor.collectives import TensorParallel
 from ds_vit.tasks.classification.losses import build_loss, class_parallel_loss
+from ds_vit.tasks.classification.report import class_panels, read_names, read_predictions, write_predictions
 from ds_vit.tasks.metrics import Batch, Figure, Metrics
+from ds_vit.tasks.panels import Panel, sheet
 from ds_vit.tasks.task import ChainTask, Field, Loss
 
 
@@ -80,6 +84,18 @@ class Classification(ChainTask):
     def metrics(self, device: torch.device) -> Metrics:
         """As `Task.metrics`."""
         return Accuracy(device, bce=self.config.bce_loss, noted=not self.source.multi_label)
+
+    def write_files(self, metrics: Metrics, folder: RunFolder, source: Source) -> None:
+        """As `Task.write_files`: the predictions."""
+        if metrics.by_sample is not None:
+            write_predictions(folder, metrics.by_sample, source, self.class_names, self.image)
+
+    @classmethod
+    def panels(cls, folder: RunFolder) -> list[tuple[str, Panel]]:
+        """As `Task.panels`: the predictions by class, and the most confident mistakes."""
+        mistakes = sheet(folder.mistakes, "The most confident mistakes of the last evaluation")
+        of_classes = class_panels(read_predictions(folder.predictions), read_names(folder.classes))
+        return [*(("Classes", panel) for panel in of_classes), *(("Images", panel) for panel in mistakes)]
 
 
 class Accuracy(Metrics):

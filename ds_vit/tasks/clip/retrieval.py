@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from ds_vit.data.sampler import evaluation_keys
-from ds_vit.tasks.metrics import Batch, Metrics, Pairs
+from ds_vit.tasks.clip.report import Pairs
+from ds_vit.tasks.metrics import Batch, Metrics
 
 RANKS = (1, 5, 10)
 DIRECTIONS = ("image_to_text", "text_to_image")
@@ -37,7 +38,10 @@ class Retrieval(Metrics):
 
     Attributes:
         rows: float32 [N, 2E], zero where a sample does not count.
+        pairs: to show, from `compute`; None where no sample counts.
     """
+
+    pairs: Pairs | None = None
 
     def __init__(self, device: torch.device, width: int) -> None:
         super().__init__(1, device)  # images

@@ -20,6 +20,7 @@ from timm.models import group_parameters
 from torch import nn
 
 from ds_vit.config import RunConfig
+from ds_vit.config.run_folder import RunFolder
 from ds_vit.config.schema import names_of_task
 from ds_vit.data.settings import ImageConfig
 from ds_vit.data.sources.source import Source
@@ -28,9 +29,11 @@ from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.layers import MAIN_TOWER, Layer, chain_towers
 from ds_vit.models.zoo import ModelSpec
 from ds_vit.tasks.clip.loss import clip_loss, siglip_loss
+from ds_vit.tasks.clip.report import pair_panels, write_pairs
 from ds_vit.tasks.clip.retrieval import DIRECTIONS, RANKS, Retrieval
 from ds_vit.tasks.clip.tower import ContrastiveModel, create_contrastive_model, text_settings
-from ds_vit.tasks.metrics import Batch, Figure, Metrics
+from ds_vit.tasks.metrics import Batch, Chart, Figure, Metrics
+from ds_vit.tasks.panels import Panel, sheet
 from ds_vit.tasks.task import Coupled, Field, StepContext, Task
 
 _NO_CLASSES = "its loss compares images with captions, and its model has no classes"
@@ -63,6 +66,7 @@ class Contrastive(Task):
     )
 
     shown_parameters: ClassVar = {"text.logit_scale": ("logit_scale", math.exp)}
+    charts: ClassVar[tuple[Chart, ...]] = (Chart("Logit scale (1 / temperature)", {"logit_scale": "scale"}),)
     text_model: ClassVar[str]
     """The default of --text-model."""
     initial_logits: ClassVar[tuple[float, ...]]
@@ -238,6 +242,21 @@ class Contrastive(Task):
         """As `Task.metrics`."""
         return Retrieval(device, self.model.common_dim)
 
+    # ---- the report ------------------------------------------------------------------------------------------------
+
+    def write_files(self, metrics: Metrics, folder: RunFolder, source: Source) -> None:
+        """As `Task.write_files`: similarities, and the most and the least similar pairs."""
+        assert isinstance(metrics, Retrieval)
+        if metrics.pairs is not None:
+            write_pairs(folder, metrics.pairs, source, self.image)
+
+    @classmethod
+    def panels(cls, folder: RunFolder) -> list[tuple[str, Panel]]:
+        """As `Task.panels`: the same."""
+        title = "The most similar pairs of the last evaluation, then the least similar: similarity, place"
+        pairs = sheet(folder.pairs, title)
+        return [*(("Pairs", panel) for panel in pair_panels(folder)), *(("Images", panel) for panel in pairs)]
+
 
 def _unit(features: torch.Tensor) -> torch.Tensor:
     """The rows normalised to length 1, in float32."""
@@ -264,4 +283,5 @@ class SigLip(Contrastive):
     text_model = "siglip_base"
     initial_logits = (math.log(10.0), -10.0)
     shown_parameters: ClassVar = {**Contrastive.shown_parameters, "text.logit_bias": ("logit_bias", float)}
+    charts: ClassVar = (*Contrastive.charts, Chart("Logit bias", {"logit_bias": "bias"}))
     loss = staticmethod(siglip_loss)

@@ -58,7 +58,7 @@ from ds_vit.tasks.dino.towers import (
     count_crops,
     create_self_distillation,
 )
-from ds_vit.tasks.metrics import Batch, Figure, Metrics
+from ds_vit.tasks.metrics import Batch, Chart, Figure, Metrics
 from ds_vit.tasks.task import LOCAL_IMAGES, Coupled, Field, Horizon, StepContext, Task, cosine, linear_warmup
 
 _NO_CLASSES = "its loss is over crops and its model has no classes"
@@ -126,6 +126,13 @@ class SelfDistillation(Task):
     feature_tower = TEACHER
     updates_after_step = True
     figures = (Figure("feature_std", "feature deviation", digits=3, summed_up=False),)
+    charts: ClassVar = (
+        Chart("Feature deviation of the teacher (0: collapsed)", {"feature_std": "deviation"}),
+        Chart(
+            "Teacher's assignment to prototypes, nats",
+            {"teacher_entropy": "entropy of a row", "teacher_kl": "KL of the mean from uniform"},
+        ),
+    )
 
     model: SelfDistillationViT
     crops: CropConfig

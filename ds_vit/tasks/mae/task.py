@@ -13,6 +13,7 @@ from torch import nn
 from torchvision.utils import make_grid
 
 from ds_vit.config import RunConfig
+from ds_vit.config.run_folder import RunFolder
 from ds_vit.config.schema import names_of_task
 from ds_vit.data.sampler import evaluation_keys
 from ds_vit.data.settings import ImageConfig
@@ -21,10 +22,15 @@ from ds_vit.parallel.tensor.collectives import TensorParallel
 from ds_vit.tasks.mae.loss import MaskedPatchLoss
 from ds_vit.tasks.mae.towers import AutoencoderSettings, MaskedAutoencoder, create_autoencoder, decoder_names
 from ds_vit.tasks.metrics import Batch, Figure, Metrics
+from ds_vit.tasks.panels import Panel, pictures
 from ds_vit.tasks.task import ChainTask, Field, Loss
 
 _NO_CLASSES = "its loss is over pixels and its model has no classes"
 _NO_LABELS = "an image is its own target, and there are no labels to mix"
+_PICTURES = {
+    "reconstruction": "Images, their visible patches, the prediction, and both together",
+    "ema-reconstruction": "The same with the moving average of the weights",
+}
 _PANEL = 96  # pixels across, at least half of it: smaller images are enlarged in the picture
 
 
@@ -95,6 +101,11 @@ class MaskedAutoencoding(ChainTask):
     def weight_files(self) -> dict[str, frozenset[str]]:
         """As `Task.weight_files`: the decoder apart, so that what is left is timm's model."""
         return {"decoder": decoder_names(self.model)}
+
+    @classmethod
+    def panels(cls, folder: RunFolder) -> list[tuple[str, Panel]]:
+        """As `Task.panels`: the pictures of the reconstruction."""
+        return [("Images", panel) for panel in pictures(folder, _PICTURES)]
 
 
 class Reconstruction(Metrics):
