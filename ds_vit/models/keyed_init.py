@@ -145,12 +145,12 @@ def _tensors(module: nn.Module, recurse: bool) -> Iterator[tuple[str, torch.Tens
     yield from module.named_buffers(recurse=recurse)
 
 
-def _materialise(layer: Layer, device: torch.device) -> None:
-    """Give the layer's meta tensors memory, filled with NaN, then compute the fixed tables.
+def materialise(whole: nn.Module, device: torch.device) -> None:
+    """Give the meta tensors of a layer or a model memory, filled with NaN, then compute the fixed tables.
 
-    Tables that the layer shares with one filled before are there already.
+    Tables that a layer shares with one filled before are there already.
     """
-    for module in layer.modules():
+    for module in whole.modules():
         if any(tensor.is_meta for _, tensor in _tensors(module, recurse=False)):
             module.to_empty(device=device, recurse=False)
             with torch.no_grad():
@@ -211,7 +211,7 @@ def initialise(
     """
     device = torch.device(device)
     for layer in layers:
-        _materialise(layer, device)
+        materialise(layer, device)
         if checkpoint is None or not checkpoint.covers(layer):
             _draw_weights(model, layer, seed)
         if checkpoint is not None:

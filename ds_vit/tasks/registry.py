@@ -24,6 +24,11 @@ TASKS: dict[str, type[Task]] = {task.name: task for task in _ALL}
 """From the word of `--task` to the task."""
 
 
+def all_tasks() -> tuple[type[Task], ...]:
+    """The tasks of `--task`, and those that a flag makes of them."""
+    return (*TASKS.values(), Distillation)
+
+
 def task_of(values: Mapping[str, Any]) -> type[Task]:
     """The task of a recorded run, from its flags; runs from before there were tasks have the default one."""
     return TASKS[values.get("task", default_of("task"))]
@@ -33,6 +38,12 @@ def known_figures(*others: type[Task]) -> dict[str, Figure]:
     """The metrics of all built-in tasks and evaluators, and of other tasks, by name."""
     of_tasks = (figure for task in (*TASKS.values(), *others) for figure in task.figures)
     return {figure.name: figure for figure in (*of_tasks, KNN, LINEAR, *ZERO_SHOT)}
+
+
+def part_of(name: str) -> str:
+    """Of which part of a task's model a parameter is, in words (`Task.parts`); "" for one of timm's ViT."""
+    parts = (part for task in all_tasks() for part in task.parts.items())
+    return next((words for begin, words in parts if name.startswith(begin)), "")
 
 
 def idle_flags(task: type[Task]) -> dict[str, str]:

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import nn
@@ -33,12 +33,14 @@ from ds_vit.data.settings import CropConfig, ImageConfig, SampleSpec
 from ds_vit.data.sources.source import Source
 from ds_vit.data.text import Tokenizer
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.models.layers import MAIN_TOWER, Layer, take_apart_towers
-from ds_vit.models.zoo import ModelSpec, create_model, require_supported_name
+from ds_vit.models.layers import MAIN_TOWER, Layer, take_apart_towers, tower_of
+from ds_vit.models.zoo import ModelSpec, TimmViT, create_model, require_supported_name
 from ds_vit.parallel.groups import Groups
 from ds_vit.parallel.tensor.collectives import TensorParallel
 from ds_vit.tasks.clip.zero_shot import ZERO_SHOT
 from ds_vit.tasks.evaluators import chosen_evaluators
+from ds_vit.tasks.exports import Exported, Format
+from ds_vit.tasks.foreign_names import ForeignNames, vit_differences
 from ds_vit.tasks.metrics import Batch, Chart, Figure, Metrics
 from ds_vit.tasks.panels import Panel
 
@@ -231,6 +233,17 @@ class Task(ABC):
     """Names of one-element parameters → their key in the training rows of metrics.jsonl, and how they are written."""
     charts: ClassVar[tuple[Chart, ...]] = ()
     """Charts of the report, of what `gauges` and `shown_parameters` add to the training rows."""
+    parts: ClassVar[Mapping[str, str]] = {}
+    """How names of parameters begin that a ViT of timm's lacks → what those are, in words. A file of initial weights
+    has all of a part or nothing of it; a model without the part leaves it out."""
+    tower_files: ClassVar[Mapping[str, str]] = {}
+    """Files of `weight_files` without which `model.safetensors` is incomplete → what they hold, in words. They are read
+    with it."""
+    foreign_names: ClassVar[tuple[ForeignNames, ...]] = ()
+    """The names of other tools for the tensors of the task's models."""
+    export_formats: ClassVar[Mapping[str, Format]] = {}
+    """Other tools' forms of the whole model, by the words of `ds-vit export --to`. A tool that has none here gets the
+    main tower as a model of timm's (`timm_model`)."""
     has_classes: ClassVar[bool] = True
     """Whether the model has a classifier; else `num_classes` is 0, whatever the data has."""
     has_text: ClassVar[bool] = False
@@ -352,6 +365,32 @@ class Task(ABC):
         name of the file; the first is the one to use. None for `ema.safetensors`, and teachers as `weight_files` says.
         """
         return None
+
+    # ---- weights of other runs and tools ---------------------------------------------------------------------------
+
+    @classmethod
+    def initial_model(cls, model: nn.Module) -> nn.Module:
+        """The part of a whole model that files of initial weights describe: the main tower."""
+        return tower_of(model, MAIN_TOWER)
+
+    @classmethod
+    def config_differences(
+        cls, model: nn.Module, shapes: Mapping[str, torch.Size], config_of: Callable[[str], Mapping[str, Any]]
+    ) -> Iterator[str]:
+        """Where another tool's config says that its model computes something else than this one, with the ways out.
+
+        Args:
+            model: `initial_model`.
+            shapes: of the file's tensors, under the names here.
+            config_of: the contents of a JSON file beside the weights, by its name; empty if there is none.
+        """
+        if isinstance(model, get_args(TimmViT)):
+            yield from vit_differences(config_of("config.json"), model)
+
+    @classmethod
+    def timm_model(cls, exported: Exported) -> Exported:
+        """The main tower of a model with `export_formats`, as a model of timm's."""
+        raise UserError(f"--task {cls.name} has no image tower that timm builds")
 
     # ---- a batch ---------------------------------------------------------------------------------------------------
 

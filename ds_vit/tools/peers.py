@@ -17,11 +17,11 @@ from ds_vit.engine.patches import replaced
 from ds_vit.fault_tolerance.errors import UserError, first_line
 from ds_vit.models import compiled
 from ds_vit.optim.settings import Optimizer
+from ds_vit.tasks.clip.export import open_clip_text
 from ds_vit.tasks.clip.tower import ContrastiveModel
 from ds_vit.tasks.metrics import Batch
 from ds_vit.tasks.task import Task
 from ds_vit.training.run import Run
-from ds_vit.weights.two_towers import open_clip_text
 
 COMPILED = "-compiled"
 """The end of a peer's name: its blocks are compiled, or all of timm's model."""

@@ -42,8 +42,9 @@ from ds_vit.models.layers import take_apart
 from ds_vit.models.sequential import SequentialViT
 from ds_vit.monitoring.metrics import make_console
 from ds_vit.tasks.clip.tower import ContrastiveModel
+from ds_vit.tasks.exports import Exported
 from ds_vit.weights.files import add_weights_arguments, find_weights, tokenizer_name, weights_line
-from ds_vit.weights.source import MODEL_FLAGS, Exported, load_source
+from ds_vit.weights.source import MODEL_FLAGS, load_source
 
 _MOST_WORKERS = 4  # timm's default
 
@@ -190,7 +191,7 @@ def _predict_texts(
 ) -> tuple[Exported, Iterator[Row]]:
     """Which of some texts each image resembles, by the model's own logit scale and bias."""
     if not texts:
-        raise UserError(f'{exported.weights.path} has no classes: give texts, --labels "a cat" "a dog", or a file')
+        raise UserError(f'{exported.path} has no classes: give texts, --labels "a cat" "a dog", or a file')
     features, (scale, *bias) = forward.of_texts(exported, texts)
     exported = replace(exported, labels=tuple(texts), bce=bool(bias))
     outputs = forward.of_images(exported, files)
@@ -231,9 +232,9 @@ class _Forward:
         model = exported.model
         assert isinstance(model, ContrastiveModel)
         tokenizer = build_tokenizer(exported.tokenizer, model.text.settings.context_length)
-        if (recorded := tokenizer_name(exported.weights.path)) not in ("", tokenizer.name):
+        if (recorded := tokenizer_name(exported.path)) not in ("", tokenizer.name):
             raise UserError(
-                f"{exported.weights.path} was trained with --tokenizer {recorded}, and {exported.tokenizer}, which the "
+                f"{exported.path} was trained with --tokenizer {recorded}, and {exported.tokenizer}, which the "
                 f"run's config.yaml names, is {tokenizer.name}: restore that file, or name the right one there"
             )
         tower = SequentialViT(take_apart(model.text)).eval().to(self._device)
@@ -305,7 +306,7 @@ def _collect(exported: Exported, rows: Iterable[Row]) -> dict[str, Any]:
     rows = list(rows)
     return {
         "model": exported.model.pretrained_cfg["architecture"],
-        "weights": str(exported.weights.path),
+        "weights": str(exported.path),
         "by": "sigmoid" if exported.bce else "softmax",
         "images": [row for row in rows if "classes" in row],
         "unreadable": [row for row in rows if "reason" in row],

@@ -21,7 +21,7 @@ from ds_vit.checkpoint.tensors import save_weights
 from ds_vit.data.settings import PIXEL_FLAGS
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.zoo import create_model
-from ds_vit.weights.export import FORMATS, TOLERANCE, export
+from ds_vit.weights.export import TOLERANCE, TOOLS, export
 from ds_vit.weights.files import (
     add_weights_arguments,
     class_names,
@@ -31,12 +31,6 @@ from ds_vit.weights.files import (
 )
 from ds_vit.weights.initial_checkpoint import InitialCheckpoint, require_tensors
 from ds_vit.weights.source import MODEL_FLAGS, model_spec
-
-_LOADED_WITH = {
-    "timm": "timm.create_model('local-dir:{}', pretrained=True)",
-    "open_clip": "open_clip.create_model_and_transforms('local-dir:{}')",
-    "onnx": "onnxruntime.InferenceSession('{}/model.onnx')",
-}
 
 
 def import_weights(source: str | Path, to: str | Path, **settings: Any) -> str:
@@ -106,8 +100,8 @@ def main(argv: Sequence[str]) -> int:
         largest = f"the largest difference {difference.largest:.1e} is beyond {TOLERANCE:g}"
         print(f"ds-vit export: error: {largest}; {difference.folder} is not kept", file=sys.stderr)
         return 1
-    if given["to"] in _LOADED_WITH:
-        print(f"load it with {_LOADED_WITH[given['to']].format(difference.folder)}")
+    if call := TOOLS[given["to"]].loaded_with:
+        print(f"load it with {call.format(difference.folder)}")
     return 0
 
 
@@ -133,7 +127,7 @@ def build_parser(command: str) -> argparse.ArgumentParser:
         examples="ds-vit export runs/first --to hf\nds-vit export runs/first --to onnx --weights ema --output onnx",
     )
     add_weights_arguments(parser)
-    parser.add_argument("--to", choices=FORMATS, required=True, help="the tool to write for")
+    parser.add_argument("--to", choices=(*TOOLS,), required=True, help="the tool to write for")
     parser.add_argument("--output", metavar="DIR", help="a new folder [export-<tool> next to the weights]")
     parser.add_argument("--labels", metavar="FILE", help="names of the classes, one per line [the run's]")
     return parser

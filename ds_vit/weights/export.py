@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import timm
 import torch
 from timm.models._hub import save_config_for_hf
 
-from ds_vit import config as flags
-from ds_vit.checkpoint.tensors import save_weights
+from ds_vit.checkpoint.tensors import WEIGHT_BYTES, save_weights
 from ds_vit.data.settings import PIXEL_FLAGS
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.tasks.clip.tower import ContrastiveModel
-from ds_vit.tasks.registry import task_of
-from ds_vit.weights import hf, two_towers
+from ds_vit.tasks.exports import (
+    TRANSFORMERS,
+    Exported,
+    Format,
+    Predict,
+    Tool,
+    Written,
+    quiet,
+    read_transformers,
+)
+from ds_vit.tasks.registry import all_tasks
 from ds_vit.weights.files import StoredWeights, find_weights, names_as_metadata
-from ds_vit.weights.source import Exported, Predict, load_source
+from ds_vit.weights.source import load_source, load_whole, settings_of
 
 TOLERANCE = 1e-4
 _BATCHES = (1, 3)  # two sizes: a batch size fixed in the export shows
@@ -74,14 +80,14 @@ def _write_timm_config(exported: Exported, path: Path) -> None:
     path.write_text(json.dumps(config, indent=2))
 
 
-def _write_timm(exported: Exported, folder: Path) -> None:
-    """Write config.json and model.safetensors (one file, however large: timm reads no shards).
+def _write_timm(exported: Exported, folder: Path) -> Written:
+    """Write config.json; the weights follow in one file, however large: timm reads no shards.
 
     transformers' `AutoModelForImageClassification` reads the same folder, its `AutoModel` one without a classifier.
     """
-    metadata = names_as_metadata(exported.labels)
-    save_weights(folder, exported.model.state_dict(), max_bytes=2**62, metadata=metadata)
+    state = exported.model.state_dict()
     _write_timm_config(exported, folder / "config.json")
+    return Written(state, in_one_file=True, metadata=names_as_metadata(exported.labels))
 
 
 def _load_timm(folder: Path) -> Predict:
@@ -91,13 +97,13 @@ def _load_timm(folder: Path) -> Predict:
 def _load_hf(folder: Path) -> Predict:
     """The folder as transformers loads it: logits, or features of a model without a classifier."""
     if json.loads((folder / "config.json").read_text())["num_classes"]:
-        model = hf.read(folder, "AutoModelForImageClassification")
+        model = read_transformers(folder, "AutoModelForImageClassification")
         return lambda images: model(pixel_values=images).logits
-    encoder = hf.read(folder, "AutoModel")
+    encoder = read_transformers(folder, "AutoModel")
     return lambda images: encoder(pixel_values=images).pooler_output
 
 
-def _write_onnx(exported: Exported, folder: Path) -> None:
+def _write_onnx(exported: Exported, folder: Path) -> Written:
     """Write model.onnx (input `images` float32 [batch, 3, H, W], output `logits`) and timm's config.json.
 
     Its metadata has `class_names`, a JSON list, if the names are known. Weights above ONNX's limit of 2 GB go into
@@ -105,7 +111,7 @@ def _write_onnx(exported: Exported, folder: Path) -> None:
     """
     images = torch.zeros(2, 3, *exported.image.img_size)
     large = sum(tensor.numel() * tensor.element_size() for tensor in exported.model.state_dict().values()) > 1.5e9
-    with hf.quiet():
+    with quiet():
         program = torch.onnx.export(
             exported.model,
             (images,),
@@ -118,6 +124,7 @@ def _write_onnx(exported: Exported, folder: Path) -> None:
     program.model.metadata_props.update(names_as_metadata(exported.labels))
     program.save(folder / "model.onnx", external_data=large)
     _write_timm_config(exported, folder / "config.json")
+    return Written()
 
 
 def _load_onnx(folder: Path) -> Predict:
@@ -127,74 +134,46 @@ def _load_onnx(folder: Path) -> Predict:
     return lambda images: torch.from_numpy(session.run(["logits"], {"images": images.numpy()})[0])
 
 
-def _refuse_open_clip(exported: Exported, folder: Path) -> None:
-    raise UserError(
-        f"{exported.weights.path} has no text tower, and open_clip's models have one; --to timm writes a folder that "
-        "open_clip's timm_model_name reads"
-    )
-
-
-class _Format(NamedTuple):
-    """A format to export to.
-
-    Attributes:
-        write: writes a model into an empty folder; may return lines for people.
-        load: loads that folder as the tool does.
-        reader: the package that loads it.
-        packages: needed in addition to the required ones.
-        extra: of `launch/setup.sh`, which installs them.
-        pairs: the format of an image and a text tower, loaded as `two_towers.pairs`; None for the image tower only.
-    """
-
-    write: Callable[[Exported, Path], tuple[str, ...] | None]
-    load: Callable[[Path], Predict]
-    reader: str
-    packages: tuple[str, ...] = ()
-    extra: str = "export"
-    pairs: _Format | None = None
-
-
-_FORMATS = {
-    "timm": _Format(_write_timm, _load_timm, "timm"),
-    "hf": _Format(
-        _write_timm,
-        _load_hf,
-        "transformers",
-        ("transformers",),
-        pairs=_Format(two_towers.write_hf, two_towers.load_hf, "transformers"),
+_OF_TIMM = {
+    "timm": Format(
+        Tool("timm", loaded_with="timm.create_model('local-dir:{}', pretrained=True)"), _write_timm, _load_timm
     ),
-    "onnx": _Format(_write_onnx, _load_onnx, "onnxruntime", ("onnx", "onnxruntime", "onnxscript")),
-    "open_clip": _Format(
-        _refuse_open_clip,
-        two_towers.load_open_clip,
-        "open_clip_torch",
-        ("open_clip",),
-        extra="text",
-        pairs=_Format(two_towers.write_open_clip, two_towers.load_open_clip, "open_clip_torch"),
+    "hf": Format(TRANSFORMERS, _write_timm, _load_hf),
+    "onnx": Format(
+        Tool(
+            "onnxruntime",
+            ("onnx", "onnxruntime", "onnxscript"),
+            loaded_with="onnxruntime.InferenceSession('{}/model.onnx')",
+        ),
+        _write_onnx,
+        _load_onnx,
     ),
 }
-FORMATS = tuple(_FORMATS)
+_OF_TASKS = {to: form for task in all_tasks() for to, form in task.export_formats.items()}
+TOOLS = {to: form.tool for to, form in {**_OF_TIMM, **_OF_TASKS}.items()}
+"""The tools by the words of --to."""
 
 
 def _load(
     stored: StoredWeights, settings: dict[str, Any], labels: str | Path | None, to: str
-) -> tuple[Exported, _Format, Predict, tuple[str, ...]]:
-    """What to export, the format for it, what its tool has to predict, and lines for people."""
-    tool = _FORMATS[to]
-    values = {**(flags.load_recipe(str(stored.recipe)) if stored.recipe else {}), **settings}
-    if task_of(values).takes_pairs:
-        if to != "hf":
-            raise UserError(f"--to {to} has no counterpart of --task {values['task']}; use --to hf")
-        exported = hf.load_bridge_tower(stored, values)
-        of_pairs = _Format(hf.write_bridge_tower, hf.read_bridge_tower, tool.reader)
-        return exported, of_pairs, hf.predict_bridge_tower(exported.model), ()
-    exported = load_source(stored, settings, labels, with_text=True)
-    if not isinstance(exported.model, ContrastiveModel):
-        return exported, tool, exported.model, ()
-    if tool.pairs is None:
-        exported = two_towers.image_tower(exported)
-        return exported, tool, exported.model, ()
-    return exported, tool.pairs, two_towers.pairs(exported.model), two_towers.notes(exported, to)
+) -> tuple[Exported, Format]:
+    """What to export, and the format for it."""
+    values, task = settings_of(stored, settings)
+    form = task.export_formats.get(to)
+    if form is None and task.takes_pairs:
+        raise UserError(
+            f"--to {to} has no counterpart of --task {task.name}; use --to {' or '.join(task.export_formats)}"
+        )
+    if form is None and to not in _OF_TIMM:
+        tasks = " and ".join(other.name for other in all_tasks() if to in other.export_formats)
+        raise UserError(
+            f"{stored.path} is of --task {task.name}, and --to {to} writes models of --task {tasks}; --to timm writes "
+            "a folder with one of timm's, which other tools read by its name"
+        )
+    if not task.export_formats:
+        return load_source(stored, settings, labels), _OF_TIMM[to]
+    exported = load_whole(stored, values, task)
+    return (exported, form) if form else (task.timm_model(exported), _OF_TIMM[to])
 
 
 def export(
@@ -228,16 +207,17 @@ def export(
     Raises:
         UserError: invalid input, a model that the tool has no class for, or a missing package.
     """
-    if to not in _FORMATS:
-        raise UserError(f"cannot export to {to!r}; known are {', '.join(FORMATS)}")
-    tool = _FORMATS[to]
+    if to not in TOOLS:
+        raise UserError(f"cannot export to {to!r}; known are {', '.join(TOOLS)}")
+    tool = TOOLS[to]
     if missing := [package for package in tool.packages if find_spec(package) is None]:
         raise UserError(f"--to {to} needs {', '.join(missing)}: bash launch/setup.sh {tool.extra}")
     stored = find_weights(source, weights, checkpoint)
     folder = Path(output) if output else stored.folder / f"export-{to}"
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists already; remove it, or name another folder with --output")
-    exported, tool, predict, notes = _load(stored, settings, labels, to)
+    exported, form = _load(stored, settings, labels, to)
+    notes: tuple[str, ...] = ()
     if exported.image.exif_rotation:
         notes += ("--exif-rotation on: turn photos by their EXIF orientation first, which the export does not say",)
     partial = folder.with_name(f".{folder.name}.partial")
@@ -247,9 +227,13 @@ def export(
     except OSError as error:
         raise UserError(f"--output {folder}: {error.strerror}") from None
     try:
-        notes += tool.write(exported, partial) or ()
-        largest, scale = _compare(predict, tool.load(partial), exported.image.img_size)
-        difference = Difference(folder, f"{tool.reader} {version(tool.reader)}", largest, scale, notes)
+        written = form.write(exported, partial)
+        if written.tensors:
+            most = 2**62 if written.in_one_file else WEIGHT_BYTES
+            save_weights(partial, written.tensors, max_bytes=most, name=written.name, metadata=written.metadata)
+        largest, scale = _compare(form.predict(exported), form.load(partial), exported.image.img_size)
+        reader = f"{tool.reader} {version(tool.reader)}"
+        difference = Difference(folder, reader, largest, scale, (*notes, *written.notes))
         if difference.within:
             partial.replace(folder)
         return difference

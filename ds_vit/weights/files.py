@@ -1,8 +1,8 @@
 """Finds weights on disk, of a run or of any tool, and opens them as a dictionary from timm's names to tensors.
 
 Accepted are .safetensors, the index.json of a sharded one, torch files (.pth, .pt, .bin, .tar; read with
-`weights_only=True`), and a folder that holds either: timm's own, one of Hugging Face's `ViTForImageClassification`,
-`CLIPModel` or `SiglipModel`, or open_clip's. Foreign names are translated. As in timm, an EMA inside a training
+`weights_only=True`), and a folder that holds either: timm's own, or one of another tool whose names a task knows
+(`Task.foreign_names`). Those are translated. As in timm, an EMA inside a training
 checkpoint is preferred. The tensors are mapped into memory: only values that are used are read.
 """
 
@@ -13,7 +13,7 @@ import contextlib
 import json
 import pickle
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,22 +30,20 @@ from ds_vit.config.deepspeed_json import leaves
 from ds_vit.config.run_folder import BEST, WEIGHTS, RunFolder, weights_in
 from ds_vit.fault_tolerance.errors import UserError, first_line
 from ds_vit.models.layers import MAIN_TOWER
+from ds_vit.tasks.foreign_names import ForeignNames
 from ds_vit.tasks.metrics import Figure
-from ds_vit.tasks.registry import task_of
-from ds_vit.weights.foreign_names import from_foreign
+from ds_vit.tasks.registry import all_tasks, task_of
 
 _SAFETENSORS = (".safetensors", ".json")
 _TORCH = (".pth", ".pt", ".bin", ".tar", ".ckpt")
-_OF_OTHERS = ("open_clip_model.safetensors", "pytorch_model.bin", "open_clip_pytorch_model.bin")
-_TOWERS = ("text", "decoder")  # that a run writes next to its image tower
 _BEGIN = {"model": "", "ema": "ema-", BEST: f"{BEST}-"}  # how the names of their files begin, by that of its file
 _UNREADABLE = (AttributeError, EOFError, KeyError, OSError, RuntimeError, SafetensorError, TypeError, ValueError)
-# A prefix, and a name that each model of timm, Hugging Face and open_clip has.
-_OF_MODEL = re.compile(
-    r"((?:[^.]+\.)*?)(?:patch_embed\.proj\.weight$|visual\.(?:trunk\.|class_embedding$)|vision_model\.embeddings\."
-    r"|(?:vit\.|deit\.)?embeddings\.patch_embeddings\.projection\.weight$)"
-)
+_OF_TIMM = r"patch_embed\.proj\.weight$"  # a name that each of its models has
 _AVERAGES = ("teacher", "ema", "target")
+
+
+def _foreign_names() -> list[ForeignNames]:
+    return list(dict.fromkeys(names for task in all_tasks() for names in task.foreign_names))
 
 
 def read_torch(path: Path) -> dict[str, Any]:
@@ -70,7 +68,9 @@ def _file_of(path: Path) -> Path:
     """The file to open for a path; UserError if there is none."""
     if path.is_dir():
         ours = (weights_in(path, kind) for kind in (BEST, "teacher", "raw"))
-        if found := [file for file in (*ours, *(path / name for name in _OF_OTHERS)) if file and file.is_file()]:
+        names = sorted((file for one in _foreign_names() for file in one.files), key=lambda name: Path(name).suffix)
+        theirs = (path / name for name in names[::-1])  # .safetensors first
+        if found := [file for file in (*ours, *theirs) if file and file.is_file()]:
             return found[0]
         if states := [*path.glob("*_states.pt"), *path.glob("*/*_states.pt")]:
             step = path if states[0].parent == path else _newest_of_deepspeed(path, states)
@@ -98,7 +98,8 @@ def _shards(path: Path) -> list[Path]:
         raw = weights_in(path.parent, "raw")
         files = [*(_shards(raw) if raw else []), *files]
     if (begin := _BEGIN.get(path.name.split(".")[0])) is not None:
-        names = (f"{begin}{tower}.safetensors{ending}" for tower in _TOWERS for ending in (".index.json", ""))
+        towers = dict.fromkeys(tower for task in all_tasks() for tower in task.tower_files)
+        names = (f"{begin}{tower}.safetensors{ending}" for tower in towers for ending in (".index.json", ""))
         files += [file for name in names if path.with_name(name).is_file() for file in _shards(path.with_name(name))]
     return files
 
@@ -112,7 +113,8 @@ def _without_prefix(contents: Mapping[str, Any], path: Path) -> tuple[dict[str, 
         UserError: there are several, none or more of them an average.
     """
     tensors = leaves(contents)
-    prefixes = sorted({found[1] for name in tensors if (found := _OF_MODEL.match(name))})
+    of_model = re.compile(rf"((?:[^.]+\.)*?)(?:{'|'.join((_OF_TIMM, *(names.marks for names in _foreign_names())))})")
+    prefixes = sorted({found[1] for name in tensors if (found := of_model.match(name))})
     if not prefixes or "" in prefixes:
         return dict(contents), ""
     chosen = [prefix for prefix in prefixes if any(word in prefix for word in _AVERAGES)] or prefixes
@@ -124,7 +126,7 @@ def _without_prefix(contents: Mapping[str, Any], path: Path) -> tuple[dict[str, 
 
 
 def open_prefixed(path: str | Path) -> tuple[dict[str, torch.Tensor], str]:
-    """The tensors of a checkpoint, under the names here where the file has Hugging Face's or open_clip's.
+    """The tensors of a checkpoint, under the names here where the file has another tool's.
 
     Returns:
         The tensors, and the prefix that their names have in the file and not here; "" for none.
@@ -147,7 +149,8 @@ def open_prefixed(path: str | Path) -> tuple[dict[str, torch.Tensor], str]:
         why = "it is not a dictionary of tensors" if isinstance(error, AttributeError) else error
         raise UserError(f"initial checkpoint {path} cannot be read: {why}") from error
     tensors, prefix = _without_prefix(tensors, path)
-    return from_foreign(tensors), prefix
+    translated = (names.translate(tensors) for names in _foreign_names())
+    return next((found for found in translated if found is not None), tensors), prefix
 
 
 def names_as_metadata(class_names: Sequence[str], tokenizer: str = "", figure: Figure | None = None) -> dict[str, str]:
@@ -293,6 +296,12 @@ def _recipe_of(place: Path) -> Path | None:
     return next((config for config in configs if config.is_file()), None)
 
 
+def _lacks_tower(place: Path, towers: Iterable[str]) -> str:
+    """Which of the towers with their own files the last weights in a folder have and the best have not; "" for none."""
+    there = (tower for tower in towers if any(place.glob(f"{tower}.safetensors*")))
+    return next((tower for tower in there if not any(place.glob(f"{BEST}-{tower}.s*"))), "")
+
+
 def find_weights(source: str | Path, weights: str = "", checkpoint: str = "") -> StoredWeights:
     """Find weights on disk; everything that reads the weights of a run finds them here.
 
@@ -328,11 +337,12 @@ def find_weights(source: str | Path, weights: str = "", checkpoint: str = "") ->
         recipe = _recipe_of(place)
         # A teacher is the average of its student: in checkpoints, too.
         values = load_recipe(str(recipe)) if recipe and found != "ema" else {}
-        of_teacher = task_of(values).feature_tower != MAIN_TOWER
+        task = task_of(values)
+        of_teacher = task.feature_tower != MAIN_TOWER
         for stem in ("teacher", "ema") if of_teacher and found == "raw" else (found,):
             if path := weights_in(place, stem):
-                if stem == BEST and any(place.glob("text.safetensors*")) and not any(place.glob(f"{BEST}-text.s*")):
-                    note = f" ({path} lacks {BEST}-text.safetensors, its text tower)"
+                if stem == BEST and (lacking := _lacks_tower(place, task.tower_files)):
+                    note = f" ({path} lacks {BEST}-{lacking}.safetensors, its {task.tower_files[lacking]})"
                     continue
                 kind = "teacher" if of_teacher else "ema" if stem == "ema" else "raw"
                 return StoredWeights(path, recipe, source, kind, note)

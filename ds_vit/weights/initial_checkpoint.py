@@ -25,14 +25,10 @@ from ds_vit.models.hub import hub_file
 from ds_vit.models.layers import MAIN_TOWER, Layer
 from ds_vit.models.param_groups import classifier_names
 from ds_vit.models.zoo import TimmViT, names_and_shapes
-from ds_vit.tasks.clip.tower import ContrastiveModel
-from ds_vit.tasks.dino.towers import HEAD, TEACHER, TEACHER_HEAD, SelfDistillationViT
-from ds_vit.tasks.mae.towers import decoder_names, is_of_decoder
+from ds_vit.tasks.registry import part_of
+from ds_vit.tasks.task import Task
 from ds_vit.weights.files import class_names, config_beside, open_prefixed, tokenizer_name
-from ds_vit.weights.foreign_names import check_hf_config, tower_differences
 
-_TEXT, _PROJECTION = "text.", "projection."
-_OF_SELF_DISTILLATION = tuple(f"{tower}." for tower in (TEACHER, TEACHER_HEAD, HEAD))
 _RESAMPLED = ("pos_embed", "patch_embed.proj.weight")  # their shapes depend on the image or patch size
 
 
@@ -101,46 +97,29 @@ def _as_projection(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tenso
 
 
 def _new_classifier(
-    model: TimmViT, wanted: Mapping[str, torch.Size], given: Mapping[str, torch.Size], *, beside_text: bool
+    model: TimmViT, wanted: Mapping[str, torch.Size], given: Mapping[str, torch.Size], *, beside_others: bool
 ) -> tuple[str, ...]:
     """The classifier's parameters, if the file has none, one of another number of classes, or a projection.
 
     Args:
         model: the description of the model.
         wanted, given: shapes in the model and in the file.
-        beside_text: the file has a text tower, which the model has not: its classifier is a projection, without bias.
+        beside_others: the file has parts that the model has not: a classifier without bias is a projection for them.
     """
     own = sorted(classifier_names(model))
     there = [name for name in own if name in given]
     other_classes = all(given[name][0] != wanted[name][0] and given[name][1:] == wanted[name][1:] for name in there)
-    is_projection = beside_text and there == ["head.weight"] != own
+    is_projection = beside_others and there == ["head.weight"] != own
     return tuple(own) if is_projection or (other_classes and there in ([], own)) else ()
-
-
-def _text_names(model: nn.Module) -> tuple[str, ...]:
-    """The parameters of a contrastive model's text tower; none in another model, or without that tower."""
-    return tuple(name for name, _ in model.named_parameters() if name.startswith(_TEXT))
-
-
-def _prefix(layer: nn.Module) -> str:
-    """Of the names of a layer's tensors in the file, where a teacher has its student's."""
-    prefix = layer.prefix if isinstance(layer, Layer) else ""
-    return "" if prefix == f"{TEACHER}." else prefix
-
-
-def _new_parts(model: nn.Module) -> frozenset[str]:
-    """The parameters that a file of the backbone may lack: a decoder, or a mask token."""
-    return frozenset({"mask_token"}) if isinstance(model, SelfDistillationViT) else decoder_names(model)
 
 
 class InitialCheckpoint:
     """A file of initial weights that fits a model.
 
     Attributes:
-        newly_initialised: the classifier's parameters, if the file has none or one of another number of classes, and a
-            masked autoencoder's decoder, if the file has none. They keep their drawn values.
-        left_out: parameters that the file has and the model does not: a masked autoencoder's decoder, a text tower, or
-            the projection to a teacher's width.
+        newly_initialised: the classifier's parameters, if the file has none or one of another number of classes, and
+            those of each of `Task.parts` that the file has nothing of. They keep their drawn values.
+        left_out: parameters of tasks' parts, such as a text tower, that the file has and the model does not.
         adapted: resampled tensors by name, with their shape in the file.
         tokenizer: the name of the tokenizer of the file's text tower; empty if the file does not say it.
         ignored: unused tensors of the file, with their shape: a classifier of other classes, and those that timm's
@@ -156,6 +135,7 @@ class InitialCheckpoint:
         resample_patch_embed: bool = False,
         classes: Sequence[str] = (),
         tower: str = MAIN_TOWER,
+        task: type[Task] = Task,
     ) -> None:
         """Open a checkpoint and compare its names and shapes with the model's.
 
@@ -165,6 +145,7 @@ class InitialCheckpoint:
             resample_patch_embed: let kernels of another patch size be resampled, as positions are.
             classes: names of the model's classes; if the file names the same in another order, its classifier follows.
             tower: of which `model` is the description.
+            task: whose model that is, `Task.initial_model`; without one, a ViT of timm's.
 
         Raises:
             UserError: the file cannot be read, its patch size is another one, or names or shapes differ in more than
@@ -173,18 +154,19 @@ class InitialCheckpoint:
         self._path = path = Path(path)
         tensors, self._cut_off = open_prefixed(path)
         self.tower = tower
-        self._averaged = (TEACHER,) if isinstance(model, SelfDistillationViT) else ()  # begins as its student
-        self.left_out = tuple(
-            name
-            for name in tensors
-            if (is_of_decoder(name) and not _new_parts(model))
-            or (name.startswith(_TEXT) and not _text_names(model))
-            or name.startswith((_PROJECTION, *_OF_SELF_DISTILLATION))
-        )
-        self.tokenizer = tokenizer_name(path) if _text_names(model) else ""
         self._wanted = names_and_shapes(model)
+        self._parts = {
+            part: names
+            for part in task.parts
+            if (names := sorted(name for name, _ in model.named_parameters() if name.startswith(part)))
+        }
+        self._averages = tuple(teacher for teacher, student in task.teachers.items() if student == tower)
+        self.left_out = tuple(name for name in tensors if part_of(name) and not name.startswith(tuple(self._parts)))
+        self.tokenizer = tokenizer_name(path) if task.has_text else ""
+        shapes = {name: tensor.shape for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
         try:
-            self._check_config(path, model, tensors)
+            if found := [*task.config_differences(model, shapes, partial(config_beside, path))]:
+                raise UserError("; ".join(found))
             self._fit(
                 model, {name: tensors[name] for name in tensors if name not in self.left_out}, resample_patch_embed
             )
@@ -193,19 +175,6 @@ class InitialCheckpoint:
             raise UserError(f"initial checkpoint {path} does not fit {architecture}: {error}") from error
         self._classifier = classifier_names(model) - {*self.newly_initialised}
         self._rows, self._note = self._class_rows(class_names(path), classes)
-
-    @staticmethod
-    def _check_config(path: Path, model: TimmViT, tensors: Mapping[str, Any]) -> None:
-        """Compare with the model what the tool's config says; UserError for what differs."""
-        config = config_beside(path)
-        if not _text_names(model):
-            if isinstance(model, get_args(TimmViT)):
-                check_hf_config(config, model)
-            return
-        shapes = {name: tensor.shape for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
-        of_open_clip = config_beside(path, "open_clip_config.json").get("model_cfg", {})
-        if found := [*tower_differences(model, shapes, config, of_open_clip)]:
-            raise UserError("; ".join(found))
 
     def _class_rows(self, theirs: Sequence[str], ours: Sequence[str]) -> tuple[list[int] | None, str]:
         """The file's row of each class where the order differs, and a line for people."""
@@ -219,15 +188,16 @@ class InitialCheckpoint:
 
     def _fit(self, model: TimmViT, tensors: dict[str, torch.Tensor], resample_patch_embed: bool) -> None:
         """Translate and compare; UserError for what differs."""
-        wanted, decoder, text = self._wanted, sorted(_new_parts(model)), _text_names(model)
+        wanted, parts = self._wanted, tuple(self._parts)
         opened = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
-        if isinstance(model, ContrastiveModel):
+        is_projection = "head.weight" in wanted and "head.bias" not in wanted
+        if is_projection:
             tensors = _as_projection(tensors)
-        of_text = {name: tensors.pop(name) for name in [*tensors] if name.startswith(_TEXT)}
+        of_parts = {name: tensors.pop(name) for name in [*tensors] if name.startswith(parts)}
         self._foreign = not set(tensors) <= set(wanted)
         self._of_timm = isinstance(model, get_args(TimmViT))
         if not self._foreign:
-            require_tensors(tensors)  # among foreign names timm decides which are used
+            require_tensors(tensors | of_parts)  # among foreign names timm decides which are used
         parameters = [name for name, _ in model.named_parameters() if name in opened]
         if integers := [name for name in parameters if not opened[name].is_floating_point()]:
             raise UserError(
@@ -235,7 +205,7 @@ class InitialCheckpoint:
                 "quantised weights back first"
             )
         shapes = {name: tensor.shape for name, tensor in opened.items()}
-        self.adapted = _other_shapes({name: shapes[name] for name in shapes if name not in of_text}, wanted)
+        self.adapted = _other_shapes({name: shapes[name] for name in shapes if name not in of_parts}, wanted)
         if "patch_embed.proj.weight" in self.adapted and not resample_patch_embed:
             theirs, ours = (tuple(s["patch_embed.proj.weight"][2:]) for s in (self.adapted, wanted))
             raise UserError(
@@ -247,15 +217,15 @@ class InitialCheckpoint:
             require_tensors(self._values)
         else:
             self._values = tensors | _translate(model, {name: tensors[name] for name in _RESAMPLED if name in tensors})
-        if isinstance(model, ContrastiveModel):
-            self._values = _as_projection(self._values) | of_text
+        if is_projection:
+            self._values = _as_projection(self._values)
+        self._values |= of_parts
         if not classifier_names(model):
             self._values = {name: tensor for name, tensor in self._values.items() if not name.startswith("head.")}
         given = {name: tensor.shape for name, tensor in self._values.items()}
         self.newly_initialised = (
-            *_new_classifier(model, wanted, given, beside_text=any(name.startswith(_TEXT) for name in self.left_out)),
-            *(() if any(name in given for name in decoder) else decoder),
-            *(() if of_text else text),
+            *_new_classifier(model, wanted, given, beside_others=bool(self.left_out)),
+            *(name for names in self._parts.values() if not given.keys() & {*names} for name in names),
         )
         in_file, in_model = ({name: str(tuple(s)) for name, s in shapes.items()} for shapes in (given, wanted))
         differences = [
@@ -275,9 +245,9 @@ class InitialCheckpoint:
 
     @property
     def towers(self) -> frozenset[str]:
-        """The towers of the model that may have values here."""
-        has_text = any(name.startswith(_TEXT) for name in self._wanted)
-        return frozenset((self.tower, *self._averaged, *(("text",) if has_text else ())))
+        """The towers of the model that may have values here; a teacher begins as its student."""
+        further = {part.removesuffix(".") for part in self._parts}
+        return frozenset((self.tower, *self._averages, *further))
 
     @property
     def summary(self) -> str:
@@ -299,8 +269,9 @@ class InitialCheckpoint:
         return not any(self._name(layer, local) in self.newly_initialised for local in layer.state_dict())
 
     def _name(self, layer: nn.Module, local: str) -> str:
-        """The name in the file of a layer's tensor."""
-        name = _prefix(layer) + local
+        """The name in the file of a layer's tensor, where a teacher has its student's."""
+        prefix = layer.prefix if isinstance(layer, Layer) else ""
+        name = local if prefix.removesuffix(".") in self._averages else prefix + local
         return name if self.tower == MAIN_TOWER else name.removeprefix(f"{self.tower}.")
 
     @cached_property

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,45 +12,21 @@ from timm.data import ImageNetInfo, infer_imagenet_subset
 
 from ds_vit import config as flags
 from ds_vit.config.flag import Scope
+from ds_vit.config.run_folder import BEST
 from ds_vit.config.schema import names_with
 from ds_vit.data.settings import ImageConfig, resolve_pixels
 from ds_vit.fault_tolerance.errors import UserError, did_you_mean, read_text, stripped_lines
+from ds_vit.models.keyed_init import materialise
 from ds_vit.models.zoo import ModelSpec, TimmViT, create_model, image_size
-from ds_vit.tasks.clip.tower import ContrastiveModel, create_contrastive_model
+from ds_vit.tasks.exports import Exported
 from ds_vit.tasks.registry import task_of
 from ds_vit.tasks.task import Task
 from ds_vit.weights.files import StoredWeights
 from ds_vit.weights.initial_checkpoint import InitialCheckpoint, enumerate_some
 
-Predict = Callable[[torch.Tensor], torch.Tensor]
-"""A model: images [B, 3, H, W] → logits [B, C]."""
-
 MODEL_FLAGS = ("model", "model_kwargs", "num_classes", "img_size")
 _RUN_FLAGS = names_with(Scope.WEIGHTS)
 _OF_PROGRAMS = ("weights", "checkpoint", "labels", "output", "top_k", "batch_size", "workers", "device")
-
-
-@dataclass(frozen=True)
-class Exported:
-    """A model with its weights, and what another tool has to know about it.
-
-    Attributes:
-        model: timm's, or a `ContrastiveModel`, on the CPU in fp32, in evaluation mode.
-        image: how evaluation prepares its input.
-        labels: the classes' names, one for each logit; empty where nothing says them.
-        weights: where the weights come from.
-        bce: trained with binary cross-entropy: each logit is for its class only.
-        tokenizer: of a text tower: --tokenizer.
-        spec: of the image tower next to a text tower: how timm builds it.
-    """
-
-    model: TimmViT
-    image: ImageConfig
-    labels: tuple[str, ...]
-    weights: StoredWeights
-    bce: bool = False
-    tokenizer: str = ""
-    spec: ModelSpec | None = None
 
 
 def model_spec(values: Mapping[str, Any]) -> ModelSpec:
@@ -61,6 +36,29 @@ def model_spec(values: Mapping[str, Any]) -> ModelSpec:
     size = values.get("img_size")
     classes = {} if values.get("num_classes") is None else {"num_classes": values["num_classes"]}
     return ModelSpec(values["model"], img_size=size, model_kwargs=values.get("model_kwargs") or {}, **classes)
+
+
+def settings_of(weights: StoredWeights, settings: Mapping[str, Any]) -> tuple[dict[str, Any], type[Task]]:
+    """The flags that describe the model of weights and its images, by their recipe names, and its task.
+
+    Args:
+        weights: where they are; compared with their manifest.
+        settings: flags that override the run's config.yaml.
+
+    Raises:
+        UserError: the weights are damaged, or an unknown setting.
+    """
+    for name in settings:
+        if name not in flags.FLAGS:
+            near = did_you_mean(name, (*_RUN_FLAGS, *_OF_PROGRAMS))
+            raise UserError(f'there is no setting "{name}"{near}')
+    typed, problems = flags.read_values(settings)
+    if problems:
+        raise UserError(*problems)
+    weights.verify()
+    stored = flags.load_recipe(str(weights.recipe)) if weights.recipe else {}
+    values = {**{name: stored[name] for name in _RUN_FLAGS if name in stored}, **typed}
+    return values, task_of(values)
 
 
 def load_source(
@@ -78,30 +76,19 @@ def load_source(
         settings: flags by their recipe names; they override the run's config.yaml.
         labels: a file of class names, one per line; None for those stored with the weights.
         classifier: refuse weights without one, or with one of another number of classes; else it may have drawn values.
-        with_text: of a run with a text tower, both towers as a `ContrastiveModel`; else the image tower without its
-            projection.
+        with_text: of a task with text, the whole model; else the image tower without its projection.
 
     Raises:
         UserError: the weights are damaged or do not fit the model, there is no model, another number of labels than
             classes, or an unknown setting.
     """
-    for name in settings:
-        if name not in flags.FLAGS:
-            near = did_you_mean(name, (*_RUN_FLAGS, *_OF_PROGRAMS))
-            raise UserError(f'there is no setting "{name}"{near}')
-    typed, problems = flags.read_values(settings)
-    if problems:
-        raise UserError(*problems)
-    weights.verify()
-    stored = flags.load_recipe(str(weights.recipe)) if weights.recipe else {}
-    values = {**{name: stored[name] for name in _RUN_FLAGS if name in stored}, **typed}
-    task = task_of(values)
+    values, task = settings_of(weights, settings)
     if task.takes_pairs:
         raise UserError(
             f"--task {values['task']}: its model takes an image and a caption together; ds-vit eval rates it"
         )
     if task.has_text and with_text:
-        return _load_towers(weights, values, task)
+        return load_whole(weights, values, task)
     if not task.has_classes:
         values["num_classes"] = 0  # only the encoder, which has no classifier
     spec = model_spec(values)
@@ -117,27 +104,31 @@ def load_source(
     checkpoint.load(model)
     image = ImageConfig(image_size(model), **resolve_pixels(values, model))
     names = _labels(labels, weights, model) if classifier else ()
-    return Exported(model.eval(), image, names, weights, bce=bool(values.get("bce_loss")))
+    bce = bool(values.get("bce_loss"))
+    return Exported(model.eval(), image, names, weights.path, task.name, spec, bce=bce)
 
 
-def _load_towers(weights: StoredWeights, values: Mapping[str, Any], task: type[Task]) -> Exported:
-    """The image and the text tower of a run; UserError as `load_source`."""
+def load_whole(weights: StoredWeights, values: Mapping[str, Any], task: type[Task]) -> Exported:
+    """Build the whole model of a task and load the weights; the flags and the task are those of `settings_of`.
+
+    Raises:
+        UserError: the weights do not fit the model, or lack a part of it.
+    """
     spec = model_spec(values)
-    whole = task.create_model(spec, flags.RunConfig(**values), for_training=False)
-    assert isinstance(whole, ContrastiveModel)
-    checkpoint = InitialCheckpoint(weights.path, whole)
+    model = task.create_model(spec, flags.RunConfig(**values), for_training=False)
+    checkpoint = InitialCheckpoint(weights.path, model, task=task)
     if checkpoint.newly_initialised:
+        files = " and ".join(f"{name}.safetensors" for name in task.tower_files)
+        of_best = " and ".join(f"{BEST}-{name}.safetensors" for name in task.tower_files)
         raise UserError(
-            f"{weights.path} lacks {enumerate_some(checkpoint.newly_initialised)}: the text tower of a run is in "
-            "text.safetensors in the same folder (of best.safetensors in best-text.safetensors); a checkpoint has both"
+            f"{weights.path} lacks {enumerate_some(checkpoint.newly_initialised)}: a run writes that into {files} in "
+            f"the same folder (of {BEST}.safetensors into {of_best}); a checkpoint has all of it"
         )
-    torch.manual_seed(0)
-    text = whole.text
-    model = create_contrastive_model(spec, text.settings, text.initial_logits, for_training=False, device="cpu")
+    materialise(model, torch.device("cpu"))
     checkpoint.load(model)
     image = ImageConfig(image_size(model), **resolve_pixels(values, model))
-    tokenizer = str(values.get("tokenizer") or flags.default_of("tokenizer"))
-    return Exported(model.eval(), image, (), weights, tokenizer=tokenizer, spec=spec)
+    tokenizer = str(values.get("tokenizer") or flags.default_of("tokenizer")) if task.has_text else ""
+    return Exported(model.eval(), image, (), weights.path, task.name, spec, tokenizer=tokenizer)
 
 
 def _names_of_timm(model: TimmViT) -> tuple[str, ...]:

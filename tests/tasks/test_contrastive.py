@@ -30,8 +30,8 @@ from ds_vit.tasks.clip.loss import ROWS_AT_ONCE, clip_loss, siglip_loss
 from ds_vit.tasks.clip.retrieval import places_of_partners
 from ds_vit.tasks.clip.task import Clip, SigLip
 from ds_vit.tasks.clip.tower import TextSettings, create_contrastive_model
+from ds_vit.tasks.clip.weights import CLIP_NAMES
 from ds_vit.training.resolve.record import identity_of
-from ds_vit.weights.foreign_names import from_foreign
 
 LOSSES = {
     "clip": (clip_loss, (math.log(1 / 0.07),)),
@@ -393,7 +393,7 @@ def frozen_in_open_clip(module, prefix):
     """The names here of the parameters of a tower of open_clip that are frozen."""
     state = {"visual.class_embedding": torch.ones(1)}  # shows whose file it is
     state |= {f"{prefix}{name}": torch.full_like(p, float(p.requires_grad)) for name, p in module.named_parameters()}
-    return {name for name, trained in from_foreign(state).items() if not trained.any()}
+    return {name for name, trained in CLIP_NAMES.translate(state).items() if not trained.any()}
 
 
 def locked_by_open_clip(own, unlocked):

@@ -28,12 +28,13 @@ from ds_vit.data.text import FileTokenizer, build_tokenizer
 from ds_vit.models.keyed_init import initialise
 from ds_vit.models.layers import take_apart_towers, tower_of
 from ds_vit.models.zoo import ModelSpec, create_model
+from ds_vit.tasks.clip.export import example_captions, pairs
 from ds_vit.tasks.clip.loss import clip_loss, siglip_loss
+from ds_vit.tasks.clip.task import Clip
 from ds_vit.tasks.clip.tower import create_contrastive_model
 from ds_vit.tasks.registry import TASKS
 from ds_vit.weights.export import export
 from ds_vit.weights.initial_checkpoint import InitialCheckpoint
-from ds_vit.weights.two_towers import example_captions, pairs
 
 _SMALL = {"depth": 2, "embed_dim": 24, "num_heads": 3}
 _TEXT = {"text_width": 24, "text_depth": 2, "text_heads": 2, "context_length": 9, "embed_dim": 16}
@@ -120,7 +121,7 @@ def close(given, expected):
 def loaded(source, recipe):
     """The towers that a run starts with from a file, whole."""
     whole = described(recipe)
-    checkpoint = InitialCheckpoint(source, whole)
+    checkpoint = InitialCheckpoint(source, whole, task=TASKS[recipe["task"]])
     state = {}
     for name, layers in take_apart_towers(whole).items():
         initialise(tower_of(whole, name), layers, seed=0, device="cpu", checkpoint=checkpoint)
@@ -365,7 +366,7 @@ def test_text_of_another_kind_is_refused(tmp_path, change):
         tensors["text_model.embeddings.token_embedding.weight"] = torch.zeros(300, 24)
         save_file(tensors, folder / "model.safetensors")
     with pytest.raises(ValueError, match=f"does not fit vit_base_patch16_clip_224: .*{message}"):
-        InitialCheckpoint(folder, described(RECIPES["CLIP"] | ours))
+        InitialCheckpoint(folder, described(RECIPES["CLIP"] | ours), task=Clip)
 
 
 @pytest.mark.parametrize(("tool", "published"), [("hf", False), ("hf", True), ("open_clip", False)], ids=str)
@@ -375,7 +376,8 @@ def test_another_padding_is_refused(tmp_path, tool, published):
     kind = "SigLIP" if tool == "hf" else "timm's name without projection"
     run = run_of(tmp_path / "run", kind)
     folder = export(run.folder, tool).folder
-    assert not InitialCheckpoint(folder, described(RECIPES[kind])).newly_initialised
+    model, task = described(RECIPES[kind]), TASKS[RECIPES[kind]["task"]]
+    assert not InitialCheckpoint(folder, model, task=task).newly_initialised
     file = folder / {"hf": "config.json", "open_clip": "open_clip_config.json"}[tool]
     config = json.loads(file.read_text())
     text = config["text_config"] if tool == "hf" else config["model_cfg"]["text_cfg"]
@@ -384,7 +386,7 @@ def test_another_padding_is_refused(tmp_path, tool, published):
     file.write_text(json.dumps(config))
     expected = f"padded with the id {1 if published else 7} and the tokenizer pads with 256; give its tokenizer.json"
     with pytest.raises(ValueError, match=expected):
-        InitialCheckpoint(folder, described(RECIPES[kind]))
+        InitialCheckpoint(folder, model, task=task)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from ds_vit.data.text import Tokenizer, build_tokenizer, default_context_length
 from ds_vit.models.layers import MAIN_TOWER
 from ds_vit.models.zoo import ModelSpec
 from ds_vit.tasks.bridgetower.tower import BridgeTower, create_bridge_tower, model_folder
+from ds_vit.tasks.bridgetower.weights import FORMATS
 from ds_vit.tasks.clip.loss import bridge_tower_loss
 from ds_vit.tasks.clip.task import Contrastive
 from ds_vit.tasks.metrics import Batch
@@ -39,6 +40,7 @@ class BridgeTowerTask(Contrastive):
 
     name = "bridgetower"
     takes_pairs = True
+    export_formats: ClassVar = FORMATS
     not_replayed = "transformers' model has not been captured"
     flags = names_of_task("bridgetower")
     refused_flags: ClassVar[Mapping[str, str]] = {
@@ -104,10 +106,6 @@ class BridgeTowerTask(Contrastive):
             length = f"--context-length {tokenizer.context_length}"
             return f"{length}: {config.model} takes captions of at most {longest} tokens"
         return super().supports(model)
-
-    def weight_files(self) -> dict[str, frozenset[str]]:
-        """As `Task.weight_files`: none."""
-        return {}
 
     def further_texts(self, source: Source) -> list[tuple[int, str]]:
         """As `Task.further_texts`: none, for a caption has no features without its image."""

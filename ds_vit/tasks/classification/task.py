@@ -18,6 +18,7 @@ from ds_vit.data.sources.source import Source
 from ds_vit.parallel.tensor.collectives import TensorParallel
 from ds_vit.tasks.classification.losses import build_loss, class_parallel_loss
 from ds_vit.tasks.classification.report import class_panels, read_names, read_predictions, write_predictions
+from ds_vit.tasks.foreign_names import VIT_NAMES
 from ds_vit.tasks.metrics import Batch, Figure, Metrics
 from ds_vit.tasks.panels import Panel, sheet
 from ds_vit.tasks.task import ChainTask, Field, Loss
@@ -31,6 +32,7 @@ class Classification(ChainTask):
     """
 
     name = "classification"
+    foreign_names = (VIT_NAMES,)
     not_replayed = ""
     flags = names_of_task("classification")
     figures: tuple[Figure, ...] = (

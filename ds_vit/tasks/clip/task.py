@@ -10,7 +10,7 @@ Shapes: B samples of a micro-batch, L tokens of a caption, E common width of bot
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -28,10 +28,13 @@ from ds_vit.data.text import Tokenizer, build_tokenizer, default_context_length
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.layers import MAIN_TOWER, Layer, chain_towers
 from ds_vit.models.zoo import ModelSpec
+from ds_vit.tasks.clip.export import FORMATS, image_tower
 from ds_vit.tasks.clip.loss import clip_loss, siglip_loss
 from ds_vit.tasks.clip.report import pair_panels, write_pairs
 from ds_vit.tasks.clip.retrieval import DIRECTIONS, RANKS, Retrieval
 from ds_vit.tasks.clip.tower import ContrastiveModel, create_contrastive_model, text_settings
+from ds_vit.tasks.clip.weights import CLIP_NAMES, tower_differences
+from ds_vit.tasks.exports import Exported
 from ds_vit.tasks.metrics import Batch, Chart, Figure, Metrics
 from ds_vit.tasks.panels import Panel, sheet
 from ds_vit.tasks.task import Coupled, Field, StepContext, Task
@@ -41,7 +44,7 @@ _ONE_CAPTION = "a caption describes one image, and there are no labels to mix"
 
 
 class Contrastive(Task):
-    """Base of `--task clip` and `--task siglip`.
+    """Base of the tasks that compare images with captions.
 
     A batch has "images" [B, 3, H, W] and "texts" int64 [B, L], both on the first stage.
     """
@@ -153,11 +156,6 @@ class Contrastive(Task):
         """As `Task.chain`: image layers, then text layers."""
         return chain_towers(towers.values())
 
-    def weight_files(self) -> dict[str, frozenset[str]]:
-        """As `Task.weight_files`: the text tower has its own file, so that the other is timm's model."""
-        names = [name for name, _ in self.model.named_parameters()]
-        return {"text": frozenset(name for name in names if name.startswith("text."))}
-
     # ---- a batch ---------------------------------------------------------------------------------------------------
 
     def fields(self, *, training: bool) -> tuple[Field, ...]:
@@ -264,7 +262,40 @@ def _unit(features: torch.Tensor) -> torch.Tensor:
         return F.normalize(features.float(), dim=1)
 
 
-class Clip(Contrastive):
+class TwoTowers(Contrastive):
+    """A contrastive task whose image tower is a model of timm's, next to a text tower."""
+
+    parts: ClassVar = {"text.": "text tower"}
+    tower_files: ClassVar = {"text": "text tower"}
+    foreign_names = (CLIP_NAMES,)
+    export_formats: ClassVar = FORMATS
+
+    @classmethod
+    def initial_model(cls, model: nn.Module) -> nn.Module:
+        """As `Task.initial_model`: both towers."""
+        return model
+
+    @classmethod
+    def config_differences(
+        cls, model: nn.Module, shapes: Mapping[str, torch.Size], config_of: Callable[[str], Mapping[str, Any]]
+    ) -> Iterator[str]:
+        """As `Task.config_differences`, of open_clip's and transformers' configs."""
+        assert isinstance(model, ContrastiveModel)
+        of_open_clip = config_of("open_clip_config.json").get("model_cfg", {})
+        yield from tower_differences(model, shapes, config_of("config.json"), of_open_clip)
+
+    @classmethod
+    def timm_model(cls, exported: Exported) -> Exported:
+        """As `Task.timm_model`."""
+        return image_tower(exported)
+
+    def weight_files(self) -> dict[str, frozenset[str]]:
+        """As `Task.weight_files`: the text tower has its own file, so that the other is timm's model."""
+        names = [name for name, _ in self.model.named_parameters()]
+        return {"text": frozenset(name for name in names if name.startswith("text."))}
+
+
+class Clip(TwoTowers):
     """`--task clip`: softmax over the captions of the global batch for each image, and the reverse."""
 
     name = "clip"
@@ -275,7 +306,7 @@ class Clip(Contrastive):
     bounds: ClassVar = {"text.logit_scale": (0.0, math.log(100.0))}
 
 
-class SigLip(Contrastive):
+class SigLip(TwoTowers):
     """`--task siglip`: for each pair of the global batch a sigmoid loss on whether the caption belongs to the image."""
 
     name = "siglip"

@@ -122,6 +122,12 @@ class SelfDistillation(Task):
         ),
     }
     has_classes = False
+    parts: ClassVar = {
+        "mask_token": "mask token",
+        f"{HEAD}.": "projection head",
+        f"{TEACHER}.": "teacher",
+        f"{TEACHER_HEAD}.": "projection head",
+    }
     teachers: ClassVar[Mapping[str, str]] = {TEACHER: MAIN_TOWER, TEACHER_HEAD: HEAD}
     feature_tower = TEACHER
     updates_after_step = True

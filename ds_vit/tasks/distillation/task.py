@@ -79,6 +79,7 @@ class Distillation(Classification):
     """`--task classification` with a teacher: `--kd-model-name` or `--kd-checkpoint`."""
 
     fixed_towers = (TEACHER,)
+    parts: ClassVar = {f"{PROJECTION}.": "projection to a teacher's width"}
     not_replayed = ""
     refused_flags: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(("img_size_schedule", "train_img_sizes"), _ONE_SIZE),

@@ -14,7 +14,7 @@ from ds_vit.data.sources.source import Source
 from ds_vit.data.text import describe_cut_captions
 from ds_vit.engine.settings import EngineSettings
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.models.layers import MAIN_TOWER, BlockLayer, tower_names, tower_of
+from ds_vit.models.layers import BlockLayer, tower_names, tower_of
 from ds_vit.models.param_groups import frozen_names
 from ds_vit.models.sequential import check_sizes
 from ds_vit.models.zoo import ModelSpec, TimmViT, image_size
@@ -22,7 +22,7 @@ from ds_vit.parallel.tensor.class_parallel import pays
 from ds_vit.parallel.tensor.shard import check_degree
 from ds_vit.planner.memory import layers_of_rank
 from ds_vit.planner.pipeline import fastest_stages, stage_bounds
-from ds_vit.tasks.clip.tower import ContrastiveModel
+from ds_vit.tasks.registry import part_of
 from ds_vit.tasks.task import Task
 from ds_vit.training.resolve.teacher import describe_teacher, open_teacher
 from ds_vit.training.run import Model
@@ -68,7 +68,7 @@ def resolve_model(
     )
     whole = task_type.create_model(spec, config, for_training=not config.eval_only)
     classes = data.train_source.class_names if task_type.has_classes else ()
-    initial, notes = (None, []) if resumes or not with_weights else _initial_weights(config, whole, classes)
+    initial, notes = (None, []) if resumes or not with_weights else _initial_weights(config, task_type, whole, classes)
     fixed, teacher_notes = open_teacher(config, whole, classes) if spec.teacher and with_weights else ({}, [])
     probes = not disabled_probes and (config.eval_knn or config.eval_linear_probe)
     notes += _describe_classes(data.train_source, num_classes, are_used=bool(task_type.has_classes or probes))
@@ -122,11 +122,10 @@ def _resolve_image(config: RunConfig, whole: TimmViT, sizes: Sequence[int]) -> I
 
 
 def _initial_weights(
-    config: RunConfig, whole: TimmViT, classes: Sequence[str]
+    config: RunConfig, task_type: type[Task], whole: TimmViT, classes: Sequence[str]
 ) -> tuple[InitialCheckpoint | None, list[str]]:
     """The source of the weights, and lines for people about it; None for random weights."""
-    if not isinstance(whole, ContrastiveModel):  # files of a contrastive model have both towers
-        whole = tower_of(whole, MAIN_TOWER)
+    whole = task_type.initial_model(whole)
     if not config.pretrained and not config.initial_checkpoint:
         if not {".", ":"}.intersection(config.model):
             return None, []
@@ -138,13 +137,13 @@ def _initial_weights(
     else:
         stored = find_weights(config.initial_checkpoint)
         path, source = stored.path, str(stored)
-    initial = InitialCheckpoint(path, whole, resample_patch_embed=config.resample_patch_embed, classes=classes)
+    resampled = config.resample_patch_embed
+    initial = InitialCheckpoint(path, whole, resample_patch_embed=resampled, classes=classes, task=task_type)
     notes = [f"weights from {source}: {initial.summary}"]
     if initial.left_out:
-        parts = {"text": "text tower", "projection": "projection to a teacher's width"}
-        what = parts.get(initial.left_out[0].split(".")[0], "decoder")
+        what = part_of(initial.left_out[0])
         notes.append(f"{source} has a {what} of {len(initial.left_out)} tensors, which is not loaded")
-    if config.resample_patch_embed and "patch_embed.proj.weight" not in initial.adapted:
+    if resampled and "patch_embed.proj.weight" not in initial.adapted:
         notes.append("--resample-patch-embed: the weights have the model's patch size already, so nothing is resampled")
     return initial, notes
 

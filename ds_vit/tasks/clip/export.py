@@ -20,13 +20,13 @@ import torch.nn.functional as F
 from timm.data import DEFAULT_CROP_PCT
 from torch import nn
 
-from ds_vit.checkpoint.tensors import save_weights
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.layers import take_apart
 from ds_vit.models.zoo import ModelSpec, create_model, image_size
+from ds_vit.tasks.clip import hugging_face as hf
+from ds_vit.tasks.clip.hugging_face import activation, write_tokenizer
 from ds_vit.tasks.clip.tower import ContrastiveModel, TextSettings
-from ds_vit.weights import hf
-from ds_vit.weights.foreign_names import (
+from ds_vit.tasks.clip.weights import (
     HF_CLIP,
     HF_SIGLIP,
     OPEN_CLIP_PROJECTION,
@@ -34,12 +34,9 @@ from ds_vit.weights.foreign_names import (
     OPEN_CLIP_TEXT,
     OPEN_CLIP_TRUNK,
     OPEN_CLIP_VISION,
-    Rule,
-    general,
-    to_theirs,
 )
-from ds_vit.weights.hf import activation, write_tokenizer
-from ds_vit.weights.source import Exported, Predict
+from ds_vit.tasks.exports import TRANSFORMERS, Exported, Format, Predict, Tool, Written, quiet, read_transformers
+from ds_vit.tasks.foreign_names import Rule, general, to_theirs
 
 _OPEN_CLIP_INTERPOLATIONS = ("bicubic", "bilinear")
 _RESIZE_MODES = {"center": "shortest", "squash": "squash", "border": "longest"}
@@ -52,7 +49,7 @@ _NUM_CAPTIONS = 4
 def image_tower(exported: Exported) -> Exported:
     """The image tower as timm's model: its features are the logits of a classifier with a bias of zeros."""
     model = _of(exported)
-    spec = replace(_spec_of(exported), num_classes=model.num_classes)
+    spec = replace(exported.spec, num_classes=model.num_classes)
     tower = create_model(spec, for_training=False, classifier=False, device="cpu")
     state = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith("text.")}
     if model.num_classes:
@@ -64,11 +61,6 @@ def image_tower(exported: Exported) -> Exported:
 def _of(exported: Exported) -> ContrastiveModel:
     assert isinstance(exported.model, ContrastiveModel)
     return exported.model
-
-
-def _spec_of(exported: Exported) -> ModelSpec:
-    assert exported.spec is not None, "load_source sets it for two towers"
-    return exported.spec
 
 
 def example_captions(settings: TextSettings) -> torch.Tensor:
@@ -154,11 +146,8 @@ def _with_bias_in_positions(state: dict[str, torch.Tensor], num_prefix_tokens: i
     return state
 
 
-def write_hf(exported: Exported, folder: Path) -> tuple[str, ...]:
-    """Write config.json, model.safetensors (sharded above 5 GB), preprocessor_config.json and the tokenizer's files.
-
-    Returns:
-        Lines for people: why there is no tokenizer.
+def _write_hf(exported: Exported, folder: Path) -> Written:
+    """Write config.json, preprocessor_config.json and the tokenizer's files, or note why there is no tokenizer.
 
     Raises:
         UserError: neither class represents the model or its images; nothing is written.
@@ -188,15 +177,14 @@ def write_hf(exported: Exported, folder: Path) -> tuple[str, ...]:
         config = CLIPConfig(**towers, projection_dim=model.common_dim, architectures=["CLIPModel"])
         state = _with_bias_in_positions(state, 1)
     config.save_pretrained(str(folder))
-    save_weights(folder, to_theirs(state, HF_SIGLIP if siglip else HF_CLIP))
     hf.write_processor(exported, folder)
     missing = write_tokenizer(exported.tokenizer, settings, folder)
-    return (missing,) if missing else ()
+    return Written(to_theirs(state, HF_SIGLIP if siglip else HF_CLIP), notes=(missing,) if missing else ())
 
 
-def load_hf(folder: Path) -> Predict:
+def _load_hf(folder: Path) -> Predict:
     """The folder as transformers loads it, as `pairs`; a tensor that is missing or left over is an error."""
-    model = hf.read(folder, "AutoModel")
+    model = read_transformers(folder, "AutoModel")
     text = model.config.text_config
     end_id = text.eos_token_id
     ids = example_captions(TextSettings(text.vocab_size, text.max_position_embeddings, end_id))
@@ -260,7 +248,7 @@ def _refuse_own_vision(exported: Exported) -> None:
     if not missing and "quick_gelu" in (acts := (activation(model), activation(model.text))) and acts[0] != acts[1]:
         missing = [f"the activations {acts[0]} and {acts[1]} of the two towers"]
     if missing:
-        spec = _spec_of(exported)
+        spec = exported.spec
         arguments = [f"{key}={value}" for key, value in spec.model_kwargs.items()]
         height, width = exported.image.img_size
         raise UserError(
@@ -271,8 +259,8 @@ def _refuse_own_vision(exported: Exported) -> None:
         )
 
 
-def write_open_clip(exported: Exported, folder: Path) -> None:
-    """Write open_clip_config.json and open_clip_model.safetensors.
+def _write_open_clip(exported: Exported, folder: Path) -> Written:
+    """Write open_clip_config.json.
 
     The image tower is timm's by its name where that gives the same model, else open_clip's own ViT.
 
@@ -292,8 +280,8 @@ def write_open_clip(exported: Exported, folder: Path) -> None:
         )
     state = model.state_dict()
     rules: tuple[Rule, ...] = (*OPEN_CLIP_TEXT, *OPEN_CLIP_PROJECTIONS[settings.projection_bias])
-    if by_name := _is_timms_own(_spec_of(exported), model):
-        vision = _timm_vision(model, _spec_of(exported))
+    if by_name := _is_timms_own(exported.spec, model):
+        vision = _timm_vision(model, exported.spec)
         trunk = {name: state.pop(name) for name in [*state] if not name.startswith("text.")}
         named = {f"{OPEN_CLIP_TRUNK}{name}": tensor for name, tensor in trunk.items()}
         if (head := named.pop(f"{OPEN_CLIP_TRUNK}head.weight", None)) is not None:
@@ -319,7 +307,8 @@ def write_open_clip(exported: Exported, folder: Path) -> None:
     }
     text = json.dumps({"model_cfg": config, "preprocess_cfg": pixels}, indent=2)
     (folder / "open_clip_config.json").write_text(text + "\n")
-    save_weights(folder, named | to_theirs(state, rules), max_bytes=2**62, name="open_clip_model")
+    named |= to_theirs(state, rules)
+    return Written(named, name="open_clip_model", in_one_file=True, notes=tuple(_notes(exported)))
 
 
 def open_clip_text(model: ContrastiveModel) -> dict[str, Any]:
@@ -342,11 +331,11 @@ def open_clip_text(model: ContrastiveModel) -> dict[str, Any]:
     }
 
 
-def load_open_clip(folder: Path) -> Predict:
+def _load_open_clip(folder: Path) -> Predict:
     """The folder as open_clip loads it, as `pairs`."""
     import open_clip
 
-    with hf.quiet():
+    with quiet():
         model = open_clip.create_model(f"local-dir:{folder}").eval()
     config = json.loads((folder / "open_clip_config.json").read_text())["model_cfg"]["text_cfg"]
     ids = example_captions(TextSettings(config["vocab_size"], config["context_length"], config["eos_id"]))
@@ -359,12 +348,18 @@ def load_open_clip(folder: Path) -> Predict:
     return predict
 
 
-def notes(exported: Exported, to: str) -> tuple[str, ...]:
-    """Lines for people: what the other tool does in another way than this model's run."""
-    image, found = exported.image, []
-    if to == "open_clip" and exported.tokenizer != "clip":
-        found.append(f"the folder has no tokenizer: this text tower takes the ids of --tokenizer {exported.tokenizer}")
+def _notes(exported: Exported) -> Iterator[str]:
+    """Lines for people: what open_clip does in another way than this model's run."""
+    image = exported.image
+    if exported.tokenizer != "clip":
+        yield f"the folder has no tokenizer: this text tower takes the ids of --tokenizer {exported.tokenizer}"
     pct = image.crop_pct or DEFAULT_CROP_PCT
-    if to == "open_clip" and pct != 1.0 and image.crop_mode != "squash":
-        found.append(f"open_clip's images have no margin to crop; the run evaluates with --crop-pct {pct:g}")
-    return tuple(found)
+    if pct != 1.0 and image.crop_mode != "squash":
+        yield f"open_clip's images have no margin to crop; the run evaluates with --crop-pct {pct:g}"
+
+
+_OPEN_CLIP = Tool("open_clip_torch", ("open_clip",), "text", "open_clip.create_model_and_transforms('local-dir:{}')")
+FORMATS = {
+    "hf": Format(TRANSFORMERS, _write_hf, _load_hf, lambda exported: pairs(exported.model)),
+    "open_clip": Format(_OPEN_CLIP, _write_open_clip, _load_open_clip, lambda exported: pairs(exported.model)),
+}

@@ -1,17 +1,11 @@
-"""Folders of transformers: the config of a tower, its image processor and tokenizer, which towers a class represents,
-and the whole BridgeTower."""
+"""Folders of transformers: the config of a tower, its image processor and tokenizer, the towers of a class."""
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import json
-import logging
 import math
 import re
-import shutil
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,29 +18,13 @@ from timm.layers import Attention, Mlp
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import nn
 
-from ds_vit.checkpoint.tensors import save_weights
-from ds_vit.data.settings import ImageConfig, resolve_pixels
+from ds_vit.data.settings import ImageConfig
 from ds_vit.data.text import ClipTokenizer, FileTokenizer, Tokenizer, build_tokenizer
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.models.zoo import TimmViT, image_size
-from ds_vit.tasks.bridgetower.tower import BridgeTower, create_bridge_tower
+from ds_vit.models.zoo import TimmViT
 from ds_vit.tasks.clip.tower import TextSettings
-from ds_vit.weights.files import StoredWeights
-from ds_vit.weights.foreign_names import ACTIVATIONS, Rule, general
-from ds_vit.weights.initial_checkpoint import InitialCheckpoint
-from ds_vit.weights.source import Exported, Predict
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Other libraries log and warn of steps that succeed."""
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(logging.NOTSET)
+from ds_vit.tasks.exports import Exported
+from ds_vit.tasks.foreign_names import ACTIVATIONS, Rule, general
 
 
 def obstacles(model: TimmViT, pool: str, rules: Sequence[Rule], optional: Sequence[str] = ()) -> Iterator[str]:
@@ -137,17 +115,6 @@ def write_processor(exported: Exported, folder: Path) -> None:
     ).save_pretrained(str(folder))
 
 
-def read(folder: Path, kind: str) -> Any:
-    """The model in a folder as a class of transformers loads it; a tensor missing or left over is an error."""
-    import transformers
-
-    transformers.utils.logging.disable_progress_bar()
-    model, info = getattr(transformers, kind).from_pretrained(str(folder), output_loading_info=True)
-    wrong = {key: sorted(info[key]) for key in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[key]}
-    assert not wrong, wrong
-    return model.eval()
-
-
 # ---- the tokenizer of a text tower, checked against the run's ids ----------------------------------------------------
 
 
@@ -214,62 +181,3 @@ def _difference(tokenizer: Tokenizer, settings: TextSettings, folder: Path) -> s
         if seen(theirs) != ids:
             return f"transformers reads {text[:40]!r} as {seen(theirs)[:8]}, and the run as {ids[:8]}"
     return ""
-
-
-# ---- BridgeTowerForContrastiveLearning -------------------------------------------------------------------------------
-
-
-_TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt")
-_IMAGE_FILES = ("preprocessor_config.json", "processor_config.json")
-
-
-def load_bridge_tower(weights: StoredWeights, values: Mapping[str, Any]) -> Exported:
-    """Build transformers' model and load the weights; `values` are flags by their recipe names.
-
-    Raises:
-        UserError: the weights are damaged or do not fit the model, or its folder is gone.
-    """
-    weights.verify()
-    torch.manual_seed(0)  # transformers draws initial values; all of them are overwritten
-    model = create_bridge_tower(values["model"], device="cpu")
-    InitialCheckpoint(weights.path, model).load(model)
-    image = ImageConfig(image_size(model), **resolve_pixels(values, model))
-    return Exported(model.eval(), image, (), weights)
-
-
-def write_bridge_tower(exported: Exported, folder: Path) -> None:
-    """Write config.json and model.safetensors, and copy what prepares images and captions from the folder of --model.
-
-    Attention dropout in config.json is what it was before training.
-    """
-    model = exported.model
-    assert isinstance(model, BridgeTower)
-    config = copy.deepcopy(model.config)
-    config.text_config.attention_probs_dropout_prob = model.attention_dropout
-    config.architectures, config.dtype = ["BridgeTowerForContrastiveLearning"], torch.float32
-    config.save_pretrained(str(folder))
-    state = model.state_dict()
-    save_weights(folder, {name: value.view(()) if name in model.scalars else value for name, value in state.items()})
-    source = Path(model.pretrained_cfg["file"])
-    for name in (*_TEXT_FILES, *_IMAGE_FILES):
-        if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
-
-
-def read_bridge_tower(folder: Path) -> Predict:
-    """The folder as transformers loads it."""
-    return predict_bridge_tower(read(folder, "BridgeTowerForContrastiveLearning"))
-
-
-def predict_bridge_tower(model: Any) -> Predict:
-    """Images [B, 3, H, W] → the three embeddings next to each other [B, 3 E], with the same caption for each image."""
-    text = model.config.text_config
-    ids = torch.randint(text.vocab_size, (1, 8), generator=torch.Generator().manual_seed(0))
-    ids[0, -2:] = text.pad_token_id
-
-    def embed(images: torch.Tensor) -> torch.Tensor:
-        own = ids.expand(len(images), -1)
-        found = model(input_ids=own, attention_mask=own != text.pad_token_id, pixel_values=images)
-        return torch.cat((found.image_embeds, found.text_embeds, found.cross_embeds), dim=1)
-
-    return embed

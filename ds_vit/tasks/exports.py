@@ -1,0 +1,124 @@
+"""What `ds-vit export` writes of a model: the model, the form of another tool, and how that tool reads it back."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ds_vit.data.settings import ImageConfig
+from ds_vit.models.zoo import ModelSpec, TimmViT
+
+Predict = Callable[[torch.Tensor], torch.Tensor]
+"""A model: images [B, 3, H, W] → logits [B, C]."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A model with its weights, and what another tool has to know about it.
+
+    Attributes:
+        model: timm's, or the whole one of a task, on the CPU in fp32, in evaluation mode.
+        image: how evaluation prepares its input.
+        labels: the classes' names, one for each logit; empty where nothing says them.
+        path: where the weights come from.
+        task: the word of --task.
+        spec: how timm builds the main tower.
+        bce: trained with binary cross-entropy: each logit is for its class only.
+        tokenizer: of a task with text: --tokenizer.
+    """
+
+    model: TimmViT
+    image: ImageConfig
+    labels: tuple[str, ...]
+    path: Path
+    task: str
+    spec: ModelSpec
+    bce: bool = False
+    tokenizer: str = ""
+
+
+@dataclass(frozen=True)
+class Written:
+    """What remains to be written of an export, next to what is in its folder.
+
+    Attributes:
+        tensors: of the model, under the tool's names.
+        name: of their file, without its suffix.
+        in_one_file: however large they are.
+        metadata: entries of the file's header.
+        notes: lines for people.
+    """
+
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    name: str = "model"
+    in_one_file: bool = False
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Tool:
+    """Another tool that reads weights.
+
+    Attributes:
+        reader: the package that loads them.
+        packages: needed in addition to the required ones.
+        extra: of `launch/setup.sh`, which installs them.
+        loaded_with: the call for people, with {} for the folder; "" for none.
+    """
+
+    reader: str
+    packages: tuple[str, ...] = ()
+    extra: str = "export"
+    loaded_with: str = ""
+
+
+TRANSFORMERS = Tool("transformers", ("transformers",))
+
+
+@dataclass(frozen=True)
+class Format:
+    """A form of a model that another tool reads.
+
+    Attributes:
+        tool: the tool.
+        write: writes everything except the tensors into an empty folder. It raises UserError for a model that the tool
+            cannot represent, before it writes anything.
+        load: that folder as the tool loads it.
+        predict: the model with the outputs that `load` gives.
+    """
+
+    tool: Tool
+    write: Callable[[Exported, Path], Written]
+    load: Callable[[Path], Predict]
+    predict: Callable[[Exported], Predict] = lambda exported: exported.model
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Other libraries log and warn of steps that succeed."""
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def read_transformers(folder: Path, kind: str) -> Any:
+    """The model in a folder as a class of transformers loads it; a tensor missing or left over is an error."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    model, info = getattr(transformers, kind).from_pretrained(str(folder), output_loading_info=True)
+    wrong = {key: sorted(info[key]) for key in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[key]}
+    assert not wrong, wrong
+    return model.eval()
