@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from ds_vit import config as flags
+from ds_vit.config.outside import pass_class
 from ds_vit.config.run_folder import RunFolder, weights_in
 from ds_vit.config.schema import PROGRAM_DATASET
 from ds_vit.launching.process import discover
 
 if TYPE_CHECKING:
     from ds_vit.data.sources.source import Source
+    from ds_vit.tasks.task import Task
     from ds_vit.weights.export import Difference
 
 Row = Mapping[str, Any]
@@ -69,6 +71,7 @@ class EvaluationResult(dict[str, Any]):
 def train(
     *,
     recipe: str | Path | None = None,
+    task: str | type[Task] | None = None,
     train_data: Any = None,
     val_data: Any = None,
     on_step: Listener | None = None,
@@ -84,6 +87,7 @@ def train(
 
     Args:
         recipe: a YAML file of flags; `settings` have the last word over it.
+        task: as `--task`, or the class of a task of the program's own.
         train_data: images of the program's own, in place of `dataset` and `data_dir`: an `ds_vit.data.Source`, or a
             torch `Dataset` of (image, class number) without a transform (`DatasetSource` says what it must have).
         val_data: the same for evaluation; None for none.
@@ -101,6 +105,8 @@ def train(
     """
     from ds_vit.train import train as carry_out
 
+    if task is not None:
+        settings["task"] = task if isinstance(task, str) else pass_class(task)
     sources = None
     if train_data is not None or val_data is not None:
         sources = _sources(train_data, val_data, settings)

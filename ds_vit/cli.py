@@ -60,9 +60,8 @@ from types import ModuleType
 from typing import Any
 
 from ds_vit.config.flag import spelling
-from ds_vit.config.parser import Parser, at_least, show_examples
+from ds_vit.config.parser import Parser, at_least, config_of_words, show_examples
 from ds_vit.config.run_folder import RunFolder
-from ds_vit.config.schema import FLAGS
 from ds_vit.fault_tolerance import exit_codes
 from ds_vit.fault_tolerance.errors import UserError, did_you_mean, written
 from ds_vit.launching.process import Process
@@ -247,7 +246,8 @@ def _run(argv: Sequence[str]) -> int:
         return _main_of(argv[0])(argv)
     arguments, words = build_parser(planning=argv[0] == "plan").parse_known_args(argv)
     own = arguments.parser._option_string_actions
-    taken = {spelling(name) for name in FLAGS} if argv[0] == "bench" else {}  # by the run that it measures
+    # By the run that it measures.
+    taken = {spelling(name) for name in config_of_words(words).flags()} if argv[0] == "bench" else {}
     slips = [word for word in words if not taken or (word not in taken and did_you_mean(word, own, cutoff=0.8))]
     if slips:
         arguments.parser.error(f"unrecognized arguments: {' '.join(slips)}")

@@ -14,7 +14,7 @@ import pytest
 from project import ROOT
 
 from ds_vit import cli
-from ds_vit.config import FLAGS, spelling
+from ds_vit.config import RunConfig, spelling
 
 _COMMANDS = """
     train launch eval predict embed export import hosts doctor report compare shards plan bench from-timm
@@ -129,9 +129,11 @@ def test_help_begins_with_what_matters(capsys):
     assert len(re.findall(r"^  -", first, re.MULTILINE)) == 10
     assert len(short.splitlines()) < 90
     assert max(map(len, short.splitlines())) <= 120
-    flags = {name for name in FLAGS if not re.search(rf"{re.escape(spelling(name))}(?![\w-])", short)}
+    flags = {name for name in RunConfig.flags() if not re.search(rf"{re.escape(spelling(name))}(?![\w-])", short)}
     assert flags == set()
-    assert {name for name in FLAGS if FLAGS[name].text[:20] not in " ".join(whole.split())} == set()
+    assert {
+        name for name in RunConfig.flags() if RunConfig.flags()[name].text[:20] not in " ".join(whole.split())
+    } == set()
 
 
 @pytest.mark.parametrize(

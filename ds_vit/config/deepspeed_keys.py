@@ -28,7 +28,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from ds_vit.config.deepspeed_json import BATCH_KEYS, is_on, leaves, overlay, value_of, without
 from ds_vit.config.deepspeed_verdicts import NAMED
 from ds_vit.config.flag import spelling
-from ds_vit.config.schema import KEY_OF_FLAG, describe_range, what_is_wrong
+from ds_vit.config.schema import KEY_OF_FLAG, RunConfig, what_is_wrong
 from ds_vit.fault_tolerance.errors import UserError, did_you_mean
 
 
@@ -315,7 +315,7 @@ def _of_keys(read: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any
 
 def _wrong_leaves(data: Mapping[str, Any], path: str) -> dict[str, str]:
     """Numbers that are not finite, quoted, or outside the range of the flag for the same key → what is wrong."""
-    found, flags = {}, {key: name for name, key in KEY_OF_FLAG.items() if describe_range(name)}
+    found, flags = {}, {key: name for name, key in KEY_OF_FLAG.items() if RunConfig.range_of(name)}
     for key, value in leaves(data).items():
         if (flag := flags.get(key)) and isinstance(value, (int, float)):
             whole = int(value) if isinstance(value, float) and value.is_integer() else value

@@ -40,6 +40,8 @@ class Scope(enum.Flag):
     """Readers of trained weights (predict, embed, export) take it from the run's config.yaml."""
 
 
+SECTIONS = ("run", "task", "model", "data", "augmentation", "loss", "distillation", "optimizer", "schedule")
+"""The groups of --help and of config.yaml, in their order."""
 IDENTITY, FREE, NOTED, EVALUATION = Scope.IDENTITY, Scope.FREE, Scope.NOTED, Scope.EVALUATION
 START = Scope.START | FREE
 RECORDED = Scope.RECORDED | EVALUATION
@@ -56,8 +58,7 @@ class Flag:
     Attributes:
         text: its help.
         scope: see `Scope`.
-        section: its group in --help and in config.yaml.
-        task: the tasks that it belongs to, separated by spaces; empty for all.
+        section: its group in --help and in config.yaml, of `SECTIONS`.
         needs: conditions that must all hold for it to have an effect.
         idle_if: conditions of which none may hold.
         excludes: condition on another flag that is an error with this one → why. Without a reason, the flag that is
@@ -71,8 +72,7 @@ class Flag:
 
     text: str
     scope: Scope = IDENTITY
-    section: str = ""
-    task: str = ""
+    section: str = "task"
     needs: Sequence[Condition] = ()
     idle_if: Sequence[Condition] = ()
     excludes: Mapping[str, str] = field(default_factory=dict)
@@ -81,6 +81,10 @@ class Flag:
     neutral: Sequence[Any] = ()
     const: Any = None
     metavar: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.section not in SECTIONS:
+            raise ValueError(f"section {self.section!r} of a flag is none of {', '.join(SECTIONS)}")
 
 
 def flag(default: Any, text: str, scope: Scope | None = None, **more: Any) -> Any:
@@ -186,8 +190,9 @@ class Settings(BaseModel):
         return tuple(kinds_of(about.annotation, about.metadata))
 
     @classmethod
-    def flags(cls) -> dict[str, Flag]:
-        """The flags of this class and its bases."""
+    @functools.cache
+    def flags(cls) -> Mapping[str, Flag]:
+        """The flags of this class and its bases by their names in a recipe, in the order of --help."""
         found: dict[str, Flag] = {}
         for base in (one for one in cls.__mro__ if issubclass(one, Settings)):
             for name in inspect.get_annotations(base).keys() & cls.model_fields.keys():
@@ -199,7 +204,33 @@ class Settings(BaseModel):
                     is_exempt = not common or name in read.split(" or ")  # a flag that its class's condition reads
                     conditions[key] = [*([] if is_exempt else [common]), *(more if isinstance(more, list) else [more])]
                 found[name] = Flag(**{**base.shared, **own, **conditions})
-        return {name: found[name] for name in cls.model_fields}
+        names = sorted(cls.model_fields, key=lambda name: SECTIONS.index(found[name].section))
+        return {name: found[name] for name in names}
+
+    @classmethod
+    def names_with(cls, scope: Scope) -> tuple[str, ...]:
+        """The recipe names of the flags that have this scope."""
+        return tuple(name for name, meta in cls.flags().items() if scope in meta.scope)
+
+    @classmethod
+    def default_of(cls, name: str) -> Any:
+        """The default of a flag, by its recipe name."""
+        return cls.model_fields[name].get_default(call_default_factory=True)
+
+    @classmethod
+    def values_of(cls, name: str) -> str:
+        """The values that a flag takes, for messages: "a whole number", "auto or a number", "a word or a block"."""
+        kinds = cls.kinds(name)
+        named = [*(kind for kind in kinds if kind.words), *(kind for kind in kinds[:1] if not kind.words)]
+        named += [kind for kind in kinds[1:] if kind.item is dict]
+        return " or ".join(kind.in_words for kind in named)
+
+    @classmethod
+    def range_of(cls, name: str) -> str:
+        """As in "--epochs must be at least 1 and at most 1,000,000, not 0"; empty if the flag takes no numbers."""
+        kinds = cls.kinds(name)
+        word = "".join(f"{' or '.join(kind.words)}, or " for kind in kinds[1:] if kind.words)
+        return f"must be {word}{kinds[0].range}" if kinds[0].bounds else ""
 
     @field_validator("*", mode="before")
     @classmethod
@@ -208,9 +239,9 @@ class Settings(BaseModel):
 
         A value that has no such form is left to the checks of its type.
         """
-        about = cls.model_fields[str(info.field_name)]
-        kinds, default = cls.kinds(str(info.field_name)), about.get_default(call_default_factory=True)
-        own: Any = about.json_schema_extra
+        name = str(info.field_name)
+        kinds, default = cls.kinds(name), cls.default_of(name)
+        own: Any = cls.model_fields[name].json_schema_extra
         if value is None:
             return default
         if isinstance(value, bool) and own.get("const") is not None:

@@ -6,6 +6,7 @@ All of it is generated from the schema (`schema.py`); `rules.py` checks the resu
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import math
 import re
@@ -18,9 +19,10 @@ from typing import Any, NoReturn
 import yaml
 
 import ds_vit
-from ds_vit.config.flag import spelling
-from ds_vit.config.rules import REPLACES, find_problems, idle_flags
-from ds_vit.config.schema import FLAGS, KEY_OF_FLAG, SECTIONS, RunConfig, default_of, what_is_wrong
+from ds_vit.config.flag import SECTIONS, spelling
+from ds_vit.config.outside import config_class
+from ds_vit.config.rules import find_problems, idle_flags, replacements
+from ds_vit.config.schema import KEY_OF_FLAG, RunConfig, tasks_of, what_is_wrong
 from ds_vit.config.timm_flags import Given, split_words, timm_answer
 from ds_vit.config.units import parse_set
 from ds_vit.fault_tolerance.errors import UserError, did_you_mean, first_line, read_text
@@ -49,7 +51,13 @@ def or_shipped(path: str) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with `UserError`s that name the nearest valid word."""
+    """argparse with `UserError`s that name the nearest valid word.
+
+    Attributes:
+        config: the class of the settings whose flags it takes.
+    """
+
+    config: type[RunConfig] = RunConfig
 
     def error(self, message: str) -> NoReturn:
         """As `ArgumentParser.error`.
@@ -83,6 +91,8 @@ class ShortHelp(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         """Print the short help and exit."""
+        assert isinstance(parser, Parser)
+        flags = parser.config.flags()
         formatter = argparse.RawDescriptionHelpFormatter(parser.prog, width=_WIDTH)
         formatter.add_usage(parser.usage, [], [])
         formatter.add_text(parser.description)
@@ -93,7 +103,9 @@ class ShortHelp(argparse.Action):
         formatter.start_section("all others, explained by --help-all")
         explained = {by_flag[flag].dest for flag in FIRST}
         for section in SECTIONS:
-            names = [spelling(name) for name in FLAGS if FLAGS[name].section == section and name not in explained]
+            names = [spelling(name) for name in flags if flags[name].section == section and name not in explained]
+            if not names:
+                continue
             # A name is not broken at its dashes.
             words = textwrap.fill(" ".join(names), _WIDTH - 20, break_on_hyphens=False, break_long_words=False)
             formatter.add_text(f"{section:<13} " + words.replace("\n", "\n" + " " * 14))
@@ -110,7 +122,8 @@ def build_parser(
     only: Collection[str] | None = None,
     show_defaults: bool = True,
     examples: str = "",
-) -> argparse.ArgumentParser:
+    config: type[RunConfig] = RunConfig,
+) -> Parser:
     """A command line, generated from the schema; a flag that is not given is absent from the namespace.
 
     Args:
@@ -119,6 +132,7 @@ def build_parser(
         only: the flags that it takes, by their recipe names; None for all.
         show_defaults: whether --help shows training's defaults.
         examples: commands, a line each, for the end of --help.
+        config: the class of the settings (`config_of_words`).
     """
     whole = only is None
     parser = Parser(
@@ -140,19 +154,20 @@ def build_parser(
     parser.add_argument("--recipe", metavar="FILE", help="YAML file of flags; the command line overrides it")
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
     parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)
+    parser.config = config
     groups = {section: parser.add_argument_group(section) for section in SECTIONS}
-    for name, meta in FLAGS.items():
+    for name, meta in config.flags().items():
         if only is None or name in only:
-            _add_flag(groups[meta.section], name, show_defaults)
+            _add_flag(groups[meta.section], name, config, show_defaults)
     return parser
 
 
-def _add_flag(group: argparse._ArgumentGroup, name: str, show_default: bool) -> None:
+def _add_flag(group: argparse._ArgumentGroup, name: str, config: type[RunConfig], show_default: bool) -> None:
     """Add a flag, and its opposite."""
-    meta, default, kinds = FLAGS[name], default_of(name), RunConfig.kinds(name)
+    meta, default, kinds = config.flags()[name], config.default_of(name), config.kinds(name)
     dashed = "--" + name.replace("_", "-")
     names = [*meta.short, *dict.fromkeys((spelling(name), dashed))]
-    text = help_of(name, show_default).replace("%", "%%")
+    text = help_of(name, config, show_default=show_default).replace("%", "%%")
     if isinstance(default, bool) or meta.const is not None:
         # The opposite overrides a recipe's "true".
         opposite = "--aug" if name == "no_aug" else f"--no{dashed[1:]}"
@@ -161,20 +176,20 @@ def _add_flag(group: argparse._ArgumentGroup, name: str, show_default: bool) -> 
         group.add_argument(*names, dest=name, action="store_true", help=text)
         return
     metavar = f"{{{','.join(kinds[0].words)}}}" if kinds[0].words else None
-    options = {"const": meta.const, "nargs": _nargs(name), "metavar": meta.metavar or metavar}
+    options = {"const": meta.const, "nargs": _nargs(name, config), "metavar": meta.metavar or metavar}
     given = {key: value for key, value in options.items() if value is not None}
     # --set may be given several times.
     group.add_argument(*names, dest=name, action="extend" if name == "set" else "store", help=text, **given)
 
 
-def _nargs(name: str) -> int | str | None:
+def _nargs(name: str, config: type[RunConfig]) -> int | str | None:
     """How many words follow a flag, as argparse writes it."""
-    if FLAGS[name].const is not None:
+    if config.flags()[name].const is not None:
         return "?"
     if name == "color_jitter":
         return None  # several numbers only from a recipe or a program, as in timm
-    lengths = {kind.length for kind in RunConfig.kinds(name)} - {None}
-    return "*" if RunConfig.kinds(name)[0].item is dict else (lengths.pop() or "+") if lengths else None
+    lengths = {kind.length for kind in config.kinds(name)} - {None}
+    return "*" if config.kinds(name)[0].item is dict else (lengths.pop() or "+") if lengths else None
 
 
 def show_examples(text: str) -> str:
@@ -183,20 +198,20 @@ def show_examples(text: str) -> str:
     return "\n".join(["examples:", *commands]) if commands else ""
 
 
-def shown_default(name: str) -> str:
+def shown_default(name: str, config: type[RunConfig] = RunConfig) -> str:
     """The default of a flag as --help writes it; empty where it says nothing."""
-    default = default_of(name)
+    default = config.default_of(name)
     if isinstance(default, tuple):
         return " ".join(f"{value:g}" for value in default)
     return "" if default in (None, "", {}, False) else str(default)
 
 
-def help_of(name: str, show_default: bool = True) -> str:
+def help_of(name: str, config: type[RunConfig] = RunConfig, *, show_default: bool = True) -> str:
     """The text of a flag: its tasks, its meaning, its default."""
-    meta, default = FLAGS[name], shown_default(name) if show_default else ""
+    text, default = config.flags()[name].text, shown_default(name, config) if show_default else ""
     # A text that begins with the flag it needs, "--lock-image: …", names the task by it.
-    task = f"--task {', '.join(meta.task.split())}: " if meta.task and not meta.text.startswith("--") else ""
-    return f"{task}{meta.text}{default and f' [{default}]'}"
+    task = f"--task {', '.join(tasks_of(name))}: " if tasks_of(name) and not text.startswith("--") else ""
+    return f"{task}{text}{default and f' [{default}]'}"
 
 
 @functools.cache
@@ -205,14 +220,8 @@ def _print_once(line: str) -> None:
     print(line, file=sys.stderr)
 
 
-def load_recipe(path: str) -> dict[str, Any]:
-    """Read a YAML file of flags (dashes or underscores) into recipe names and values of the flags' types.
-
-    A relative `deepspeed_config`, `data_dir` or `initial_checkpoint` is first looked up next to the recipe.
-
-    Raises:
-        UserError: the file is missing or malformed; or each unknown key and each invalid value.
-    """
+def _read_recipe(path: str) -> dict[str, Any]:
+    """The contents of a recipe by recipe names, as YAML has them; UserError if it is missing or malformed."""
     file = Path(or_shipped(path))
     try:
         data = yaml.safe_load(read_text(file, "--recipe ")) or {}
@@ -226,12 +235,54 @@ def load_recipe(path: str) -> dict[str, Any]:
     for key, name in zip(data, names, strict=True):
         if names.count(name) > 1:
             raise UserError(f'{path}: "{key}" is given twice')
-    values = dict(zip(names, data.values(), strict=True))
+    return dict(zip(names, data.values(), strict=True))
+
+
+def _class_of(values: Mapping[str, Any], recipe: str | None) -> type[RunConfig]:
+    """The class of the settings of some values over a recipe, whose problems are found elsewhere."""
+    stored: dict[str, Any] = {}
+    with contextlib.suppress(UserError):
+        stored = _read_recipe(recipe) if recipe else {}
+    return config_class({**stored, **values})
+
+
+def config_of_words(argv: Sequence[str] | None, recipe: str | None = None) -> type[RunConfig]:
+    """The class of the settings of a command line, whose --task or recipe may name a task from outside.
+
+    Args:
+        argv: the words; None for this process's.
+        recipe: the one without a --recipe.
+
+    Raises:
+        UserError: as `config_class`.
+    """
+    scan = Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    for word in ("--task", "--recipe"):
+        scan.add_argument(word)
+    given: dict[str, Any] = {}
+    with contextlib.suppress(UserError):  # which the whole parser reports
+        given = vars(scan.parse_known_args(sys.argv[1:] if argv is None else argv)[0])
+    return _class_of(given, given.pop("recipe", recipe))
+
+
+def load_recipe(path: str, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Read a YAML file of flags (dashes or underscores) into recipe names and values of the flags' types.
+
+    A relative `deepspeed_config`, `data_dir` or `initial_checkpoint` is first looked up next to the recipe.
+
+    Args:
+        path: of the file.
+        given: values that override it; those of another task lack the flags of the recipe's.
+
+    Raises:
+        UserError: the file is missing or malformed; or each unknown key and each invalid value.
+    """
+    file, values = Path(or_shipped(path)), _read_recipe(path)
     for name in _REMOVED.keys() & values:
         default, instead = _REMOVED[name]
         if values.pop(name) != default:
             _print_once(f"{path}: {name} was removed and is ignored: {instead}")
-    out, problems = read_values(values, f"{path}: ")
+    out, problems = read_values(values, f"{path}: ", config_class({**values, **(given or {})}))
     if problems:
         raise UserError(*problems)
 
@@ -246,37 +297,41 @@ def load_recipe(path: str) -> dict[str, Any]:
     return out
 
 
-def read_values(values: Mapping[str, Any], where: str = "") -> tuple[dict[str, Any], list[str]]:
+def read_values(
+    values: Mapping[str, Any], where: str = "", kind: type[RunConfig] = RunConfig
+) -> tuple[dict[str, Any], list[str]]:
     """Values with the types of their flags, without those that are invalid; and all that is wrong with them.
 
     Args:
         values: words of a command line, or values of a recipe or a program, by recipe names.
         where: what each problem begins with.
+        kind: the class of the settings.
     """
-    words = {name: _words(value) for name, value in values.items()}
-    config, wrong = what_is_wrong(values)
-    problems = [
-        where + problem
-        for name in values
-        for problem in (wrong.get(name, ()) if name in FLAGS else [f'there is no flag "{name}"{_instead(name, words)}'])
-    ]
+    words, known = {name: _words(value) for name, value in values.items()}, [*map(spelling, kind.flags())]
+    config, wrong = what_is_wrong(values, kind)
+    problems: list[str] = []
+    for name in values:
+        of_name = wrong.get(name, ())
+        if name not in kind.flags():
+            of_name = [f'there is no flag "{name}"{_instead(name, words, known)}']
+        problems += [where + problem for problem in of_name]
     return {name: getattr(config, name) for name in values if name in config.model_fields_set}, problems
 
 
-def _instead(name: str, typed: Given, known: Collection[str] = ()) -> str:
+def _instead(name: str, typed: Given, known: Collection[str]) -> str:
     """What replaces a name that is not a flag: the equivalent of timm's flag, else the nearest flag.
 
     Args:
         name: with underscores.
         typed: everything that was given, with its words.
-        known: the flags of the program; none for those of training.
+        known: the flags of the program.
     """
     if name in _REMOVED:
         return f"; it was removed: {_REMOVED[name][1]}; drop it"
     answer = timm_answer(name, typed[name], typed)
     if answer is not None:
         return f"; {answer.text}"
-    return did_you_mean("--" + name.replace("_", "-"), known or map(spelling, FLAGS), cutoff=0.6)
+    return did_you_mean("--" + name.replace("_", "-"), known, cutoff=0.6)
 
 
 def _words(value: Any) -> list[str]:
@@ -301,15 +356,14 @@ def parse(argv: Sequence[str] | None = None, program: str = "train.py", examples
         UserError: unknown flags (with the nearest), invalid values, incompatible flags and flags without effect; all
             at once.
     """
-    given, recipe, problems = _split(build_parser(program, examples=examples), argv)
+    parser = build_parser(program, examples=examples, config=config_of_words(argv))
+    given, recipe, problems = _split(parser, argv)
     remedy = "ds-vit from-timm 'COMMAND' translates a whole command of timm's, ds-vit from-open-clip one of open_clip's"
     remedy *= len(problems) > 1
     return from_values(given, recipe, problems, remedy)
 
 
-def read_words(
-    parser: argparse.ArgumentParser, argv: Sequence[str] | None = None, *, eval_only: bool = False
-) -> dict[str, Any]:
+def read_words(parser: Parser, argv: Sequence[str] | None = None, *, eval_only: bool = False) -> dict[str, Any]:
     """The values of a command line of `build_parser`, over its --recipe; combinations are not checked.
 
     Args:
@@ -322,24 +376,27 @@ def read_words(
     """
     given, recipe, problems = _split(parser, argv)
     # A program converts and checks its own arguments, which may have the name of a flag.
-    of_flags = {action.dest for action in parser._actions if action.type is None and action.dest in FLAGS}
-    own, invalid = read_values({name: value for name, value in given.items() if name in of_flags})
+    of_flags = {action.dest for action in parser._actions if action.type is None} & parser.config.flags().keys()
+    typed = {name: value for name, value in given.items() if name in of_flags}
+    own, invalid = read_values(typed, kind=parser.config)
     problems += invalid
-    stored = _load_with(recipe, problems)
+    stored = _load_with(recipe, given, problems)
     if problems:
         raise UserError(*problems)
     return over_recipe(stored, {**given, **own}, eval_only=eval_only)
 
 
-def _load_with(recipe: str | None, problems: Sequence[str], remedy: str = "") -> dict[str, Any]:
+def _load_with(
+    recipe: str | None, given: Mapping[str, Any], problems: Sequence[str], remedy: str = ""
+) -> dict[str, Any]:
     """The recipe, empty without one; its problems are raised with others."""
     try:
-        return load_recipe(recipe) if recipe else {}
+        return load_recipe(recipe, given) if recipe else {}
     except UserError as error:
         raise UserError(*problems, *error.problems, remedy=remedy) from None
 
 
-def _split(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> tuple[dict[str, Any], str | None, list[str]]:
+def _split(parser: Parser, argv: Sequence[str] | None) -> tuple[dict[str, Any], str | None, list[str]]:
     """The words of a command line by the names of their arguments, its recipe, and the problems of all other words."""
     words = list(sys.argv[1:] if argv is None else argv)
     problems: list[str] = []
@@ -387,7 +444,8 @@ def over_recipe(recipe: Mapping[str, Any], given: Mapping[str, Any], *, eval_onl
         eval_only: as in `read_words`.
     """
     values = {**recipe, **given}
-    valid, _ = read_values(given)
+    kind = config_class(values)
+    valid, _ = read_values(given, kind=kind)
     dropped: set[str] = set()
     if "set" in values:
         pairs = valid.get("set", given.get("set", ()))
@@ -400,9 +458,9 @@ def over_recipe(recipe: Mapping[str, Any], given: Mapping[str, Any], *, eval_onl
     own = {**recipe, **valid}
     if eval_only:
         own["eval_only"] = True
-    dropped |= {*idle_flags(RunConfig.model_construct(**own))} - {*idle_flags(RunConfig.model_construct(**recipe))}
+    dropped |= {*idle_flags(kind.model_construct(**own))} - {*idle_flags(kind.model_construct(**recipe))}
     chosen = {name for name, value in given.items() if value is not False}  # --no-pretrained excludes nothing
-    dropped |= {other for name, other in (*REPLACES, *((b, a) for a, b in REPLACES)) if name in chosen}
+    dropped |= {other for name, other in replacements(kind) if name in chosen}
     return {name: value for name, value in values.items() if name in given or name not in dropped}
 
 
@@ -420,17 +478,18 @@ def from_values(
     Raises:
         UserError: unknown names (with the nearest flag), invalid values, or incompatible flags; all at once.
     """
-    given, invalid_values = read_values(values)
+    kind = _class_of(values, recipe)
+    given, invalid_values = read_values(values, kind=kind)
     problems = [*others, *invalid_values]
     invalid: dict[str, Any] = {
-        name: str(value) for name, value in values.items() if name in FLAGS and name not in given
+        name: str(value) for name, value in values.items() if name in kind.flags() and name not in given
     }
     if recipe:
-        given = over_recipe(_load_with(recipe, problems, remedy), given)
+        given = over_recipe(_load_with(recipe, values, problems, remedy), given)
     if isinstance(given.get("deepspeed_config"), str):
         given["deepspeed_config"] = or_shipped(given["deepspeed_config"])
     given = {name: value for name, value in given.items() if values.get(name, value) is not None}  # a null is not given
-    config = RunConfig.model_validate(given)
+    config = kind.model_validate(given)
     problems += find_problems(config, invalid)
     if problems:
         raise UserError(*problems, remedy=remedy)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
-from ds_vit.config.flag import Condition, Scope, spelling, texts_of
-from ds_vit.config.schema import FLAGS, RunConfig, default_of, is_requested
+from ds_vit.config.flag import Condition, Flag, Scope, spelling, texts_of
+from ds_vit.config.schema import RunConfig
 from ds_vit.config.units import Interval, all_sizes, parse_set
 
-REPLACES = (
-    *((name, other) for name, meta in FLAGS.items() for other, why in meta.excludes.items() if not why),
-    *(("val_fraction", "val_split"), ("memory", "batch_size"), ("memory", "grad_accum_steps")),
-)
-"""Pairs of flags of which one on the command line replaces the other in a recipe."""
+
+@functools.cache
+def replacements(kind: type[RunConfig]) -> frozenset[tuple[str, str]]:
+    """Flags, each with another one that it replaces in a recipe if it is on the command line."""
+    pairs = [(name, other) for name, meta in kind.flags().items() for other, why in meta.excludes.items() if not why]
+    pairs += [("val_fraction", "val_split"), ("memory", "batch_size"), ("memory", "grad_accum_steps")]
+    return frozenset((*pairs, *((other, name) for name, other in pairs)))
 
 
 # ---- conditions ------------------------------------------------------------------------------------------------------
@@ -50,20 +53,20 @@ def _or(words: Sequence[str]) -> str:
     return " or ".join([", ".join(words[:-1]), *words[-1:]] if len(words) > 1 else words)
 
 
-def conditions_of(name: str) -> list[tuple[Condition, bool, str]]:
+def conditions_of(meta: Flag) -> list[tuple[Condition, bool, str]]:
     """A flag's conditions, whether each must hold for an effect, and the end of "--flag has no effect …"."""
-    both = ((FLAGS[name].idle_if, False), (FLAGS[name].needs, True))
+    both = ((meta.idle_if, False), (meta.needs, True))
     return [(one, is_needed, _in_words(one, is_needed=is_needed)) for ones, is_needed in both for one in ones]
 
 
 def idle_flags(config: RunConfig) -> dict[str, str]:
     """Each flag without effect in this combination, by its recipe name → why."""
     idle: dict[str, str] = {}
-    for name, meta in FLAGS.items():
+    for name, meta in config.flags().items():
         if config.eval_only and Scope.EVALUATION not in meta.scope:
             idle[name] = "with --eval-only (weights are given by --initial-checkpoint)"
             continue
-        for condition, is_needed, words in conditions_of(name):
+        for condition, is_needed, words in conditions_of(meta):
             if _holds(condition, config) != is_needed:
                 idle.setdefault(name, words)
     return idle
@@ -86,19 +89,19 @@ def find_problems(config: RunConfig, invalid: Mapping[str, str]) -> Iterator[str
     if not asked.dataset and not asked.data_dir:
         yield "no data: give --data-dir DIR with train/ and val/ in it, or --dataset digits"
     keys = parse_set(config.set)
-    for name, meta in FLAGS.items():
+    for name, meta in config.flags().items():
         if meta.key in keys and name in config.model_fields_set:
             yield f"{written(name, config)} and --set {meta.key} are both given; keep one"
-        if getattr(config, name) == default_of(name):
+        if getattr(config, name) == config.default_of(name):
             continue
         for condition, why in meta.excludes.items():
             other, _, patterns = _parts(condition)[0]
-            if _holds(condition, config) if patterns else getattr(config, other) != default_of(other):
+            if _holds(condition, config) if patterns else getattr(config, other) != config.default_of(other):
                 both = f"{written(name, config)} and {written(other, config)} are both given"
                 yield f"{both}{why and f': {why}'}; keep one"
     yield from _misfits(config)
     for name, reason in idle_flags(asked).items():
-        if is_requested(name, config):
+        if config.is_requested(name):
             yield f"{spelling(name)} has no effect {reason}; drop it"
 
 

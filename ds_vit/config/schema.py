@@ -6,6 +6,7 @@ every list of flag names are generated from it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -23,7 +24,6 @@ from ds_vit.config.flag import (
     WEIGHTS,
     Below1,
     Epochs,
-    Flag,
     Images,
     Pixels,
     Probability,
@@ -166,7 +166,7 @@ class EvaluationSettings(Settings, section="run", scope=NOTED, needs=EVALUATES):
     )
 
 
-class ZeroShotSettings(Settings, section="run", scope=NOTED | EVALUATION, task="clip siglip"):
+class ZeroShotSettings(Settings, section="run", scope=NOTED | EVALUATION):
     """Classification by captions."""
 
     zeroshot: str = flag(
@@ -183,7 +183,13 @@ class ZeroShotSettings(Settings, section="run", scope=NOTED | EVALUATION, task="
 class ModelSettings(Settings, section="model", scope=WEIGHTS):
     """The task and the model."""
 
-    task: str = flag("classification", "training task")
+    task: str = flag("classification", "training task; PACKAGE.MODULE:CLASS for a class of your own")
+    task_source: str = flag(
+        "",
+        "file and hash of such a class, as a run records them: a warning if it has changed",
+        FREE | WEIGHTS,
+        needs="task=*:*",
+    )
     model: str = flag("vit_base_patch16_224", "timm name, hf-hub:ORG/NAME or local-dir:FOLDER")
     model_kwargs: Annotated[dict[str, Any], BeforeValidator(parse_kwargs)] = flag(
         {}, "arguments of the constructor", metavar="K=V"
@@ -192,7 +198,7 @@ class ModelSettings(Settings, section="model", scope=WEIGHTS):
     img_size: Pixels | None = flag(None, "image side in pixels (default: the model's)")
 
 
-class MaskedAutoencoderSettings(Settings, section="model", scope=RECORDED, task="mae"):
+class MaskedAutoencoderSettings(Settings, section="model", scope=RECORDED):
     """The masks and the decoder of a masked autoencoder."""
 
     mask_ratio: Share = flag(0.75, "share of the patches that are masked")
@@ -202,7 +208,7 @@ class MaskedAutoencoderSettings(Settings, section="model", scope=RECORDED, task=
     norm_pix_loss: bool = flag(False, "predict pixels normalised per patch")
 
 
-class TextTowerSettings(Settings, section="model", scope=WEIGHTS, task="clip siglip"):
+class TextTowerSettings(Settings, section="model", scope=WEIGHTS):
     """The text tower and the features of both towers."""
 
     text_model: str = flag("", "text tower (clip_base, siglip_base)", metavar="NAME")
@@ -215,7 +221,7 @@ class TextTowerSettings(Settings, section="model", scope=WEIGHTS, task="clip sig
     embed_dim: Width | None = flag(None, "width of the features of both towers")
 
 
-class LockSettings(Settings, section="model", task="clip siglip"):
+class LockSettings(Settings, section="model"):
     """Towers that are not trained."""
 
     lock_image: bool = flag(False, "freeze the image tower except its projection")
@@ -225,7 +231,7 @@ class LockSettings(Settings, section="model", task="clip siglip"):
     lock_text: bool = flag(False, "freeze the text tower")
 
 
-class TokenSettings(Settings, section="model", scope=WEIGHTS, task="clip siglip bridgetower"):
+class TokenSettings(Settings, section="model", scope=WEIGHTS):
     """Captions as tokens."""
 
     tokenizer: str = flag("bytes", "bytes (UTF-8), clip or a tokenizer.json", metavar="bytes|clip|PATH")
@@ -234,7 +240,7 @@ class TokenSettings(Settings, section="model", scope=WEIGHTS, task="clip siglip 
     )
 
 
-class HeadSettings(Settings, section="model", scope=WEIGHTS, task="dino"):
+class HeadSettings(Settings, section="model", scope=WEIGHTS):
     """The heads of DINO and iBOT, with the defaults of DINOv2 (facebookresearch/dinov2, dinov2/configs)."""
 
     prototypes: Annotated[int, Field(ge=2, le=2**24)] = flag(65536, "prototypes of a head")
@@ -350,7 +356,7 @@ class ReadingSettings(Settings, section="data", scope=FREE | RECORDED):
     )
 
 
-class TableSettings(Settings, section="data", scope=FREE | RECORDED, task="clip siglip bridgetower"):
+class TableSettings(Settings, section="data", scope=FREE | RECORDED):
     """Columns of images and captions."""
 
     csv_img_key: str = flag(
@@ -386,7 +392,7 @@ class ImageSettings(Settings, section="augmentation", scope=NOTED | WEIGHTS):
     )
 
 
-class CropSettings(Settings, section="augmentation", task="dino"):
+class CropSettings(Settings, section="augmentation"):
     """The crops of DINO."""
 
     global_crops_scale: Annotated[tuple[UpTo1, UpTo1], ASCENDING] = flag((0.32, 1.0), "area of a global crop")
@@ -405,7 +411,7 @@ class LossSettings(Settings, section="loss"):
     bce_target_thresh: Below1 | None = flag(None, "binarise soft targets above this", needs="bce_loss")
 
 
-class SelfDistillationSettings(Settings, section="loss", task="dino"):
+class SelfDistillationSettings(Settings, section="loss"):
     """The masks, teacher and losses of DINO and iBOT."""
 
     mask_sample_probability: Probability = flag(0.5, "probability that a global crop has masked patches")
@@ -432,7 +438,7 @@ class SelfDistillationSettings(Settings, section="loss", task="dino"):
     )
 
 
-class DistillationSettings(Settings, section="distillation", task="classification", needs=WITH_TEACHER):
+class DistillationSettings(Settings, section="distillation", needs=WITH_TEACHER):
     """A fixed teacher, and the loss against it."""
 
     kd_model_name: str = flag("", "teacher to distil from: timm name, hf-hub:ORG/NAME or local-dir:FOLDER", NOTED)
@@ -564,69 +570,66 @@ class RunConfig(
 ):
     """Every flag of `launch/train.py`, by its name in a recipe; defaults are timm's where timm has the flag."""
 
+    @classmethod
+    @functools.cache
+    def fixed_on_resume(cls) -> frozenset[str]:
+        """The flags that a resumed run must not change; those in `KEY_OF_FLAG` are compared with the resolved JSON."""
+        may_change = {*KEY_OF_FLAG, *cls.names_with(Scope.FREE), *cls.names_with(Scope.NOTED)}
+        return frozenset(cls.flags().keys() - may_change)
 
-SECTIONS = ("run", "model", "data", "augmentation", "loss", "distillation", "optimizer", "schedule")
-"""The groups of --help and of config.yaml, in their order."""
-FLAGS: Mapping[str, Flag] = dict(sorted(RunConfig.flags().items(), key=lambda item: SECTIONS.index(item[1].section)))
-"""The flags by their names in a recipe, in the order of --help."""
-KEY_OF_FLAG: Mapping[str, str] = {name: meta.key for name, meta in FLAGS.items() if meta.key}
+    def is_requested(self, name: str) -> bool:
+        """Whether a flag was given with a value that is neither its default nor neutral."""
+        value = getattr(self, name)
+        is_neutral = value == self.default_of(name) or value in self.flags()[name].neutral
+        return name in self.model_fields_set and not is_neutral
+
+
+TASK_SETTINGS: Mapping[str, Sequence[type[Settings]]] = {
+    "classification": (DistillationSettings,),
+    "mae": (MaskedAutoencoderSettings,),
+    "clip": (TextTowerSettings, LockSettings, TokenSettings, TableSettings, ZeroShotSettings),
+    "siglip": (TextTowerSettings, LockSettings, TokenSettings, TableSettings, ZeroShotSettings),
+    "bridgetower": (TokenSettings, TableSettings),
+    "dino": (HeadSettings, CropSettings, SelfDistillationSettings),
+}
+"""Built-in task → the flags that it has in addition to those of every run."""
+KEY_OF_FLAG: Mapping[str, str] = {name: meta.key for name, meta in RunConfig.flags().items() if meta.key}
 """Flag → its key in the DeepSpeed JSON, for the flags that set one."""
 
-LAYOUT_FLAGS = ("pp", "tp", *(name for name, meta in FLAGS.items() if {"pp!=1", "tp!=1"} & {*meta.needs}))
+LAYOUT_FLAGS = ("pp", "tp", *(name for name, meta in RunConfig.flags().items() if {"pp!=1", "tp!=1"} & {*meta.needs}))
 """The degrees of the model's layout, and the flags that have an effect only with them."""
 
 
-def names_with(scope: Scope) -> tuple[str, ...]:
-    """The recipe names of the flags that have this scope."""
-    return tuple(name for name, meta in FLAGS.items() if scope in meta.scope)
+def names_in(settings: Sequence[type[Settings]]) -> frozenset[str]:
+    """The recipe names of the flags of these classes."""
+    return frozenset(name for kind in settings for name in kind.flags())
 
 
-FIXED_ON_RESUME = frozenset(FLAGS) - KEY_OF_FLAG.keys() - {*names_with(Scope.FREE), *names_with(Scope.NOTED)}
-"""The flags that a resumed run must not change. Those in `KEY_OF_FLAG` are compared as resolved with the JSON."""
+@functools.cache
+def tasks_of(name: str) -> tuple[str, ...]:
+    """The built-in tasks that a flag belongs to; empty for a flag of every run."""
+    return tuple(task for task, settings in TASK_SETTINGS.items() if name in names_in(settings))
 
 
-def names_of_task(task: str) -> frozenset[str]:
-    """The flags of this task that not all tasks have."""
-    return frozenset(name for name, meta in FLAGS.items() if task in meta.task.split())
-
-
-def default_of(name: str) -> Any:
-    """The default of a flag, by its recipe name."""
-    return RunConfig.model_fields[name].get_default(call_default_factory=True)
-
-
-def describe_values(name: str) -> str:
-    """The values that a flag takes, for messages: "a whole number", "auto or a whole number", "a word or a block"."""
-    kinds = RunConfig.kinds(name)
-    named = [*(kind for kind in kinds if kind.words), *(kind for kind in kinds[:1] if not kind.words)]
-    named += [kind for kind in kinds[1:] if kind.item is dict]
-    return " or ".join(kind.in_words for kind in named)
-
-
-def describe_range(name: str) -> str:
-    """As in "--epochs must be at least 1 and at most 1,000,000, not 0"; empty if the flag takes no numbers."""
-    kinds = RunConfig.kinds(name)
-    word = "".join(f"{' or '.join(kind.words)}, or " for kind in kinds[1:] if kind.words)
-    return f"must be {word}{kinds[0].range}" if kinds[0].bounds else ""
-
-
-def what_is_wrong(values: Mapping[str, Any]) -> tuple[RunConfig, dict[str, list[str]]]:
+def what_is_wrong(
+    values: Mapping[str, Any], kind: type[RunConfig] = RunConfig
+) -> tuple[RunConfig, dict[str, list[str]]]:
     """The settings from those of the values that are valid; of each other one, by its name, what is wrong with it."""
     wrong: dict[str, list[str]] = {}
     while True:
         try:
-            return RunConfig.model_validate({name: values[name] for name in values if name not in wrong}), wrong
+            return kind.model_validate({name: values[name] for name in values if name not in wrong}), wrong
         except ValidationError as error:
             details: dict[str, list[Any]] = {}
             for detail in error.errors():
                 details.setdefault(str(detail["loc"][0]), []).append(detail)
-            wrong |= {name: _problems(name, values[name], of_name) for name, of_name in details.items()}
+            wrong |= {name: _problems(kind, name, values[name], of_name) for name, of_name in details.items()}
 
 
 _OUT_OF_RANGE = {"finite_number", "greater_than", "greater_than_equal", "less_than", "less_than_equal"}
 
 
-def _problems(name: str, value: Any, details: Sequence[Any]) -> list[str]:
+def _problems(kind: type[Settings], name: str, value: Any, details: Sequence[Any]) -> list[str]:
     """What pydantic found wrong with a value, for people."""
     types = {detail["type"] for detail in details}
     if "extra_forbidden" in types:
@@ -638,15 +641,9 @@ def _problems(name: str, value: Any, details: Sequence[Any]) -> list[str]:
         return [f"{spelling(name)}: a key must be text, not {key!r}" for key in keys]
     shown = " ".join(texts_of(value))
     if types == {"literal_error"} and isinstance(details[0]["input"], str):
-        words = RunConfig.kinds(name)[0].words
+        words = kind.kinds(name)[0].words
         return [f"{spelling(name)} {shown} is none of {', '.join(words)}{did_you_mean(shown, words)}"]
     if types & _OUT_OF_RANGE and not types & {"missing", "too_long"}:
-        return [f"{spelling(name)} {describe_range(name)}, not {shown}"]
-    is_list = isinstance(value, (list, tuple)) and any(kind.length is not None for kind in RunConfig.kinds(name))
-    return [f"{spelling(name)} takes {describe_values(name)}, not {shown if is_list else repr(value)}"]
-
-
-def is_requested(name: str, config: RunConfig) -> bool:
-    """Whether a flag was given with a value that is neither its default nor neutral."""
-    value = getattr(config, name)
-    return name in config.model_fields_set and value != default_of(name) and value not in FLAGS[name].neutral
+        return [f"{spelling(name)} {kind.range_of(name)}, not {shown}"]
+    is_list = isinstance(value, (list, tuple)) and any(one.length is not None for one in kind.kinds(name))
+    return [f"{spelling(name)} takes {kind.values_of(name)}, not {shown if is_list else repr(value)}"]

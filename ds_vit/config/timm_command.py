@@ -9,14 +9,13 @@ import hashlib
 import json
 import re
 import shlex
-from argparse import ArgumentParser
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
 from ds_vit.config.deepspeed_json import load_json, overlay
-from ds_vit.config.parser import build_parser, from_values, or_shipped, read_words
+from ds_vit.config.parser import Parser, build_parser, from_values, or_shipped, read_words
 from ds_vit.config.timm_flags import WARMUP_EPOCHS, Given, split_words, timm_answer
 from ds_vit.fault_tolerance.errors import UserError
 
@@ -196,7 +195,7 @@ def _flat(flags: Mapping[str, Sequence[str]]) -> list[str]:
     return [word for flag, own in flags.items() for word in (flag, *own)]
 
 
-def _problems(parser: ArgumentParser, flags: Mapping[str, Sequence[str]], data: Mapping[str, Any]) -> tuple[str, ...]:
+def _problems(parser: Parser, flags: Mapping[str, Sequence[str]], data: Mapping[str, Any]) -> tuple[str, ...]:
     """Why training would reject these flags with this JSON."""
     try:
         from_values(read_words(parser, _flat(flags)) | {"deepspeed_config": data})

@@ -1,42 +1,67 @@
-"""The table of the tasks: from the word of `--task` to the class, and which flags are of which task."""
+"""The tasks: from the word of `--task` to the class, and which flags are of which task."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any
 
-from ds_vit.config import RunConfig, default_of, spelling
-from ds_vit.config.schema import FLAGS, is_requested
-from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.tasks.bridgetower.task import BridgeTowerTask
+from ds_vit.config import RunConfig, spelling
+from ds_vit.config.outside import is_outside, load_class
+from ds_vit.config.schema import names_in, tasks_of
+from ds_vit.fault_tolerance.errors import UserError, did_you_mean
 from ds_vit.tasks.classification.task import Classification
-from ds_vit.tasks.clip.task import Clip, SigLip
 from ds_vit.tasks.clip.zero_shot import ZERO_SHOT
-from ds_vit.tasks.dino.task import SelfDistillation
 from ds_vit.tasks.distillation.task import Distillation
 from ds_vit.tasks.evaluators import KNN, LINEAR
-from ds_vit.tasks.mae.task import MaskedAutoencoding
 from ds_vit.tasks.metrics import Figure
 from ds_vit.tasks.task import Task
 
-_ALL = (Classification, MaskedAutoencoding, Clip, SigLip, BridgeTowerTask, SelfDistillation)
-TASKS: dict[str, type[Task]] = {task.name: task for task in _ALL}
-"""From the word of `--task` to the task."""
+TASKS: Mapping[str, str] = {
+    "classification": "ds_vit.tasks.classification.task:Classification",
+    "mae": "ds_vit.tasks.mae.task:MaskedAutoencoding",
+    "clip": "ds_vit.tasks.clip.task:Clip",
+    "siglip": "ds_vit.tasks.clip.task:SigLip",
+    "bridgetower": "ds_vit.tasks.bridgetower.task:BridgeTowerTask",
+    "dino": "ds_vit.tasks.dino.task:SelfDistillation",
+}
+"""From the word of `--task` to the class, which is imported when it is asked for."""
+
+
+def task_named(word: str, source: str = "") -> type[Task]:
+    """The class of a `--task`.
+
+    Args:
+        word: a key of `TASKS`, or PACKAGE.MODULE:CLASS.
+        source: as for `load_class`.
+
+    Raises:
+        UserError: there is no such task.
+    """
+    if is_outside(word):
+        task: Any = load_class(word, source)
+        assert issubclass(task, Task), "Task is the only subclass of Configurable"
+        return task
+    if word not in TASKS:
+        own = "; PACKAGE.MODULE:CLASS names a class of your own"
+        raise UserError(f"there is no --task {word}; there is {', '.join(TASKS)}{did_you_mean(word, TASKS) or own}")
+    module, _, name = TASKS[word].partition(":")
+    return getattr(import_module(module), name)
 
 
 def all_tasks() -> tuple[type[Task], ...]:
     """The tasks of `--task`, and those that a flag makes of them."""
-    return (*TASKS.values(), Distillation)
+    return (*map(task_named, TASKS), Distillation)
 
 
 def task_of(values: Mapping[str, Any]) -> type[Task]:
     """The task of a recorded run, from its flags; runs from before there were tasks have the default one."""
-    return TASKS[values.get("task", default_of("task"))]
+    return task_named(values.get("task", RunConfig.default_of("task")), str(values.get("task_source") or ""))
 
 
 def known_figures(*others: type[Task]) -> dict[str, Figure]:
     """The metrics of all built-in tasks and evaluators, and of other tasks, by name."""
-    of_tasks = (figure for task in (*TASKS.values(), *others) for figure in task.figures)
+    of_tasks = (figure for task in (*all_tasks(), *others) for figure in task.figures)
     return {figure.name: figure for figure in (*of_tasks, KNN, LINEAR, *ZERO_SHOT)}
 
 
@@ -48,12 +73,8 @@ def part_of(name: str) -> str:
 
 def idle_flags(task: type[Task]) -> dict[str, str]:
     """The flags that have no effect for a task, those of other tasks only and those that it rejects → the reason."""
-    tasks_of = {name: meta.task.split() for name, meta in FLAGS.items()}
-    idle = {
-        flag: f"; it is of --task {' and '.join(tasks)}"
-        for flag, tasks in tasks_of.items()
-        if tasks and flag not in task.flags
-    }
+    others = RunConfig.flags().keys() - names_in(task.settings)
+    idle = {flag: f"; it is of --task {' and '.join(tasks_of(flag))}" for flag in others if tasks_of(flag)}
     return idle | {flag: f": {reason}; drop it" for flag, reason in task.refused_flags.items()}
 
 
@@ -66,12 +87,13 @@ def find_task(config: RunConfig) -> type[Task]:
     Raises:
         UserError: there is no such task, or a flag was given that it does not use.
     """
-    if config.task not in TASKS:
-        raise UserError(f"there is no --task {config.task}; there is {', '.join(TASKS)}")
-    task = TASKS[config.task]
-    if task is Classification and (config.kd_model_name or config.kd_checkpoint):
-        task = Distillation
+    task = task_named(config.task, config.task_source)
+    if config.kd_model_name or config.kd_checkpoint:
+        if task is Classification:
+            task = Distillation
+        elif issubclass(task, Classification) and not issubclass(task, Distillation):
+            raise UserError(f"--task {task.name} takes no teacher: derive it from {Distillation.__qualname__}")
     for flag, reason in idle_flags(task).items():
-        if is_requested(flag, config):
+        if config.is_requested(flag):
             raise UserError(f"{spelling(flag)} has no effect with --task {task.name}{reason}")
     return task

@@ -25,8 +25,9 @@ from torch import nn
 
 from ds_vit.config import RunConfig
 from ds_vit.config.augmentation import AugmentConfig, MixConfig
+from ds_vit.config.outside import Configurable, word_of
 from ds_vit.config.run_folder import RunFolder
-from ds_vit.config.schema import FIXED_ON_RESUME
+from ds_vit.config.schema import names_in
 from ds_vit.data.batches import MicroBatch
 from ds_vit.data.device import finish_images, finish_local_images, finish_targets
 from ds_vit.data.settings import CropConfig, ImageConfig, SampleSpec
@@ -183,7 +184,7 @@ class Field:
     dtype: torch.dtype | None = None
 
 
-class Task(ABC):
+class Task(Configurable, ABC):
     """One run's task; the same on every rank, and without tensors.
 
     Args:
@@ -206,8 +207,7 @@ class Task(ABC):
     """
 
     name: ClassVar[str]
-    flags: ClassVar[frozenset[str]] = frozenset()
-    """Flags that only this task takes, by their recipe names."""
+    """The word of --task; of a class from outside, its module and name."""
     refused_flags: ClassVar[Mapping[str, str]] = {}
     """Flags that would have no effect, each with the reason."""
     coupled: bool = False
@@ -256,6 +256,11 @@ class Task(ABC):
     figures: tuple[Figure, ...]
     """The metrics of an evaluation; the first decides which weights are the best, if it is summed up. A run adds those
     of its evaluators and puts that of --eval-metric first."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if not cls.__module__.startswith("ds_vit."):
+            cls.name = word_of(cls)
 
     def __init__(
         self, config: RunConfig, image: ImageConfig, source: Source, model: nn.Module, *, probes: bool = True
@@ -348,7 +353,8 @@ class Task(ABC):
 
     def identity(self) -> dict[str, Any]:
         """Values of flags, by their recipe names, that have to be the same in a run that resumes."""
-        values = {name: getattr(self.config, name) for name in sorted(self.flags & FIXED_ON_RESUME)}
+        names = names_in(self.settings) & self.config.fixed_on_resume()
+        values = {name: getattr(self.config, name) for name in sorted(names)}
         values = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}  # as JSON
         return values if self.tokenizer is None else {**values, "tokenizer": self.tokenizer.name}
 

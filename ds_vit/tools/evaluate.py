@@ -6,12 +6,12 @@ deepspeed launch/eval.py runs/first --pp 2 --weights ema
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import itertools
 import json
 import os
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,10 +21,11 @@ import torch
 import torch.distributed as dist
 
 from ds_vit import config as flags
+from ds_vit.config import config_class
 from ds_vit.config.deepspeed_json import MONITORS
 from ds_vit.config.flag import Scope
 from ds_vit.config.run_folder import RunFolder, write_json
-from ds_vit.config.schema import LAYOUT_FLAGS, names_with
+from ds_vit.config.schema import LAYOUT_FLAGS, RunConfig
 from ds_vit.data.sources.source import TRAIN_NAMES, VAL_NAMES, Source
 from ds_vit.engine.start import quiet_deepspeed
 from ds_vit.fault_tolerance import exit_codes
@@ -33,15 +34,12 @@ from ds_vit.launching.process import Process, discover
 from ds_vit.monitoring.progress import Line, doing
 from ds_vit.tasks.task import Task
 from ds_vit.training.program import guarded, process_group
-from ds_vit.weights.files import StoredWeights, add_weights_arguments, find_weights
+from ds_vit.weights.files import StoredWeights, add_weights_arguments, find_weights, recipe_of
 
 if TYPE_CHECKING:
     from ds_vit.training.run import Run
 
-# What evaluation takes from the run's config.yaml. The layout is not among it: the ranks are other ones.
-_FROM_RUN = names_with(Scope.RECORDED)
 _FLAGS = (
-    *_FROM_RUN,
     *LAYOUT_FLAGS,
     *("dataset_download", "validation_batch_size", "verbose", "zeroshot", "zeroshot_templates", "eval_knn"),
 )
@@ -57,21 +55,33 @@ def main(argv: Sequence[str] | None = None, program: str = "eval.py") -> int:
     """Run `launch/eval.py` or `ds-vit eval` with these arguments; exit codes as those of `launch/train.py`."""
 
     def body(process: Process) -> int:
-        words = flags.read_words(build_parser(program), argv, eval_only=True)
+        words = flags.read_words(build_parser(program, _config_of(argv)), argv, eval_only=True)
         evaluate_weights(words.pop("source", ""), process=process, **words)
         return exit_codes.OK
 
     return guarded(program, body, "nothing was written")
 
 
-def build_parser(program: str) -> argparse.ArgumentParser:
+def _config_of(argv: Sequence[str] | None) -> type[RunConfig]:
+    """The class of the settings of a command line, by the run that it names."""
+    recipes = (recipe_of(Path(word)) for word in (sys.argv[1:] if argv is None else argv) if Path(word).exists())
+    return flags.config_of_words(argv, next((str(recipe) for recipe in recipes if recipe), None))
+
+
+def _from_run(config: type[RunConfig]) -> tuple[str, ...]:
+    """What evaluation takes from the run's config.yaml; not the layout: the ranks are other ones."""
+    return config.names_with(Scope.RECORDED)
+
+
+def build_parser(program: str, config: type[RunConfig] = RunConfig) -> flags.Parser:
     """The command line of `launch/eval.py` and `ds-vit eval`."""
     parser = flags.build_parser(
         program,
         "Exact figures of weights (top-1 and top-5 of a classifier), whatever the layout.",
-        _FLAGS,
+        (*_from_run(config), *_FLAGS),
         show_defaults=False,
         examples=_EXAMPLES,
+        config=config,
     )
     add_weights_arguments(parser)
     parser.add_argument("--output", metavar="FILE", help="where to write the figures [eval.json next to the weights]")
@@ -116,8 +126,9 @@ def evaluate_weights(
     """
     process = process or discover()
     found = find_weights(source, weights, checkpoint)
-    stored = flags.load_recipe(str(found.recipe)) if found.recipe else {}
-    stored = {name: value for name, value in stored.items() if name in _FROM_RUN}
+    stored = flags.load_recipe(str(found.recipe), settings) if found.recipe else {}
+    kept = _from_run(config_class({**stored, **settings}))
+    stored = {name: value for name, value in stored.items() if name in kept}
     settings |= {"initial_checkpoint": str(found.path), "eval_only": True, **_only_split(settings)}
     values = flags.over_recipe(stored, settings)
     if values.get("val_split") == "" and sources is None and not {"val_split", "zeroshot"} & settings.keys():

@@ -178,9 +178,9 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, dict[s
         UserError: as `config.parse`, or an invalid layout.
     """
     description = "Train a few steps in each layout, and compare loss, gradient norm and weights with one reference. "
-    parser = flags.build_parser(
-        "parity.py", description + "Takes the flags of train.py too.", only=flags.FLAGS.keys() - _NOT_TAKEN
-    )
+    kind = flags.config_of_words(argv)
+    only = kind.flags().keys() - _NOT_TAKEN
+    parser = flags.build_parser("parity.py", description + "Takes the flags of train.py too.", only, config=kind)
     parser.usage = "parity.py -n RANKS --deepspeed_config FILE [--layouts LIST] [flags]"
     parser.add_argument(
         "-n", "--ranks", type=at_least(1), metavar="N", help="ranks of each run [one per accelerator; CPU: 2]"

@@ -11,7 +11,6 @@ is timm's own, in fp32, whatever the run computed in.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import os
 import sys
@@ -345,7 +344,7 @@ def main(argv: Sequence[str]) -> int:
     return _embed(**given) if command == "embed" else _predict(**given)
 
 
-def build_parser(command: str) -> argparse.ArgumentParser:
+def build_parser(command: str) -> flags.Parser:
     """The command line of `ds-vit predict` or `ds-vit embed`."""
     does = "Write the features of images." if command == "embed" else "Predict the classes of images."
     only = (*MODEL_FLAGS, *PIXEL_FLAGS, "exif_rotation", *(("bce_loss",) if command == "predict" else ()))

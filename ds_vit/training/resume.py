@@ -9,19 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from ds_vit.checkpoint.folder import Checkpoint, Damaged, newest, open_checkpoint, step_of
-from ds_vit.config import FLAGS, RunConfig, default_of, spelling
+from ds_vit.config import RunConfig, config_class, spelling
 from ds_vit.config.batch import BatchSizes, nearest_batch, nearest_dp, ways_to_share
 from ds_vit.config.flag import Scope
 from ds_vit.config.run_folder import RunFolder
-from ds_vit.config.schema import FIXED_ON_RESUME, names_with
 from ds_vit.data.sampler import SampleOrder
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.optim.schedules import LearningRate
-from ds_vit.tasks.registry import TASKS
+from ds_vit.tasks.registry import task_of
 
 # Where both runs have one, it may change with --allow-schedule-change or --allow-batch-change.
 _SCHEDULES = ("img_size_schedule", "train_img_sizes", "task_schedules")
-_FREE = frozenset(names_with(Scope.FREE))  # flags that may change without a note
 
 
 @dataclass(frozen=True)
@@ -151,10 +149,11 @@ def check_same_run(resume: Resume, identity: Mapping[str, Any], config: Mapping[
     Raises:
         UserError: names the differences, both values, and what to do.
     """
-    saved, notes = resume.checkpoint.state, []
+    kind, saved, notes = config_class(config), resume.checkpoint.state, []
+    known, fixed, free = kind.flags(), kind.fixed_on_resume(), {*kind.names_with(Scope.FREE)}
     allow = bool(config.get("allow_schedule_change"))
     for key in {**identity, **saved["run"]}:  # those of the task first
-        old, new = saved["run"].get(key, _default_of(key, None)), identity.get(key)
+        old, new = saved["run"].get(key, _default_of(kind, key, None)), identity.get(key)
         if old == new:
             continue
         difference = f"{key.replace('_', ' ')}: {_difference(key, old, new)}"
@@ -163,17 +162,18 @@ def check_same_run(resume: Resume, identity: Mapping[str, Any], config: Mapping[
         if (may_change and allow) or (is_schedule and config.get("allow_batch_change")):
             notes.append(f"{difference}; the curve changes with it")
             continue
-        same = f"give the same{f' {spelling(key)}' if key in FLAGS else ''}"
+        same = f"give the same{f' {spelling(key)}' if key in known else ''}"
         allowed = ", say --allow-schedule-change" if may_change else ""
         raise UserError(f"--resume {resume.checkpoint.path}: {difference}; {same}{allowed}, or start a new run")
     config, old = json.loads(json.dumps(config)), saved["config"]  # through JSON, which has no tuples
-    before = {name: old.get(name, _default_of(name, config.get(name))) for name in {*config, *(FLAGS.keys() & old)}}
-    changed = [name for name in sorted(before.keys() - _FREE) if before[name] != config.get(name)]
+    names = {*config, *(known.keys() & old)}
+    before = {name: old.get(name, _default_of(kind, name, config.get(name))) for name in names}
+    changed = [name for name in sorted(names - free) if before[name] != config.get(name)]
     # Without augmentation, training resizes by the filter of evaluation.
-    held = (FIXED_ON_RESUME | {"interpolation"} if config.get("no_aug") else FIXED_ON_RESUME) - identity.keys()
-    if (broken := [name for name in changed if name in held or name not in FLAGS]) and not allow:
-        names = {name: spelling(name) if name in FLAGS else name for name in broken}
-        differences = (f"{names[name]} is {before[name]} there and {config.get(name)} here" for name in broken)
+    held = (fixed | {"interpolation"} if config.get("no_aug") else fixed) - identity.keys()
+    if (broken := [name for name in changed if name in held or name not in known]) and not allow:
+        spelled = {name: spelling(name) if name in known else name for name in broken}
+        differences = (f"{spelled[name]} is {before[name]} there and {config.get(name)} here" for name in broken)
         raise UserError(
             f"--resume {resume.checkpoint.path}: {'; '.join(differences)}; give the same, say --allow-schedule-change "
             "to resume with the new ones, or start a new run"
@@ -184,14 +184,14 @@ def check_same_run(resume: Resume, identity: Mapping[str, Any], config: Mapping[
     has_average = "ema" in resume.checkpoint.kinds
     if config.get("model_ema") and not has_average:
         notes.append("the checkpoint has no moving average: it starts from the checkpoint's weights")
-    if has_average and not config.get("model_ema") and not TASKS[config["task"]].teachers:
+    if has_average and not config.get("model_ema") and not task_of(config).teachers:
         notes.append("the checkpoint's moving average is dropped: --model-ema is off")
     return notes
 
 
-def _default_of(name: str, otherwise: Any) -> Any:
+def _default_of(kind: type[RunConfig], name: str, otherwise: Any) -> Any:
     """The value, as JSON has it, of a setting in a run that is older than it: a flag's default, else `otherwise`."""
-    return json.loads(json.dumps(default_of(name))) if name in FLAGS else otherwise
+    return json.loads(json.dumps(kind.default_of(name))) if name in kind.flags() else otherwise
 
 
 def _difference(key: str, old: Any, new: Any) -> str:

@@ -109,7 +109,7 @@ def settings_of(run: Run) -> tuple[dict[str, str | float], str, list[str]]:
     engine, layout = run.engine, run.layout
     aside = {"deepspeed_config", "output", "set"}
     given = {name: value for name, value in flag_values(run).items() if name not in aside}
-    given = {name: value for name, value in given.items() if value != flags.default_of(name)}
+    given = {name: value for name, value in given.items() if value != run.config.default_of(name)}
     # Names of folders need not be UTF-8, and TensorBoard's files must be.
     words = {name: os.fsencode(str(value)).decode("utf-8", "replace") for name, value in given.items()}
     values = {name: value if isinstance(value, (int, float)) else words[name] for name, value in given.items()}

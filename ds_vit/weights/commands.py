@@ -9,7 +9,6 @@ random images; then the folder is renamed.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
@@ -105,7 +104,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def build_parser(command: str) -> argparse.ArgumentParser:
+def build_parser(command: str) -> flags.Parser:
     """The command line of `ds-vit export` or `ds-vit import`."""
     if command == "import":
         parser = flags.build_parser(

@@ -290,7 +290,7 @@ def _places(run: RunFolder, weights: str, checkpoint: str) -> Iterator[tuple[Pat
             yield run.checkpoints / name, raw
 
 
-def _recipe_of(place: Path) -> Path | None:
+def recipe_of(place: Path) -> Path | None:
     """The config.yaml of the run in a folder, or around a checkpoint's folder."""
     configs = (RunFolder(run).config for run in (place, place.parent.parent))
     return next((config for config in configs if config.is_file()), None)
@@ -328,13 +328,13 @@ def find_weights(source: str | Path, weights: str = "", checkpoint: str = "") ->
         if weights not in ("", "raw"):
             raise UserError(f"--weights {weights} has no effect on {source}, which holds one set of weights; drop it")
         folder = source if source.is_dir() else source.parent
-        recipe = _recipe_of(source.parent)
+        recipe = recipe_of(source.parent)
         of_run = recipe is not None and RunFolder(recipe.parent).deepspeed.is_file()  # others write a config.yaml too
         return StoredWeights(source, recipe if of_run else None, folder, "raw")
     tried, note = [], ""
     for place, found in _places(RunFolder(source), weights, checkpoint):
         tried.append((place, found))
-        recipe = _recipe_of(place)
+        recipe = recipe_of(place)
         # A teacher is the average of its student: in checkpoints, too.
         values = load_recipe(str(recipe)) if recipe and found != "ema" else {}
         task = task_of(values)

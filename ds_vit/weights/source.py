@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -12,8 +13,8 @@ from timm.data import ImageNetInfo, infer_imagenet_subset
 
 from ds_vit import config as flags
 from ds_vit.config.flag import Scope
+from ds_vit.config.outside import config_class, source_changes
 from ds_vit.config.run_folder import BEST
-from ds_vit.config.schema import names_with
 from ds_vit.data.settings import ImageConfig, resolve_pixels
 from ds_vit.fault_tolerance.errors import UserError, did_you_mean, read_text, stripped_lines
 from ds_vit.models.keyed_init import materialise
@@ -25,7 +26,6 @@ from ds_vit.weights.files import StoredWeights
 from ds_vit.weights.initial_checkpoint import InitialCheckpoint, enumerate_some
 
 MODEL_FLAGS = ("model", "model_kwargs", "num_classes", "img_size")
-_RUN_FLAGS = names_with(Scope.WEIGHTS)
 _OF_PROGRAMS = ("weights", "checkpoint", "labels", "output", "top_k", "batch_size", "workers", "device")
 
 
@@ -48,16 +48,20 @@ def settings_of(weights: StoredWeights, settings: Mapping[str, Any]) -> tuple[di
     Raises:
         UserError: the weights are damaged, or an unknown setting.
     """
+    stored = flags.load_recipe(str(weights.recipe), settings) if weights.recipe else {}
+    kind = config_class({**stored, **settings})
+    of_run = kind.names_with(Scope.WEIGHTS)
     for name in settings:
-        if name not in flags.FLAGS:
-            near = did_you_mean(name, (*_RUN_FLAGS, *_OF_PROGRAMS))
+        if name not in kind.flags():
+            near = did_you_mean(name, (*of_run, *_OF_PROGRAMS))
             raise UserError(f'there is no setting "{name}"{near}')
-    typed, problems = flags.read_values(settings)
+    typed, problems = flags.read_values(settings, kind=kind)
     if problems:
         raise UserError(*problems)
     weights.verify()
-    stored = flags.load_recipe(str(weights.recipe)) if weights.recipe else {}
-    values = {**{name: stored[name] for name in _RUN_FLAGS if name in stored}, **typed}
+    values = {**{name: stored[name] for name in of_run if name in stored}, **typed}
+    for line in source_changes(values):
+        print(line, file=sys.stderr, flush=True)
     return values, task_of(values)
 
 
@@ -115,7 +119,7 @@ def load_whole(weights: StoredWeights, values: Mapping[str, Any], task: type[Tas
         UserError: the weights do not fit the model, or lack a part of it.
     """
     spec = model_spec(values)
-    model = task.create_model(spec, flags.RunConfig(**values), for_training=False)
+    model = task.create_model(spec, config_class(values)(**values), for_training=False)
     checkpoint = InitialCheckpoint(weights.path, model, task=task)
     if checkpoint.newly_initialised:
         files = " and ".join(f"{name}.safetensors" for name in task.tower_files)
@@ -127,7 +131,7 @@ def load_whole(weights: StoredWeights, values: Mapping[str, Any], task: type[Tas
     materialise(model, torch.device("cpu"))
     checkpoint.load(model)
     image = ImageConfig(image_size(model), **resolve_pixels(values, model))
-    tokenizer = str(values.get("tokenizer") or flags.default_of("tokenizer")) if task.has_text else ""
+    tokenizer = str(values.get("tokenizer") or flags.RunConfig.default_of("tokenizer")) if task.has_text else ""
     return Exported(model.eval(), image, (), weights.path, task.name, spec, tokenizer=tokenizer)
 
 

@@ -10,7 +10,6 @@ import yaml
 from ds_vit import config as flags
 from ds_vit.config import RunConfig, parse
 from ds_vit.config.parser import help_of
-from ds_vit.config.schema import describe_range
 
 BASE = ["--deepspeed_config", "x.json", "--data-dir", "d"]
 
@@ -119,7 +118,7 @@ REFUSED = {
 }
 
 
-NUMBERS = [name for name in flags.FLAGS if RunConfig.kinds(name)[0].item in (int, float)]
+NUMBERS = [name for name in RunConfig.flags() if RunConfig.kinds(name)[0].item in (int, float)]
 
 
 @pytest.mark.parametrize("name", NUMBERS)
@@ -132,7 +131,7 @@ def test_every_flag_of_numbers_has_a_finite_range(name):
     for value in (math.nan, math.inf, -math.inf, 1e30, -1e30, 10**30, low - 1, high * 2):
         given = value if several is None else (value,) * (several or 3)
         settings = {"deepspeed_config": "x.json", "data_dir": "d", name: given}
-        said = f"(?:{re.escape(describe_range(name))}|takes (a |auto or a )?whole numbers?), not "
+        said = f"(?:{re.escape(RunConfig.range_of(name))}|takes (a |auto or a )?whole numbers?), not "
         with pytest.raises(ValueError, match=f"{flags.spelling(name)} {said}"):
             flags.from_values(settings)
         words = (
@@ -203,7 +202,7 @@ def test_a_json_of_a_program_may_be_any_mapping():
 
 def test_a_help_text_has_one_lead():
     """ "--task clip, siglip: --lock-image: …", which reads as if it were two flags."""
-    texts = [help_of(name) for name in flags.FLAGS]
+    texts = [help_of(name) for name in RunConfig.flags()]
     assert [text for text in texts if re.match(r"--[^:]*: --", text)] == []
     assert sum(text.startswith("--task ") for text in texts) > 20
 
@@ -234,7 +233,7 @@ def test_recipe_and_command_line(tmp_path):
     assert "wandb" not in flags.from_values({"wandb": None}, str(recipe)).model_fields_set
 
 
-SWITCHES = [name for name in flags.FLAGS if RunConfig.kinds(name)[0].item is bool]
+SWITCHES = [name for name in RunConfig.flags() if RunConfig.kinds(name)[0].item is bool]
 
 
 @pytest.mark.parametrize("name", SWITCHES)
@@ -265,7 +264,7 @@ def test_a_flag_whose_value_may_be_left_out(tmp_path, name, value, expected):
     words = ["--recipe", str(recipe), *BASE]
     assert getattr(parse(words), name) == expected
     config = parse([*words, "--no-" + name.replace("_", "-")])
-    assert getattr(config, name) == flags.default_of(name)
+    assert getattr(config, name) == config.default_of(name)
     assert name in config.model_fields_set
     settings = {"deepspeed_config": "x.json", "data_dir": "d", name: yaml.safe_load(value)}
     assert getattr(flags.from_values(settings), name) == expected
@@ -341,7 +340,7 @@ def test_yaml_round_trip(tmp_path):
     """config.yaml must say the same again: every flag, written out and read back."""
     words = "--model-kwargs depth=3 --mixup 0.2 --scale 0.3 0.9 --no-aug --scale 0.08 1"
     config = parse([*BASE, *words.split()])
-    values = {n: getattr(config, n) for n in flags.FLAGS if getattr(config, n) is not None}
+    values = {n: getattr(config, n) for n in RunConfig.flags() if getattr(config, n) is not None}
     path = tmp_path / "config.yaml"
     path.write_text(flags.to_yaml(values))
     again = parse(["--recipe", str(path)])

@@ -15,7 +15,7 @@ from ds_vit import cli
 from ds_vit.config import from_values, parse, timm_flags
 from ds_vit.config.deepspeed_json import overlay
 from ds_vit.config.parser import build_parser
-from ds_vit.config.schema import FLAGS
+from ds_vit.config.schema import RunConfig
 from ds_vit.config.timm_command import translate
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.optim.build import optimizer_class
@@ -73,7 +73,7 @@ def test_hints_speak_of_flags_that_exist():
     said = {word for hint in HINTS for word in re.findall(r"(?<![\w-])--[a-z-]+", hint)}
     assert said
     assert said <= OURS | {"--to", "--amp-dtype"}, said - OURS
-    assert not [name for name in FLAGS if timm_flags.timm_answer(name)]
+    assert not [name for name in RunConfig.flags() if timm_flags.timm_answer(name)]
 
 
 def test_a_data_folder_without_a_flag(tmp_path):

@@ -19,7 +19,7 @@ from shards import write_shard
 
 from ds_vit import config as flags
 from ds_vit.config.augmentation import AugmentConfig, MixConfig
-from ds_vit.config.schema import names_of_task
+from ds_vit.config.schema import TASK_SETTINGS
 from ds_vit.data.decode import ImageDecodeError
 from ds_vit.data.loader import eval_loader
 from ds_vit.data.sampler import Share
@@ -31,7 +31,6 @@ from ds_vit.data.sources.source import NoSuchSplit, Source
 from ds_vit.data.text import build_tokenizer
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.tasks.classification.task import Classification
-from ds_vit.tasks.registry import TASKS
 from ds_vit.tasks.task import Task
 from ds_vit.training.resolve.data import _open_sources
 
@@ -378,23 +377,21 @@ def test_a_folder_of_parquet_files_is_not_another_split(forms, tmp_path):
 
 
 class _WithText(Classification):
-    name = "clip"
-    flags = names_of_task("clip")
+    settings = TASK_SETTINGS["clip"]
     identity = Task.identity
     has_classes = False
     has_text = True
 
 
 @pytest.mark.parametrize("form", ["csv", "arrow"])
-def test_from_flags(forms, monkeypatch, form):
+def test_from_flags(forms, form):
     """Would catch flags that do not reach the data, and a mixture of pairs that loses its captions."""
-    monkeypatch.setitem(TASKS, "clip", _WithText)
     words = {
         "csv": ["--dataset", f"csv/{forms}/folder/train", "--csv-separator", ";", "--csv-img-key", "image"],
         "arrow": ["--data-dir", f"hfds/{forms}/arrow", f"hfds/{forms}/arrow", "--csv-img-key", "picture"],
     }[form]
     key = {"csv": "text", "arrow": "said"}[form]
-    words += ["--csv-caption-key", key, "--val-fraction", "0.2", "--task", "clip"]
+    words += ["--csv-caption-key", key, "--val-fraction", "0.2", "--task", f"{__name__}:_WithText"]
     config = flags.parse(["--deepspeed_config", "x.json", *words])
     train, val, (line,) = _open_sources(config)
     assert (len(train), len(val)) == {"csv": (11, 3), "arrow": (22, 6)}[form]

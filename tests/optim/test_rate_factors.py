@@ -88,7 +88,7 @@ def train_on_rank(argv):
 
 def train(ranks, folder, kind, layout, output, *words):
     """The rows of a run in a layout; STEPS steps unless `words` say otherwise."""
-    more = ("--task", "with-rates", "--layer-decay", LAYER_DECAY, "--max-steps", STEPS, *words)
+    more = ("--task", "seam_tasks:WithRates", "--layer-decay", LAYER_DECAY, "--max-steps", STEPS, *words)
     argv = oracle.command(folder, kind, layout, output, *more, model_kwargs=KWARGS)
     world = layout[0] * layout[1] * layout[2]
     assert ranks.run(world, train_on_rank, argv) == [0] * world
@@ -158,10 +158,13 @@ def test_factors_multiply():
 
 def test_an_optimizer_whose_update_is_not_proportional_is_refused(capsys, cifar, tmp_path):
     lion = {"optimizer": {"type": "Lion", "params": {"lr": 0.1, "corrected_weight_decay": True}}}
-    words = ("--task", "with-rates")
+    words = ("--task", "seam_tasks:WithRates")
     argv = oracle.command(cifar, "sgd", (1, 1, 1, 1), tmp_path / "run", *words, blocks=lion, model_kwargs=KWARGS)
     line = refusal(capsys, argv)
-    assert "--task with-rates, which has rates by parameter, does not work with corrected_weight_decay of Lion" in line
+    assert (
+        "--task seam_tasks:WithRates, which has rates by parameter, does not work with corrected_weight_decay of Lion"
+        in line
+    )
 
 
 def test_a_schedule_of_no_weight_decay_is_refused(capsys, tmp_path):

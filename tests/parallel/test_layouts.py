@@ -153,9 +153,9 @@ ROWS = {
     "bridgetower": Row(
         ["--task", "bridgetower", "--model", "local-dir:{tower}", "--pretrained", *PAIRS], "pp tp classes recompute"
     ),
-    "two towers": Row(["--task", "two-towers", *MIXED, "--mixup", 0], "classes", 7),
-    "teacher": Row(["--task", "with-teacher", *MIXED, "--mixup", 0], "pp classes"),
-    "state": Row(["--task", "with-state", *MIXED, "--mixup", 0], "pp classes"),
+    "two towers": Row(["--task", "seam_tasks:TwoTowers", *MIXED, "--mixup", 0], "classes", 7),
+    "teacher": Row(["--task", "seam_tasks:WithTeacher", *MIXED, "--mixup", 0], "pp classes"),
+    "state": Row(["--task", "seam_tasks:WithState", *MIXED, "--mixup", 0], "pp classes"),
     "differential": of_kind("differential, norms"),
     "parallel scaling": of_kind("parallel scaling, bias"),
     "rotary tables": of_kind("Eva, fused qkv, RoPE", patch_drop_rate=0.25),
@@ -280,8 +280,6 @@ def folders(tmp_path_factory, real_images):
 
 def train_on_rank(argv, breakage=None):
     """On a rank: the exit code of a run; `breakage` names one of `BREAKAGES`."""
-    import seam_tasks  # noqa: F401
-
     from ds_vit.train import main
 
     with checkpoints_in_time(), BREAKAGES[breakage][1]() if breakage else contextlib.nullcontext():

@@ -55,14 +55,6 @@ DINO = (
 )
 
 
-def train_taught(library: Path, words: list[str]) -> tuple[int, str]:
-    """On a rank: a run with the tasks of `seam_tasks`."""
-    import seam_tasks
-
-    assert seam_tasks.WithTeacher.name in seam_tasks.TASKS
-    return train(library, words)
-
-
 def deviation(ranks, library: Path, case: Case, output: Path, *words: object) -> float:
     """What a run's peak is of the planned one; of two runs' if the first is far off.
 
@@ -72,7 +64,7 @@ def deviation(ranks, library: Path, case: Case, output: Path, *words: object) ->
     lowest = float("inf")
     for attempt in ("first", "second"):
         argv = words_of(config, *words, *more, "--output", output / attempt)
-        done = ranks.run(world_size, train_taught, library, argv)
+        done = ranks.run(world_size, train, library, argv)
         assert [code for code, _ in done] == [0] * world_size, done
         memory = json.loads((output / attempt / "summary.json").read_text())["memory"]
         lowest = min(lowest, memory["measured_bytes"] / memory["predicted_bytes"])
@@ -86,7 +78,7 @@ def deviation(ranks, library: Path, case: Case, output: Path, *words: object) ->
 @pytest.mark.parametrize("case", TEACHERS)
 def test_the_peak_with_a_teacher_is_what_was_planned(ranks, device_library, tmp_path, case):
     """Catches: a teacher's weights, or the fp32 average, left out, counted in the wrong share or as trained."""
-    words = (*WIDE, "--task", "with-teacher")
+    words = (*WIDE, "--task", "seam_tasks:WithTeacher")
     assert deviation(ranks, device_library, TEACHERS[case], tmp_path, *words) == pytest.approx(1, rel=0.1)
 
 

@@ -1,6 +1,6 @@
 """Small tasks that use every part of the task seam: two coupled towers, a teacher, a state, and rates by parameter.
 
-Ranks import this module, which enters the tasks into `TASKS`.
+`--task seam_tasks:CLASS` names them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from ds_vit.models.layers import MAIN_TOWER, chain_towers
 from ds_vit.models.zoo import create_model
 from ds_vit.tasks.classification.task import Classification
-from ds_vit.tasks.registry import TASKS
 from ds_vit.tasks.task import Coupled, cosine
 
 
@@ -28,7 +27,6 @@ def contrastive(left, right):
 class TwoTowers(Classification):
     """Two ViTs see an image and its mirror image; the loss couples all samples of the global batch."""
 
-    name = "two-towers"
     coupled = True
 
     @classmethod
@@ -90,7 +88,6 @@ class TwoTowers(Classification):
 class WithTeacher(Classification):
     """A student sees an image and its mirror image; both outputs follow its own average's, in addition to labels."""
 
-    name = "with-teacher"
     teachers: ClassVar = {"teacher": MAIN_TOWER}
     updates_after_step = True
 
@@ -137,7 +134,6 @@ class WithTeacher(Classification):
 class WithTwoTeachers(WithTeacher):
     """In addition a tower of half the depth, which sees mirror images and has its own teacher."""
 
-    name = "with-two-teachers"
     teachers: ClassVar = {"teacher": MAIN_TOWER, "mirror_teacher": "mirror"}
 
     @classmethod
@@ -163,7 +159,6 @@ class WithTwoTeachers(WithTeacher):
 class WithState(Classification):
     """Classification of logits less their running mean over global batches (as DINO, Caron et al. 2021)."""
 
-    name = "with-state"
     updates_after_step = True
 
     def setup(self, context):
@@ -194,7 +189,6 @@ class WithState(Classification):
 class WithRates(Classification):
     """The patches learn at a fifth of the rate, the head at none for three epochs, and weight decay grows."""
 
-    name = "with-rates"
     HELD_EPOCHS, PATCH_FACTOR, WEIGHT_DECAY_END = 3, 0.2, 0.4
 
     def schedules(self, step, horizon):
@@ -209,7 +203,3 @@ class WithRates(Classification):
     def held_names(self, step, horizon):
         """As `Task.held_names`."""
         return frozenset({"head.weight", "head.bias"} if horizon.is_within(step, self.HELD_EPOCHS) else ())
-
-
-for task in (TwoTowers, WithTeacher, WithTwoTeachers, WithState, WithRates):
-    TASKS[task.name] = task

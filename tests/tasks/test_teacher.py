@@ -46,23 +46,22 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "ZeRO-3, all persist": Case("with-teacher", "float32", 3, 2, (), persisting(10**9)),
-    "ZeRO-3, none persists": Case("with-teacher", "float32", 3, 2, (), persisting(0)),
-    "bf16, ZeRO-3, all persist": Case("with-two-teachers", "bfloat16", 3, 2, (), persisting(10**9)),
-    "bf16, ZeRO-3, none persists": Case("with-teacher", "bfloat16", 3, 2, (), persisting(0)),
-    "two, ZeRO-0": Case("with-two-teachers", "float32", 0, 2),
-    "bf16, ZeRO-1, tp 2": Case("with-teacher", "bfloat16", 1, 2, ("--tp", 2)),
-    "two, bf16, ZeRO-2": Case("with-two-teachers", "bfloat16", 2, 2),
-    "fp16, ZeRO-1": Case("with-teacher", "float16", 1, 1),
-    "two, fp16, ZeRO-2": Case("with-two-teachers", "float16", 2, 2),
-    "fp16, ZeRO-3, all persist": Case("with-teacher", "float16", 3, 2, (), persisting(10**9)),
-    "two, ZeRO-1, tp 2": Case("with-two-teachers", "float32", 1, 2, ("--tp", 2)),
+    "ZeRO-3, all persist": Case("seam_tasks:WithTeacher", "float32", 3, 2, (), persisting(10**9)),
+    "ZeRO-3, none persists": Case("seam_tasks:WithTeacher", "float32", 3, 2, (), persisting(0)),
+    "bf16, ZeRO-3, all persist": Case("seam_tasks:WithTwoTeachers", "bfloat16", 3, 2, (), persisting(10**9)),
+    "bf16, ZeRO-3, none persists": Case("seam_tasks:WithTeacher", "bfloat16", 3, 2, (), persisting(0)),
+    "two, ZeRO-0": Case("seam_tasks:WithTwoTeachers", "float32", 0, 2),
+    "bf16, ZeRO-1, tp 2": Case("seam_tasks:WithTeacher", "bfloat16", 1, 2, ("--tp", 2)),
+    "two, bf16, ZeRO-2": Case("seam_tasks:WithTwoTeachers", "bfloat16", 2, 2),
+    "fp16, ZeRO-1": Case("seam_tasks:WithTeacher", "float16", 1, 1),
+    "two, fp16, ZeRO-2": Case("seam_tasks:WithTwoTeachers", "float16", 2, 2),
+    "fp16, ZeRO-3, all persist": Case("seam_tasks:WithTeacher", "float16", 3, 2, (), persisting(10**9)),
+    "two, ZeRO-1, tp 2": Case("seam_tasks:WithTwoTeachers", "float32", 1, 2, ("--tp", 2)),
 }
 
 
 def train_and_watch(argv):
     """On a rank: the teachers' own tensors after each step, whole; the tp ranks' slices as they are."""
-    import seam_tasks  # noqa: F401
     from accidents import spoil_batches
 
     from ds_vit.engine.plain import PlainEngine

@@ -15,10 +15,9 @@ from project import ROOT
 from runs import refusal, resolved, run_quietly
 
 from ds_vit.checkpoint.folder import Checkpoint, newest
-from ds_vit.config import FLAGS, spelling
+from ds_vit.config import RunConfig, spelling
 from ds_vit.config.batch import BatchSizes
 from ds_vit.config.flag import Scope
-from ds_vit.config.schema import FIXED_ON_RESUME
 from ds_vit.config.units import Interval, parse_seconds
 from ds_vit.data.sampler import SampleOrder
 from ds_vit.fault_tolerance.errors import UserError
@@ -222,13 +221,13 @@ MOVE_THE_CURVE = """
 
 def test_what_moves_the_curve_is_held():
     # Catches: augmentation that changes in the middle of a curve; a layout, a folder or workers that must not change.
-    assert set(MOVE_THE_CURVE.split()) <= FIXED_ON_RESUME
+    assert set(MOVE_THE_CURVE.split()) <= RunConfig.fixed_on_resume()
     free = "pp tp tp_across_hosts workers output compile grad_checkpointing stall_seconds log_images max_steps data_dir"
-    assert FIXED_ON_RESUME.isdisjoint(free.split())
-    for name in FLAGS.keys() - {"task"}:  # the task has other checks
+    assert RunConfig.fixed_on_resume().isdisjoint(free.split())
+    for name in RunConfig.flags().keys() - {"task"}:  # the task has other checks
         before, now = resume_of(config={name: "before"}), {"task": "classification", name: "now"}
         before.checkpoint.state["config"]["task"] = "classification"
-        if name in FIXED_ON_RESUME:
+        if name in RunConfig.fixed_on_resume():
             line = (
                 f"{spelling(name)} is before there and now here; give the same, say --allow-schedule-change to resume"
             )
@@ -236,7 +235,7 @@ def test_what_moves_the_curve_is_held():
                 check_same_run(before, {}, now)
             now["allow_schedule_change"] = True
         notes = check_same_run(before, {}, now)
-        is_free = Scope.FREE in FLAGS[name].scope
+        is_free = Scope.FREE in RunConfig.flags()[name].scope
         assert [f"{name} before → now" in note for note in notes][:1] == ([] if is_free else [True]), name
 
 

@@ -32,7 +32,7 @@ from ds_vit.tasks.clip.export import example_captions, pairs
 from ds_vit.tasks.clip.loss import clip_loss, siglip_loss
 from ds_vit.tasks.clip.task import Clip
 from ds_vit.tasks.clip.tower import create_contrastive_model
-from ds_vit.tasks.registry import TASKS
+from ds_vit.tasks.registry import task_of
 from ds_vit.weights.export import export
 from ds_vit.weights.initial_checkpoint import InitialCheckpoint
 
@@ -80,7 +80,7 @@ def described(recipe):
         "img_size": recipe.get("img_size"),
         "model_kwargs": recipe.get("model_kwargs", {}),
     }
-    return TASKS[recipe["task"]].create_model(ModelSpec(**names), RunConfig(**recipe), for_training=False)
+    return task_of(recipe).create_model(ModelSpec(**names), RunConfig(**recipe), for_training=False)
 
 
 def run_of(folder, kind, **more):
@@ -121,7 +121,7 @@ def close(given, expected):
 def loaded(source, recipe):
     """The towers that a run starts with from a file, whole."""
     whole = described(recipe)
-    checkpoint = InitialCheckpoint(source, whole, task=TASKS[recipe["task"]])
+    checkpoint = InitialCheckpoint(source, whole, task=task_of(recipe))
     state = {}
     for name, layers in take_apart_towers(whole).items():
         initialise(tower_of(whole, name), layers, seed=0, device="cpu", checkpoint=checkpoint)
@@ -376,7 +376,7 @@ def test_another_padding_is_refused(tmp_path, tool, published):
     kind = "SigLIP" if tool == "hf" else "timm's name without projection"
     run = run_of(tmp_path / "run", kind)
     folder = export(run.folder, tool).folder
-    model, task = described(RECIPES[kind]), TASKS[RECIPES[kind]["task"]]
+    model, task = described(RECIPES[kind]), task_of(RECIPES[kind])
     assert not InitialCheckpoint(folder, model, task=task).newly_initialised
     file = folder / {"hf": "config.json", "open_clip": "open_clip_config.json"}[tool]
     config = json.loads(file.read_text())

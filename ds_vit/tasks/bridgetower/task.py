@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ds_vit.config import RunConfig
-from ds_vit.config.schema import names_of_task
+from ds_vit.config.schema import TASK_SETTINGS
 from ds_vit.data.sources.source import Source
 from ds_vit.data.text import Tokenizer, build_tokenizer, default_context_length
 from ds_vit.models.layers import MAIN_TOWER
@@ -42,7 +42,7 @@ class BridgeTowerTask(Contrastive):
     takes_pairs = True
     export_formats: ClassVar = FORMATS
     not_replayed = "transformers' model has not been captured"
-    flags = names_of_task("bridgetower")
+    settings = TASK_SETTINGS["bridgetower"]
     refused_flags: ClassVar[Mapping[str, str]] = {
         **Contrastive.refused_flags,
         **dict.fromkeys(("tp", "pp"), f"{_ONE_LAYER}; ZeRO-3 partitions its parameters"),

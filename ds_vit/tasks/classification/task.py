@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ds_vit.config.run_folder import RunFolder
-from ds_vit.config.schema import names_of_task
+from ds_vit.config.schema import TASK_SETTINGS
 from ds_vit.data.sampler import evaluation_keys
 from ds_vit.data.sources.source import Source
 from ds_vit.parallel.tensor.collectives import TensorParallel
@@ -34,7 +34,7 @@ class Classification(ChainTask):
     name = "classification"
     foreign_names = (VIT_NAMES,)
     not_replayed = ""
-    flags = names_of_task("classification")
+    settings = TASK_SETTINGS["classification"]
     figures: tuple[Figure, ...] = (
         Figure("top1", "top-1", "%"),
         Figure("top5", "top-5", "%"),

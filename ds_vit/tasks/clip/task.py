@@ -21,7 +21,7 @@ from torch import nn
 
 from ds_vit.config import RunConfig
 from ds_vit.config.run_folder import RunFolder
-from ds_vit.config.schema import names_of_task
+from ds_vit.config.schema import TASK_SETTINGS
 from ds_vit.data.settings import ImageConfig
 from ds_vit.data.sources.source import Source
 from ds_vit.data.text import Tokenizer, build_tokenizer, default_context_length
@@ -52,7 +52,7 @@ class Contrastive(Task):
     coupled = True
     has_classes = False
     has_text = True
-    flags = names_of_task("clip")
+    settings = TASK_SETTINGS["clip"]
     refused_flags: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(("mixup", "cutmix", "cutmix_minmax"), _ONE_CAPTION),
         **dict.fromkeys(("smoothing", "bce_loss", "bce_sum", "bce_target_thresh", "num_classes"), _NO_CLASSES),

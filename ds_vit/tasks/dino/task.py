@@ -26,7 +26,7 @@ from torch import nn
 
 from ds_vit import randomness
 from ds_vit.config import RunConfig
-from ds_vit.config.schema import names_of_task
+from ds_vit.config.schema import TASK_SETTINGS
 from ds_vit.data.augment.crops import block_masks
 from ds_vit.data.settings import NUM_GLOBAL, CropConfig, ImageConfig
 from ds_vit.data.sources.source import Source
@@ -107,7 +107,7 @@ class SelfDistillation(Task):
     """
 
     name = "dino"
-    flags = names_of_task("dino")
+    settings = TASK_SETTINGS["dino"]
     refused_flags: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(("mixup", "cutmix", "cutmix_minmax"), _NO_LABELS),
         **dict.fromkeys(("smoothing", "bce_loss", "bce_sum", "bce_target_thresh", "num_classes"), _NO_CLASSES),

@@ -14,7 +14,7 @@ from torchvision.utils import make_grid
 
 from ds_vit.config import RunConfig
 from ds_vit.config.run_folder import RunFolder
-from ds_vit.config.schema import names_of_task
+from ds_vit.config.schema import TASK_SETTINGS
 from ds_vit.data.sampler import evaluation_keys
 from ds_vit.data.settings import ImageConfig
 from ds_vit.models.zoo import ModelSpec
@@ -44,7 +44,7 @@ class MaskedAutoencoding(ChainTask):
 
     name = "mae"
     not_replayed = ""
-    flags = names_of_task("mae")
+    settings = TASK_SETTINGS["mae"]
     refused_flags: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(("mixup", "cutmix", "cutmix_minmax"), _NO_LABELS),
         **dict.fromkeys(("smoothing", "bce_loss", "bce_sum", "bce_target_thresh", "num_classes"), _NO_CLASSES),

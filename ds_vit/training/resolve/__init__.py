@@ -20,7 +20,7 @@ import math
 
 from ds_vit.config import RunConfig
 from ds_vit.config.flag import Scope
-from ds_vit.config.schema import names_with
+from ds_vit.config.outside import source_changes
 from ds_vit.config.units import Interval, all_sizes
 from ds_vit.data.image_sizes import ImageSizes, size_schedule
 from ds_vit.data.sources.source import Source
@@ -100,9 +100,9 @@ def resolve(
 
 def _resolve_output(config: RunConfig, world: World, resume: Resume | None, schedule: Schedule | None) -> Output:
     """When the run logs, saves and stops."""
-    notes: tuple[str, ...] = ()
+    notes = source_changes(dict(config), *([] if resume is None else [resume.checkpoint.state["config"]]))
     if config.resume == "auto" and resume is None:
-        notes = (f"--resume auto: there is no checkpoint in {config.output} yet; the run begins at step 0",)
+        notes += (f"--resume auto: there is no checkpoint in {config.output} yet; the run begins at step 0",)
     rows = math.ceil(schedule.total_steps / LOGGED_ROWS) if schedule else 1
     return Output(
         interval=Interval.parse(config.checkpoint_interval, "--checkpoint-interval"),
@@ -115,7 +115,7 @@ def _resolve_output(config: RunConfig, world: World, resume: Resume | None, sche
 
 def _check_resume(run: Run, resume: Resume) -> Run:
     """The run with a line for each change from the checkpoint's; UserError where it is another run."""
-    of_start = {name: getattr(run.config, name) for name in names_with(Scope.START)}
+    of_start = {name: getattr(run.config, name) for name in run.config.names_with(Scope.START)}
     changes = check_same_run(resume, identity_of(run), {**of_start, **settings_of(run)})
     allow = run.config.allow_schedule_change
     changes += check_same_schedule(resume, rates_of(run), run.batch.global_batch, allow=allow)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from ds_vit.config import RunConfig, default_of
+from ds_vit.config import RunConfig
 from ds_vit.config.batch import BatchSizes, batch_sizes
 from ds_vit.config.deepspeed_json import BATCH_KEYS
 from ds_vit.config.schema import PROGRAM_DATASET
@@ -30,7 +30,7 @@ from ds_vit.engine.settings import EngineSettings
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.parallel.layout import Layout
 from ds_vit.tasks.clip.zero_shot import open_zero_shot
-from ds_vit.tasks.registry import TASKS
+from ds_vit.tasks.registry import task_named
 from ds_vit.training.resume import Resume, check_micro_batch, keep_global_batch
 from ds_vit.training.run import World
 from ds_vit.weights.files import find_weights
@@ -156,7 +156,8 @@ def _check_nothing_fixed(config: RunConfig, engine: EngineSettings, *, of_a_run:
 
 def _needs_labels(config: RunConfig) -> bool:
     """Whether the task reads classes or captions; else any images do."""
-    return TASKS[config.task].has_classes or TASKS[config.task].has_text
+    task = task_named(config.task)
+    return task.has_classes or task.has_text
 
 
 def _open_sources(config: RunConfig) -> tuple[Source, Source | None, list[str]]:
@@ -204,7 +205,7 @@ def _open_sources(config: RunConfig) -> tuple[Source, Source | None, list[str]]:
     except NoSuchSplit as error:
         if config.eval_only:
             raise
-        if not _needs_labels(config) and config.val_split == default_of("val_split"):
+        if not _needs_labels(config) and config.val_split == config.default_of("val_split"):
             return train, None, [f"there is no {config.val_split} split: nothing is evaluated"]
         raise UserError(
             f"{error}; hold out a tenth of the {len(train):,} training images by --val-fraction 0.1, or train without "
@@ -272,7 +273,7 @@ def _open_each(
                 classes=classes or None if len(folders) == 1 and labelled else None,
                 download=config.dataset_download,
                 allow_empty=config.allow_empty_classes,
-                labels=keys if TASKS[config.task].has_text else labelled,
+                labels=keys if task_named(config.task).has_text else labelled,
                 partly=config.eval_only,
             )
             found.append(source)

@@ -25,7 +25,7 @@ from ds_vit.config.deepspeed_rules import Precision
 from ds_vit.config.deepspeed_verdicts import idle_keys, rejected
 from ds_vit.config.flag import spelling
 from ds_vit.config.rules import written
-from ds_vit.config.schema import KEY_OF_FLAG, default_of
+from ds_vit.config.schema import KEY_OF_FLAG
 from ds_vit.config.units import parse_set
 from ds_vit.engine.settings import EngineSettings
 from ds_vit.fault_tolerance.errors import UserError
@@ -72,7 +72,7 @@ def read(config: RunConfig, *, on_cpu: bool) -> tuple[EngineSettings, File]:
         for name, key in KEY_OF_FLAG.items()
         if key not in _RESOLVED
         and name in config.model_fields_set
-        and (getattr(config, name) != default_of(name) or value_of(stored, key) is not None)
+        and (getattr(config, name) != config.default_of(name) or value_of(stored, key) is not None)
     ]
     file = overlay(stored, given | {KEY_OF_FLAG[name]: getattr(config, name) for name in flags}, path)
     if config.eval_only:

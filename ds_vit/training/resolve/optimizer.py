@@ -185,7 +185,7 @@ def _check_one_schedule(config: RunConfig, json: DeepSpeedJson, path: str) -> No
     fixed = (name for name, parameter in _FILLS.items() if f"scheduler.params.{parameter}" not in json.auto)
     names = (*_EXCLUDED, *fixed)
     both = [
-        flags.spelling(n) for n in names if n in config.model_fields_set and getattr(config, n) != flags.default_of(n)
+        flags.spelling(n) for n in names if n in config.model_fields_set and getattr(config, n) != config.default_of(n)
     ]
     if both:
         kind = json.given("scheduler.type")

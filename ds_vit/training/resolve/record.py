@@ -8,7 +8,8 @@ from typing import Any
 
 from ds_vit import config as flags
 from ds_vit.config.flag import Scope
-from ds_vit.config.schema import KEY_OF_FLAG, names_with
+from ds_vit.config.outside import is_outside, source_of
+from ds_vit.config.schema import KEY_OF_FLAG
 from ds_vit.data.settings import PIXEL_FLAGS
 from ds_vit.optim.build import rules_of
 from ds_vit.optim.settings import Optimizer
@@ -19,12 +20,12 @@ from ds_vit.training.run import Run
 
 def flag_values(run: Run) -> dict[str, Any]:
     """The flags by their recipe names, with the numbers that the data and the length of the run decide."""
-    values = {name: getattr(run.config, name) for name in flags.FLAGS}
+    values = {name: getattr(run.config, name) for name in run.config.flags()}
     values |= {"num_classes": run.model.task.num_classes, "img_size": run.model.spec.img_size}
     if run.schedule is not None:
         values["log_interval"] = run.output.log_interval
     if not run.model.task.evaluators:
-        values |= {name: flags.default_of(name) for name in ("eval_knn", "eval_linear_probe")}
+        values |= {name: run.config.default_of(name) for name in ("eval_knn", "eval_linear_probe")}
     return values
 
 
@@ -36,12 +37,13 @@ def resolved_flags(run: Run) -> dict[str, Any]:
     config, optimizer, schedule = run.config, run.optimizer, run.schedule
     values = flag_values(run)
     values["deepspeed_config"] = "deepspeed.json"
-    for name in {"output", "set", *KEY_OF_FLAG, *names_with(Scope.START), *idle_flags(type(run.model.task))}:
+    values["task_source"] = (is_outside(config.task) and source_of(type(run.model.task))) or None
+    for name in {"output", "set", *KEY_OF_FLAG, *config.names_with(Scope.START), *idle_flags(type(run.model.task))}:
         values[name] = None
     values |= {
         "lr": optimizer and optimizer.lr,
         "lr_scale_by_batch": "none",  # done
-        "lr_base_size": flags.default_of("lr_base_size"),
+        "lr_base_size": config.default_of("lr_base_size"),
         "grad_checkpointing": False,
         **{name: getattr(run.model.image, name) for name in PIXEL_FLAGS},
     }
@@ -52,7 +54,7 @@ def resolved_flags(run: Run) -> dict[str, Any]:
         if config.epochs is None and config.max_steps is None:
             values["epochs"] = DEFAULT_EPOCHS
     # A resolved value of a flag that does nothing here (the crop of a split that is not evaluated) would be rejected.
-    idle = {name for name in flags.idle_flags(config) if values[name] != flags.default_of(name)}
+    idle = {name for name in flags.idle_flags(config) if values[name] != config.default_of(name)}
     return {name: value for name, value in values.items() if value is not None and name not in idle}
 
 
