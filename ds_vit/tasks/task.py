@@ -210,6 +210,10 @@ class Task(Configurable, ABC):
     """The word of --task; of a class from outside, its module and name."""
     refused_flags: ClassVar[Mapping[str, str]] = {}
     """Flags that would have no effect, each with the reason."""
+    epoch_flags: ClassVar[tuple[str, ...]] = ()
+    """Flags that count epochs from the start, after which something changes: a run that ends before says so."""
+    example_dataset: ClassVar[str] = "digits"
+    """The embedded data set that a run without data gets: `ds-vit bench step`, `ds-vit plan`."""
     coupled: bool = False
     """Whether the loss couples all samples of the global batch; `collect` and `couple` serve accumulation."""
     teachers: ClassVar[Mapping[str, str]] = {}
@@ -315,9 +319,9 @@ class Task(Configurable, ABC):
         return create_model(spec, for_training=for_training)
 
     @classmethod
-    def locked_names(cls, model: nn.Module, config: RunConfig) -> frozenset[str]:
-        """The parameters that the task's flags freeze."""
-        return frozenset()
+    def locked_names(cls, model: nn.Module, config: RunConfig) -> Mapping[str, frozenset[str]]:
+        """The parameters that the task freezes, by the flag that says so; "" for those that nothing reaches."""
+        return {}
 
     @classmethod
     def layers(cls, model: nn.Module) -> list[Layer]:
@@ -349,6 +353,10 @@ class Task(Configurable, ABC):
             return f"--model-ema: the teacher of --task {self.name} already is such an average; drop the flag"
         if self.config.pp > 1 and (self.updates_after_step or self.chain(self.towers(model)) is None):
             return f"--pp {self.config.pp}: --task {self.name} cannot be split into pipeline stages; use --pp 1"
+        return None
+
+    def supports_training(self, horizon: Horizon, global_batch: int) -> str | None:
+        """Why the run cannot train for these steps with so many samples in each; None where it can."""
         return None
 
     def identity(self) -> dict[str, Any]:

@@ -285,7 +285,7 @@ def resolve_engine(words: Sequence[str], process: Process) -> Run:
     words = ["--max-steps", "10", *words]
     task = find_task(flags.parse(["--dataset", "digits", *words]))
     classes = ("--num-classes", "1000") if task.has_classes else ()
-    config = flags.parse(["--dataset", "glyphs" if task.has_text else "digits", *classes, *words])
+    config = flags.parse(["--dataset", task.example_dataset, *classes, *words])
     return resolve(config, World(process, get_accelerator().device_name() == "cpu"))
 
 

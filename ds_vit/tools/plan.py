@@ -211,7 +211,7 @@ def cost_of_run(arguments: argparse.Namespace, request: PlanRequest) -> Cost:
     if isinstance(arguments.model_kwargs, list) and arguments.model_kwargs:
         given["model_kwargs"] = parse_kwargs(arguments.model_kwargs)
     task = find_task(from_values(given, arguments.recipe))
-    given |= {"dataset": "glyphs"} if task.has_text else {}
+    given["dataset"] = task.example_dataset
     given |= {"num_classes": request.spec.num_classes} if task.has_classes else {}
     config = from_values(given, arguments.recipe)
     one_rank = World(Process("none", 0, 1, 0, 1), on_cpu=False)

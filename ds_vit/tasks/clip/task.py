@@ -9,6 +9,7 @@ Shapes: B samples of a micro-batch, L tokens of a caption, E common width of bot
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -52,6 +53,7 @@ class Contrastive(Task):
     coupled = True
     has_classes = False
     has_text = True
+    example_dataset = "glyphs"
     settings = TASK_SETTINGS["clip"]
     refused_flags: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(("mixup", "cutmix", "cutmix_minmax"), _ONE_CAPTION),
@@ -120,13 +122,13 @@ class Contrastive(Task):
         return create_contrastive_model(spec, settings, cls.initial_logits, for_training=for_training)
 
     @classmethod
-    def locked_names(cls, model: nn.Module, config: RunConfig) -> frozenset[str]:
+    def locked_names(cls, model: nn.Module, config: RunConfig) -> Mapping[str, frozenset[str]]:
         """As `Task.locked_names`, for `--lock-image` and `--lock-text`; the image projection is always trained.
 
         Raises:
             UserError: more unlocked groups than the image tower has.
         """
-        locked: set[str] = set()
+        locked: dict[str, frozenset[str]] = {}
         if config.lock_image:
             groups = group_parameters(model, model.group_matcher())
             tower = [[name for name in groups[i] if not name.startswith(("text.", "head."))] for i in sorted(groups)]
@@ -136,11 +138,12 @@ class Contrastive(Task):
                     f"--lock-image-unlocked-groups {config.lock_image_unlocked_groups}: the image tower has "
                     f"{len(tower)} groups (its stem and {len(model.blocks)} blocks)"
                 )
-            locked.update(*tower[: len(tower) - config.lock_image_unlocked_groups])
+            frozen = tower[: len(tower) - config.lock_image_unlocked_groups]
+            locked["--lock-image"] = frozenset(itertools.chain(*frozen))
         if config.lock_text:
             names = [name for name, _ in model.named_parameters() if name.startswith("text.")]
-            locked.update(name for name in names if "text.logit_" not in name)
-        return frozenset(locked)
+            locked["--lock-text"] = frozenset(name for name in names if "text.logit_" not in name)
+        return locked
 
     def identity(self) -> dict[str, Any]:
         """As `Task.identity`, with the resolved sizes of the text tower."""

@@ -131,6 +131,7 @@ class SelfDistillation(Task):
     teachers: ClassVar[Mapping[str, str]] = {TEACHER: MAIN_TOWER, TEACHER_HEAD: HEAD}
     feature_tower = TEACHER
     updates_after_step = True
+    epoch_flags = ("freeze_last_layer_epochs",)
     figures = (Figure("feature_std", "feature deviation", digits=3, summed_up=False),)
     charts: ClassVar = (
         Chart("Feature deviation of the teacher (0: collapsed)", {"feature_std": "deviation"}),
@@ -189,9 +190,23 @@ class SelfDistillation(Task):
         return model
 
     @classmethod
-    def locked_names(cls, model: nn.Module, config: RunConfig) -> frozenset[str]:
+    def locked_names(cls, model: nn.Module, config: RunConfig) -> Mapping[str, frozenset[str]]:
         """As `Task.locked_names`: without masks, nothing reaches the mask token."""
-        return frozenset() if config.ibot_weight > 0 else frozenset({"mask_token"})
+        return {} if config.ibot_weight > 0 else {"": frozenset({"mask_token"})}
+
+    def supports_training(self, horizon: Horizon, global_batch: int) -> str | None:
+        """As `Task.supports_training`, for KoLeo and the schedule of the weight decay."""
+        if self.config.koleo_weight > 0 and global_batch < 2:
+            return (
+                "--koleo-weight needs a neighbour in the global batch, which has 1 sample; raise --batch-size, or pass "
+                "--koleo-weight 0"
+            )
+        if self.config.weight_decay_end is not None and not horizon.weight_decay:
+            return (
+                f"--weight-decay-end {self.config.weight_decay_end:g} has no effect: there is no weight decay to begin "
+                "with in the JSON; give --weight-decay a value above 0"
+            )
+        return super().supports_training(horizon, global_batch)
 
     def weight_files(self) -> dict[str, frozenset[str]]:
         """As `Task.weight_files`: the student's head; what is left is its backbone."""

@@ -66,7 +66,10 @@ def resolve_batch(
         batch, kept = keep_global_batch(batch, resume, fixed=fixed, allow=config.allow_batch_change)
         check_micro_batch(batch, resume, config.batch_size)
         notes += [*resume.notes, *kept]
-    _check_global_batch(config, batch)
+    if config.active and batch.global_batch % 2:
+        raise UserError(
+            f"--mixup and --cutmix mix pairs, and the global batch of {batch} is odd; make it even or turn mixing off"
+        )
     return batch, notes
 
 
@@ -116,23 +119,6 @@ def resolve_data(
         workers=Workers(0 if config.workers == "auto" else int(config.workers)),
         notes=tuple(notes),
     )
-
-
-def _check_global_batch(config: RunConfig, batch: BatchSizes) -> None:
-    """Refuse a global batch in which samples have no partner.
-
-    Raises:
-        UserError: one sample for KoLeo, an odd number for mixing.
-    """
-    if config.task == "dino" and config.koleo_weight > 0 and batch.global_batch < 2:
-        raise UserError(
-            "--koleo-weight needs a neighbour in the global batch, which has 1 sample; raise --batch-size, or pass "
-            "--koleo-weight 0"
-        )
-    if config.active and batch.global_batch % 2:
-        raise UserError(
-            f"--mixup and --cutmix mix pairs, and the global batch of {batch} is odd; make it even or turn mixing off"
-        )
 
 
 def _zero_shot(config: RunConfig) -> ZeroShotData | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ds_vit.config import RunConfig
 from ds_vit.config.batch import BatchSizes
@@ -78,8 +78,8 @@ def resolve_model(
             check_degree(tower_of(whole, name), config.tp)
     locked = task_type.locked_names(whole, config)
     if not resumes:
-        notes += _describe_random_locked(locked, initial)
-    frozen = frozen_names(whole, config.freeze, config.linear_probe, locked)
+        notes += _describe_random_locked(locked, initial, tower_names(whole)[1:])
+    frozen = frozen_names(whole, config.freeze, config.linear_probe, frozenset().union(*locked.values()))
     image = _resolve_image(config, whole, sizes)
     task = task_type(config, image, data.train_source, whole, probes=not disabled_probes)
     if reason := task.supports(whole):
@@ -159,16 +159,18 @@ def _describe_classes(source: Source, num_classes: int, *, are_used: bool) -> li
     return notes
 
 
-def _describe_random_locked(locked: frozenset[str], initial: InitialCheckpoint | None) -> list[str]:
-    """Lines about locked parameters that keep their random initial values."""
-    random = locked if initial is None else locked.intersection(initial.newly_initialised)
-    notes = []
-    for flag, of_text in (("--lock-image", False), ("--lock-text", True)):
-        names = sorted(name for name in random if name.startswith("text.") == of_text)
-        if names:
+def _describe_random_locked(
+    locked: Mapping[str, frozenset[str]], initial: InitialCheckpoint | None, further_towers: Sequence[str]
+) -> list[str]:
+    """Lines about parameters that a flag freezes at their random initial values."""
+    notes, other_towers = [], tuple(f"{tower}." for tower in further_towers)  # which --pretrained does not fill
+    for flag, names in locked.items():
+        random = sorted(names if initial is None else names.intersection(initial.newly_initialised))
+        if flag and random:
             notes.append(
-                f"{flag} freezes {len(names)} parameters at random values ({enumerate_some(names)}): start from "
-                f"trained weights with {'' if of_text else '--pretrained or '}--initial-checkpoint"
+                f"{flag} freezes {len(random)} parameters at random values ({enumerate_some(random)}): start from "
+                f"trained weights with {'' if random[0].startswith(other_towers) else '--pretrained or '}"
+                "--initial-checkpoint"
             )
     return notes
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,13 +54,10 @@ def resolve_update(
         unmentioned = [f"{path} does not mention gradient_clipping: DeepSpeed's default 1.0 holds"]
     check_grad_norm(json, path, clip=clip)
     decay = _from_json_or_flag(config, "weight_decay", json, DEFAULT_WEIGHT_DECAY, path)
-    if config.weight_decay_end is not None and not decay:
-        raise UserError(
-            f"--weight-decay-end {config.weight_decay_end:g} has no effect: there is no weight decay to begin with in "
-            f"{path}; give --weight-decay a value above 0"
-        )
     total_steps, scheduled_steps = _count_steps(config, per_epoch)
     horizon = Horizon(scheduled_steps, per_epoch, decay or 0.0)
+    if reason := model.task.supports_training(horizon, order.global_batch):
+        raise UserError(reason)
     optimizer = Optimizer(
         cls=cls,
         arguments={**arguments, "lr": lr},
@@ -87,7 +84,7 @@ def resolve_update(
             min_lr=config.min_lr,
             decay_fraction=config.wsd_decay_fraction,
         )
-    notes = [*_unreached(config, per_epoch, total_steps), *notes]
+    notes = [*_unreached(config, per_epoch, total_steps, model.task.epoch_flags), *notes]
     return optimizer, Schedule(rate, scheduler, total_steps, horizon, tuple(notes))
 
 
@@ -165,11 +162,9 @@ def _count_steps(config: RunConfig, steps_per_epoch: int) -> tuple[int, int]:
     return run, horizon
 
 
-def _unreached(config: RunConfig, steps_per_epoch: int, run: int) -> list[str]:
-    """Lines about counts of steps and epochs that the run ends before."""
-    counted = {"max_steps": 1, "check_replicas": 1, "mixup_off_epoch": steps_per_epoch}
-    if config.task == "dino":
-        counted["freeze_last_layer_epochs"] = steps_per_epoch
+def _unreached(config: RunConfig, steps_per_epoch: int, run: int, of_task: Sequence[str]) -> list[str]:
+    """Lines about counts of steps and epochs, those of the task among them, that the run ends before."""
+    counted = {"max_steps": 1, "check_replicas": 1, **dict.fromkeys(("mixup_off_epoch", *of_task), steps_per_epoch)}
     given = {name: getattr(config, name) or 0 for name in counted}
     length = f"the run has {run:,} steps, {run / steps_per_epoch:.3g} epochs"
     return [
