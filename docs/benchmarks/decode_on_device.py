@@ -27,10 +27,13 @@ from torchvision.transforms.functional import pil_to_tensor
 
 from ds_vit.config.augmentation import AugmentConfig
 from ds_vit.data.decode import File, Jpeg, decode_on, open_image, require_fast_on_device
-from ds_vit.data.device import finish_images
-from ds_vit.data.loader import Loader, train_loader
+from ds_vit.data.field import finished
+from ds_vit.data.fields import ImageField
+from ds_vit.data.loader import Loader
+from ds_vit.data.reader import Reader
+from ds_vit.data.rows import TrainRows
 from ds_vit.data.sampler import SampleOrder, Share
-from ds_vit.data.settings import Data, ImageConfig, SampleSpec, Workers
+from ds_vit.data.settings import ImageConfig
 from ds_vit.data.sources.datasets import open_source
 from ds_vit.data.sources.source import Source
 
@@ -44,12 +47,10 @@ WAYS = {
 def loaded(source: Source, flags: dict, words: argparse.Namespace, workers: int) -> tuple[Loader, Callable]:
     """Micro-batches, and what finishes one on the device."""
     device = torch.device(words.device)
-    image, augment = ImageConfig((words.img_size, words.img_size)), AugmentConfig(aa=words.aa, **flags)
-    order = SampleOrder(len(source), words.batch, seed=0)
-    data = Data(source, order, Share(0, 1, words.batch), workers=Workers(workers))
-    spec = SampleSpec(image, augment=augment)
-    loader = train_loader(data, spec, range(10**6), pin_memory=device.type == "cuda")
-    return loader, lambda batch: finish_images(batch, image, augment, device=device)
+    images = ImageField("images", ImageConfig((words.img_size, words.img_size)), AugmentConfig(aa=words.aa, **flags))
+    rows = TrainRows(SampleOrder(len(source), words.batch, seed=0), Share(0, 1, words.batch))
+    loader = Loader(Reader(source, [images], rows), range(10**6), workers, pin_memory=device.type == "cuda")
+    return loader, lambda batch: finished([images], batch, device=device)["images"]
 
 
 def batches(source: Source, flags: dict, words: argparse.Namespace) -> Iterator[int]:
@@ -121,7 +122,7 @@ def decoding(source: Source, words: argparse.Namespace) -> float:
     there = len(files) / fastest(lambda: list(decode_on(device, files)), words.turns, device)
     loader, finish = loaded(source, WAYS["decoding on the device too"], words, workers=0)
     batch = next(iter(loader))
-    both = batch.num_rows / fastest(lambda: finish(batch), words.turns, device)
+    both = batch.rows.num_rows / fastest(lambda: finish(batch), words.turns, device)
     here = len(files) / fastest(lambda: [image.image() for image in images], words.turns, torch.device("cpu"))
     apart = [
         (pixels.cpu().float() - pil_to_tensor(image.image()).float()).abs().mean().item()
@@ -129,7 +130,7 @@ def decoding(source: Source, words: argparse.Namespace) -> float:
     ]
     print(f"\n| decoding alone, {len(files)} files at once | images/s |\n|---|---|")
     print(f"| torchcodec on {device} | {there:,.0f} |\n| simplejpeg, one process | {here:,.0f} |")
-    print(f"| decoding and augmentation on {device}, {batch.num_rows} files | {both:,.0f} |")
+    print(f"| decoding and augmentation on {device}, {batch.rows.num_rows} files | {both:,.0f} |")
     print(f"\nThe device's pixels are {statistics.mean(apart):.2f} grey levels from Pillow's on average.")
     return both
 

@@ -82,17 +82,21 @@ def timms(folder: Path, size: int, flags: dict, batch: int, workers: int) -> Ite
 def ours(folder: Path, size: int, flags: dict, batch: int, workers: int) -> Iterator[int]:
     """Batch after batch of our loader, finished on the CPU; how many images each had."""
     from ds_vit.config.augmentation import AugmentConfig
-    from ds_vit.data.device import finish_images
-    from ds_vit.data.loader import train_loader
+    from ds_vit.data.field import finished
+    from ds_vit.data.fields import ImageField, LabelField
+    from ds_vit.data.loader import Loader
+    from ds_vit.data.reader import Reader
+    from ds_vit.data.rows import TrainRows
     from ds_vit.data.sampler import SampleOrder, Share
-    from ds_vit.data.settings import Data, ImageConfig, SampleSpec, Workers
+    from ds_vit.data.settings import ImageConfig
     from ds_vit.data.sources.datasets import open_source
 
     source = open_source("", str(folder), "train")
-    image, augment = ImageConfig((size, size)), AugmentConfig(**flags)
-    data = Data(source, SampleOrder(len(source), batch, seed=0), Share(0, 1, batch), workers=Workers(workers))
-    for micro_batch in train_loader(data, SampleSpec(image, augment=augment), range(10**6)):
-        yield len(finish_images(micro_batch, image, augment, device="cpu"))
+    images = ImageField("images", ImageConfig((size, size)), AugmentConfig(**flags))
+    rows = TrainRows(SampleOrder(len(source), batch, seed=0), Share(0, 1, batch))
+    reader = Reader(source, [images, LabelField("targets", source.num_classes)], rows)
+    for micro_batch in Loader(reader, range(10**6), workers):
+        yield len(finished([images], micro_batch, device="cpu")["images"])
 
 
 class Side:

@@ -269,12 +269,12 @@ def _orientation_of(data: bytes) -> int:
 
 
 def open_image(
-    data: bytes, name: str, how: str = "exact", *, whole: bool = False, exif_rotation: bool = False
+    data: bytes | Image.Image, name: str, how: str = "exact", *, whole: bool = False, exif_rotation: bool = False
 ) -> Image.Image | Jpeg:
     """An image decoded by Pillow, or a JPEG file that is yet to be decoded.
 
     Args:
-        data: the file's bytes.
+        data: the file's bytes, or pixels that are decoded already.
         name: the file's name, for messages.
         how: one of `DECODERS`.
         whole: decode all of a file, also what lies below the rows that are asked for and may be damaged.
@@ -283,6 +283,8 @@ def open_image(
     Raises:
         ImageDecodeError: as of `decode`.
     """
+    if isinstance(data, Image.Image):
+        return upright(data) if exif_rotation else data
     # Pillow decides about a file that does not end as a JPEG file does.
     is_jpeg = data[:3] == b"\xff\xd8\xff" and data[-2:] == b"\xff\xd9" and (how == "fast" or has_exact_jpeg())
     if exif_rotation and (not is_jpeg or _orientation_of(data) > 1):

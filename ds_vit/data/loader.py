@@ -1,4 +1,4 @@
-"""The loaders that deliver micro-batches (batches.py), read in worker processes.
+"""The loader that delivers micro-batches (reader.py), read in worker processes.
 
 A training loader lives for the whole run: its sampler is the range of micro-steps t = step * accumulation + index,
 across epochs. What a micro-batch holds is a pure function of t and the rank's share, so that neither the number of
@@ -15,34 +15,20 @@ import multiprocessing.util
 import os
 import signal
 import weakref
-from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Generator, Iterable, Sequence
 from functools import partial
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, get_worker_info
 
-from ds_vit.data.augment.crops import MultiCrop
-from ds_vit.data.augment.on_device import CuttingTransform
-from ds_vit.data.augment.transforms import eval_transform, train_transform
-from ds_vit.data.batches import (
-    PREFETCHED,
-    Batches,
-    EvalBatches,
-    InSlot,
-    MicroBatch,
-    Reader,
-    TrainBatches,
-    Transform,
-    shared_memory_advice,
-)
-from ds_vit.data.sampler import Share, num_evaluation_batches
-from ds_vit.data.settings import Data, SampleSpec
-from ds_vit.data.sources.source import Source
-from ds_vit.fault_tolerance.errors import UserError, WorkerLost
+from ds_vit.data.field import MicroBatch
+from ds_vit.data.reader import Reader
+from ds_vit.data.slots import PREFETCHED, InSlot, Slots, shared_memory_advice
+from ds_vit.fault_tolerance.errors import WorkerLost
 from ds_vit.fault_tolerance.signals import ignore_in_worker
 
 
@@ -50,7 +36,7 @@ class Loader:
     """Delivers micro-batches in order.
 
     Args:
-        batches: what is read.
+        reader: of the micro-batches.
         numbers: which of them, in this order.
         num_workers: processes that read; 0 reads in this one.
         pin_memory: page-locked memory for fast copies to a GPU.
@@ -61,22 +47,21 @@ class Loader:
 
     def __init__(
         self,
-        batches: Batches,
+        reader: Reader,
         numbers: range,
-        num_workers: int,
-        pin_memory: bool,
+        num_workers: int = 0,
+        pin_memory: bool = False,
     ) -> None:
-        self._batches = batches
-        self._reader = batches.reader
+        self._reader = reader
         if num_workers:
             self._reader.reading = torch.full((num_workers,), -1, dtype=torch.int64).share_memory_()
         self._loader = DataLoader(
-            batches,
+            reader,
             batch_size=None,
             sampler=numbers,
             num_workers=num_workers,
             prefetch_factor=PREFETCHED if num_workers else None,
-            collate_fn=partial(_each_tensor, _sendable),
+            collate_fn=partial(tree_map, _sendable),
             worker_init_fn=ignore_in_worker,
             pin_memory=pin_memory,
             generator=torch.Generator(),  # else each iteration draws a seed from the process's generator
@@ -93,7 +78,8 @@ class Loader:
             gc.freeze()
         own_handler = signal.getsignal(signal.SIGCHLD)
         # Of this iteration only: the workers of an abandoned one may still write.
-        slots = self._batches.slots(self._loader.num_workers) if self._loader.num_workers else None
+        num_workers, most_bytes = self._loader.num_workers, self._reader.most_bytes
+        slots = Slots(num_workers, most_bytes) if num_workers and most_bytes else None
         self._reader.slots = slots
         items = iter(self._loader)
         self._reader.slots = None
@@ -116,7 +102,7 @@ class Loader:
                 raise
             if isinstance(item, Exception):
                 raise item
-            yield _each_tensor(_received, item)
+            yield tree_map(_received, item)
 
     def _check(self, workers: Sequence[BaseProcess]) -> None:
         """Raise WorkerLost if a worker has ended, which none does before the last batch is out."""
@@ -159,13 +145,6 @@ def _kill_workers() -> None:
         worker.join()
 
 
-def _each_tensor(function: Callable[[Any], Any], item: Any) -> Any:
-    """An item with a function applied to its parts, also those in NamedTuples."""
-    if isinstance(item, tuple) and hasattr(item, "_fields"):
-        return type(item)(*(_each_tensor(function, part) for part in item))
-    return function(item)
-
-
 _MOST_IN_PIPE = 2**16  # bytes
 
 
@@ -178,7 +157,7 @@ def _sendable(part: Any) -> Any:
     worker = get_worker_info()
     if worker is None or not isinstance(part, torch.Tensor):
         return part
-    slots = worker.dataset.reader.slots
+    slots = worker.dataset.slots
     if slots is not None and slots.hold(part):
         return slots.sent(part)
     return part.numpy() if part.nbytes <= _MOST_IN_PIPE else part
@@ -189,74 +168,3 @@ def _received(part: Any) -> Any:
     if isinstance(part, InSlot):
         return part.copied()
     return torch.from_numpy(part) if isinstance(part, np.ndarray) else part
-
-
-def training_transform(spec: SampleSpec) -> Transform:
-    """What a loader's process does to a training image: all of augmentation, or the crops for the device's.
-
-    Raises:
-        UserError: incompatible flags.
-    """
-    if spec.crops is not None:
-        return MultiCrop(spec.image, spec.crops, spec.augment)
-    transform = train_transform(spec.image, spec.augment)
-    return CuttingTransform(transform, spec.augment) if spec.augment.augment_on == "device" else transform
-
-
-def train_loader(
-    data: Data,
-    spec: SampleSpec,
-    steps: range,
-    *,
-    skipped_batches: int = 0,
-    on_bad_image: str = "error",
-    pin_memory: bool = False,
-) -> Loader:
-    """The micro-batches of a rank for a range of steps, counted from 0 over all epochs.
-
-    Args:
-        data: the training split, the order of its samples, this rank's share of them, and its loader processes.
-        spec: what is read of each sample.
-        steps: in the order of samples.
-        skipped_batches: how far that order is ahead of the optimizer steps, which sizes and the end of mixing follow.
-        on_bad_image: as for `Reader`.
-        pin_memory: page-locked memory for fast copies to a GPU.
-
-    Raises:
-        UserError: settings that cannot work together, with the numbers. Iterating raises ImageDecodeError.
-    """
-    source, order, share, sizes = data.train_source, data.order, data.share, data.sizes
-    assert order.num_samples == len(source), f"an order of {order.num_samples} samples for {len(source)}"
-    assert share.global_batch == order.global_batch, f"{share} does not cut a global batch of {order.global_batch}"
-    mixes = spec.mix.active
-    if mixes and order.global_batch % 2:
-        factors = f"{share.dp_size} ranks x {share.accumulation} micro-batches x {share.micro_batch}"
-        raise UserError(f"--mixup and --cutmix need an even global batch, not {order.global_batch} ({factors})")
-    crops_only = not (mixes or spec.augment.reprob or sizes)
-    assert spec.crops is None or crops_only, "crops are not mixed, erased or of other sizes"
-    reader = Reader(source, spec, training_transform(spec), spec.augment.decode, on_bad_image)
-    transforms = {
-        size: training_transform(replace(spec, image=replace(spec.image, img_size=(size, size))))
-        for size in (sizes.sizes if sizes else ())
-    }
-    numbers = range(steps.start * share.accumulation, steps.stop * share.accumulation)
-    return Loader(TrainBatches(reader, data, transforms, skipped_batches), numbers, data.workers.number, pin_memory)
-
-
-def eval_loader(
-    source: Source,
-    spec: SampleSpec,
-    share: Share,
-    *,
-    on_bad_image: str = "error",
-    num_workers: int = 0,
-    pin_memory: bool = False,
-) -> Loader:
-    """A rank's share of an evaluation, to be iterated as often as wanted; each image is valid on one rank, once.
-
-    Every rank gets the same number of batches of `share.micro_batch` rows. Under `on_bad_image="skip"` a row that
-    cannot be decoded is not valid, and counted. The other arguments are those of `train_loader`.
-    """
-    reader = Reader(source, spec, eval_transform(spec.image), "exact", on_bad_image)
-    numbers = range(num_evaluation_batches(len(source), share))
-    return Loader(EvalBatches(reader, share), numbers, num_workers, pin_memory)

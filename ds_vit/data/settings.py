@@ -13,11 +13,10 @@ import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, resolve_data_config
 from torch import nn
 
-from ds_vit.config.augmentation import INTERPOLATIONS, AugmentConfig, MixConfig
+from ds_vit.config.augmentation import INTERPOLATIONS
 from ds_vit.data.image_sizes import ImageSizes
 from ds_vit.data.sampler import SampleOrder, Share
 from ds_vit.data.sources.source import Source
-from ds_vit.data.text import Tokenizer
 from ds_vit.fault_tolerance.errors import UserError
 
 
@@ -103,34 +102,6 @@ def resolve_pixels(given: Mapping[str, Any], model: nn.Module) -> dict[str, Any]
 
 
 # ---- the samples of a run --------------------------------------------------------------------------------------------
-
-
-ALL_PARTS = frozenset({"images", "targets", "texts"})
-"""Of a sample."""
-
-
-@dataclass(frozen=True)
-class SampleSpec:
-    """What is read of each sample, and how it is prepared: a task's answer for some of its fields.
-
-    Attributes:
-        image: the size and normalisation of images.
-        reads: which of `ALL_PARTS` are read. Without images nothing is decoded, unless bad images are skipped: then a
-            target depends on what can be decoded. Without texts a sample whose captions are damaged is skipped all the
-            same.
-        augment: what training draws for each image.
-        mix: what training draws for each batch.
-        crops: several crops of each training image, none of them mixed or erased; None for one image.
-        tokenizer: of the captions, of which training draws one by the sample's key and evaluation takes the first; None
-            for a task without text.
-    """
-
-    image: ImageConfig
-    reads: frozenset[str] = ALL_PARTS
-    augment: AugmentConfig = field(default_factory=AugmentConfig)
-    mix: MixConfig = field(default_factory=MixConfig)
-    crops: CropConfig | None = None
-    tokenizer: Tokenizer | None = None
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,7 @@ class Engine(ABC):
         self.groups = groups
         self._task = task
         self._sizes: SizeSwitch | None = None
-        self._input_names = [field.name for field in task.fields(training=True) if field.stage == "first"]
+        self._input_names = [field.name for field in task.training_fields if field.stage == "first"]
         self._clip = json.gradient_clipping or 0.0
         own_sums = optimizer is not None and json.flat_gradients
         if own_sums:  # for another type than the model's, DeepSpeed has other wrappers, and another copy of gradients

@@ -81,7 +81,7 @@ class StagedViT(PipelineModule):
             first.drops_frequencies = False  # the stage before does
         self._interval = recompute_interval
         self._checkpoint = checkpoint_function
-        self.target_names = [*(field.name for field in task.fields(training=True) if field.stage == "last"), "keys"]
+        self.target_names = [*(field.name for field in task.training_fields if field.stage == "last"), "keys"]
         self.tower_names = tuple(tower_names)
         self._task = task
         self.context: StageContext | None = None  # from the engine

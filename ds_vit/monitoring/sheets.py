@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from PIL import Image
 
-from ds_vit.data.batches import MicroBatch
+from ds_vit.data.field import MicroBatch
+from ds_vit.data.fields import Pictures
 from ds_vit.data.settings import ImageConfig
 from ds_vit.data.sources.source import Source
 from ds_vit.tasks.metrics import Batch
 from ds_vit.tasks.panels import class_name, save_sheet
-from ds_vit.tasks.task import LOCAL_IMAGES
 
 _IMAGES_FOR_SAMPLE = 4  # of which all crops are shown
 
@@ -47,13 +47,13 @@ class TrainingSheet:
 
         Args:
             drawn: the samples and mixing weights.
-            batch: its tensors; without "images" [B, 3, H, W], or the crops [B, 2, 3, H, W] and those of "local_images",
-                nothing is added.
+            batch: its tensors; nothing is added if it has neither images [B, 3, H, W] nor crops [B, v, 3, H, W].
             save: called once, when the sheet is complete.
         """
-        if not (self._missing and self._batches_left and "images" in batch):
+        pictures = [name for name, part in drawn.packed.items() if isinstance(part, Pictures) and name in batch]
+        views = [batch[name] for name in pictures if batch[name].shape[-3] == len(self._mean)]
+        if not (self._missing and self._batches_left and views):
             return
-        views = [batch[name] for name in ("images", LOCAL_IMAGES) if name in batch]
         if views[0].ndim == 5 and not self._num_views:
             self._num_views = sum(part.shape[1] for part in views)
             self._missing = max(1, self._missing // _IMAGES_FOR_SAMPLE)
@@ -87,18 +87,19 @@ class TrainingSheet:
         """A row's label; a mixed row has both labels, and lambda, the weight of the first."""
         if not self._classes:
             return ""
-        own = self._label(drawn, row)
-        if drawn.mix is None or drawn.mix.lam[row] == 1.0:
+        own, mix = self._label(drawn, row), drawn.rows.mix
+        if mix is None or mix.lam[row] == 1.0:
             return own
-        how = "cutmix" if drawn.mix.box[row].any() else "mixup"
-        partner = self._label(drawn, int(drawn.mix.partner[row]))
-        return f"{how} \N{GREEK SMALL LETTER LAMDA} {drawn.mix.lam[row]:.2f}: {own} + {partner}"
+        how = "cutmix" if mix.box[row].any() else "mixup"
+        partner = self._label(drawn, int(mix.partner[row]))
+        return f"{how} \N{GREEK SMALL LETTER LAMDA} {mix.lam[row]:.2f}: {own} + {partner}"
 
     def _label(self, drawn: MicroBatch, row: int) -> str:
         # A pipeline's first stage has no targets, and does not know the replacement of a damaged image.
-        if drawn.targets is None and drawn.skipped:
+        targets = drawn.packed.get("targets")
+        if targets is None and drawn.skipped:
             return "(unknown: bad images are replaced)"
-        target = self._source.target(int(drawn.indices[row])) if drawn.targets is None else drawn.targets[row].numpy()
+        target = self._source.target(int(drawn.rows.indices[row])) if targets is None else targets[row].numpy()
         if np.ndim(target) == 0:
             return class_name(int(target), self._classes)
         return ", ".join(class_name(int(at), self._classes) for at in np.flatnonzero(target)) or "no label"

@@ -22,7 +22,7 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from ds_vit.config.run_folder import RunFolder, write_json, written_whole
-from ds_vit.data.decode import ImageDecodeError, Jpeg
+from ds_vit.data.decode import ImageDecodeError, Jpeg, open_image
 from ds_vit.data.settings import ImageConfig
 from ds_vit.data.sources.source import Source
 
@@ -381,7 +381,7 @@ def save_samples(source: Source, captioned: Sequence[tuple[int, str]], path: Pat
     images, captions = [], []
     for index, caption in captioned:
         with contextlib.suppress(ImageDecodeError):
-            found = source.opened(index, exif_rotation=image.exif_rotation)
+            found = open_image(source.entry("image", index), source.describe(index), exif_rotation=image.exif_rotation)
             images.append(found.image() if isinstance(found, Jpeg) else found)
             captions.append(caption)
     if images:

@@ -18,19 +18,19 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, get_args
+from functools import cached_property
+from typing import Any, ClassVar, get_args
 
 import torch
 from torch import nn
 
 from ds_vit.config import RunConfig
-from ds_vit.config.augmentation import AugmentConfig, MixConfig
 from ds_vit.config.outside import Configurable, word_of
 from ds_vit.config.run_folder import RunFolder
 from ds_vit.config.schema import names_in
-from ds_vit.data.batches import MicroBatch
-from ds_vit.data.device import finish_images, finish_local_images, finish_targets
-from ds_vit.data.settings import CropConfig, ImageConfig, SampleSpec
+from ds_vit.data.field import Field
+from ds_vit.data.fields import ImageField, LabelField
+from ds_vit.data.settings import ImageConfig
 from ds_vit.data.sources.source import Source
 from ds_vit.data.text import Tokenizer
 from ds_vit.fault_tolerance.errors import UserError
@@ -45,8 +45,6 @@ from ds_vit.tasks.foreign_names import ForeignNames, vit_differences
 from ds_vit.tasks.metrics import Batch, Chart, Figure, Metrics
 from ds_vit.tasks.panels import Panel
 
-LOCAL_IMAGES = "local_images"
-"""The name of the field of an image's small crops."""
 Loss = Callable[[torch.Tensor, Batch], torch.Tensor]
 """(outputs of the last layer, batch) → fp32 scalar."""
 
@@ -165,25 +163,6 @@ class Coupled:
     pieces: Sequence[Mapping[str, torch.Tensor]]
 
 
-@dataclass(frozen=True)
-class Field:
-    """One tensor of a batch.
-
-    Attributes:
-        name: its key in a `Batch`.
-        stage: the pipeline stage that needs it: the first (the model's input) or the last (the loss's).
-        reads: what has to be read of a sample for it: its image is decoded, or only its target or a caption is read.
-        shape: of one sample.
-        dtype: of the tensor; None for the type that the model takes its input in.
-    """
-
-    name: str
-    stage: Literal["first", "last"]
-    reads: Literal["images", "targets", "texts"]
-    shape: tuple[int, ...]
-    dtype: torch.dtype | None = None
-
-
 class Task(Configurable, ABC):
     """One run's task; the same on every rank, and without tensors.
 
@@ -198,8 +177,6 @@ class Task(Configurable, ABC):
         evaluators: rate the features of the images, in addition to the task's metrics.
         evaluates_outputs: whether the task's metrics are computed.
         tokenizer: of the captions; set by a task whose fields read texts.
-        crops: several crops of each training image; set by a task whose field "images" has two global ones [B, 2, 3, H,
-            W], and whose field "local_images" has the others [B, n, 3, S, S].
         encoded_dim: E of `encode`; set by a task that has it.
 
     Raises:
@@ -255,7 +232,6 @@ class Task(Configurable, ABC):
     takes_pairs: ClassVar[bool] = False
     """Whether the main tower takes an image and a text together, and rejects images without texts."""
     tokenizer: Tokenizer | None = None
-    crops: CropConfig | None = None
     encoded_dim: int = 0
     figures: tuple[Figure, ...]
     """The metrics of an evaluation; the first decides which weights are the best, if it is summed up. A run adds those
@@ -272,8 +248,6 @@ class Task(Configurable, ABC):
         self.config = config
         self.num_classes: int = vars(model)["num_classes"] if self.has_classes else 0
         self.image = image
-        self.augment: AugmentConfig = config
-        self.mix: MixConfig = config
         self.source = source
         self.model = model
         self.evaluators = chosen_evaluators(config, source) if probes else ()
@@ -412,46 +386,30 @@ class Task(Configurable, ABC):
     def fields(self, *, training: bool) -> tuple[Field, ...]:
         """The tensors of a batch except the keys, those of the first stage in the order of the towers that take them.
 
+        It is called once for each of `training_fields` and `evaluation_fields`.
+
         Args:
             training: in training or in evaluation.
         """
 
+    @cached_property
+    def training_fields(self) -> tuple[Field, ...]:
+        """`fields` of training."""
+        return self.fields(training=True)
+
+    @cached_property
+    def evaluation_fields(self) -> tuple[Field, ...]:
+        """`fields` of evaluation."""
+        return self.fields(training=False)
+
+    @cached_property
     def feature_fields(self) -> tuple[Field, ...]:
-        """The tensors of a batch where features are evaluated: as in the task's evaluation, and a class an image."""
-        return (
-            Field("images", "first", "images", (3, *self.image.img_size)),
-            Field("targets", "last", "targets", (), torch.int64),
-        )
+        """The tensors of a batch where features are evaluated: as in the task's evaluation, and a class per image."""
+        return self.images(training=False), LabelField("targets", self.num_classes)
 
-    def samples(self, fields: Sequence[Field]) -> SampleSpec:
-        """What a loader reads of each sample for these fields."""
-        reads = frozenset(field.reads for field in fields)
-        return SampleSpec(self.image, reads, self.augment, self.mix, self.crops, self.tokenizer)
-
-    def tensors(
-        self, fields: Sequence[Field], micro_batch: MicroBatch, *, training: bool, device: torch.device
-    ) -> dict[str, torch.Tensor]:
-        """Fields of a micro-batch, made on the device by what its samples drew: [B, *field.shape] each, by name.
-
-        Images are finished once and in fp32, however many fields they are.
-        """
-        made: dict[str, torch.Tensor] = {}
-        sources = [LOCAL_IMAGES if field.name == LOCAL_IMAGES else field.reads for field in fields]
-        if "images" in sources:
-            augment = self.augment if training else None
-            made["images"] = finish_images(micro_batch, self.image, augment, device=device)
-        if LOCAL_IMAGES in sources:
-            made[LOCAL_IMAGES] = finish_local_images(micro_batch, self.image, device=device)
-        if "targets" in sources:
-            mix = self.mix if training else None
-            made["targets"] = finish_targets(micro_batch, self.num_classes, mix, device=device)
-        if "texts" in sources:
-            assert micro_batch.texts is not None, "the micro-batch was loaded without texts"
-            made["texts"] = micro_batch.texts[: micro_batch.num_rows].to(device, non_blocking=True)
-        return {
-            field.name: made[source].to(field.dtype or made[source].dtype)
-            for field, source in zip(fields, sources, strict=True)
-        }
+    def images(self, *, training: bool) -> ImageField:
+        """The field "images" of the run's size and augmentation."""
+        return ImageField("images", self.image, self.config if training else None)
 
     def fixed_batch(self, batch: Batch) -> Batch:
         """For a CUDA graph: the micro-batch with what `step` and `collect` make of it on the host, in fixed shapes."""
@@ -534,7 +492,7 @@ class Task(Configurable, ABC):
 
     def outputs(self, context: StepContext, batch: Batch) -> torch.Tensor:
         """The forward pass of a micro-batch in evaluation: what `metrics` rate [B, …]; the main tower's outputs."""
-        name = next(field.name for field in self.fields(training=False) if field.stage == "first")
+        name = next(field.name for field in self.evaluation_fields if field.stage == "first")
         return context.forward(MAIN_TOWER, [batch.get(name)], batch)
 
     def loss_on_meta(self, layers: Sequence[Layer], samples: int) -> torch.Tensor | None:
@@ -613,7 +571,7 @@ class ChainTask(Task):
     def setup(self, context: StepContext) -> None:
         """As `Task.setup`."""
         self._loss = self.loss(context.class_parallel)
-        self._inputs = [field.name for field in self.fields(training=True) if field.stage == "first"]
+        self._inputs = [field.name for field in self.training_fields if field.stage == "first"]
 
     def step(self, context: StepContext, batch: Batch, piece: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
         """As `Task.step`."""

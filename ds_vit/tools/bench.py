@@ -330,7 +330,7 @@ def _random_batches(run: Run, engine: Engine, device: torch.device) -> Iterator[
     rows = run.batch.micro_batch
     batch = _random_batch(run, rows, engine.dtype, device)
     keys = torch.arange(_SETS_OF_KEYS * rows).split(rows)
-    return itertools.cycle([{**batch, "keys": own.to(device), "keys_on_host": own} for own in keys])
+    return itertools.cycle([{**batch, "keys": own.to(device)} for own in keys])
 
 
 def _running(step: Step) -> contextlib.AbstractContextManager[None]:
@@ -368,19 +368,10 @@ def versions() -> dict[str, str]:
 
 
 def _random_batch(run: Run, rows: int, dtype: torch.dtype, device: torch.device) -> Batch:
-    """Random values of the task's fields: pixels as the model takes them, classes, and captions of full length."""
-    task, batch = run.model.task, {"keys": torch.arange(rows, device=device)}
-    for field in task.fields(training=True):
-        if field.reads == "images":
-            values = torch.randn(rows, *field.shape, device=device).to(field.dtype or dtype)
-        elif field.reads == "texts":
-            assert task.tokenizer is not None, "a task with text has one"
-            values = torch.randint(min(256, task.tokenizer.vocab_size), (rows, *field.shape), device=device)
-            values[:, -1] = task.tokenizer.end_id
-        else:
-            values = torch.randint(task.num_classes, (rows,), device=device)
-        batch[field.name] = values
-    return batch
+    """Values like those of the task's fields, for random samples."""
+    fields = run.model.task.training_fields
+    examples = {field.name: field.example(rows, dtype, device) for field in fields}
+    return {"keys": torch.arange(rows, device=device), **examples}
 
 
 def _in_turns(sides: Mapping[str, Step], turns: int, steps: int, device: torch.device) -> dict[str, list[list[float]]]:

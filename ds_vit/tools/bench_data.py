@@ -23,11 +23,13 @@ from ds_vit.data.augment.crops import MultiCrop
 from ds_vit.data.augment.on_device import Crops, CuttingTransform, augmented
 from ds_vit.data.augment.steps import RandomResizedCrop, shielded
 from ds_vit.data.augment.transforms import TrainTransform
-from ds_vit.data.batches import MicroBatch
 from ds_vit.data.decode import Box, Jpeg, open_image
-from ds_vit.data.device import finish_images, finish_local_images
-from ds_vit.data.loader import Loader, train_loader, training_transform
-from ds_vit.data.settings import ALL_PARTS, Data, Workers
+from ds_vit.data.field import finished, origins
+from ds_vit.data.fields import ImageField, Pictures
+from ds_vit.data.loader import Loader
+from ds_vit.data.reader import Reader
+from ds_vit.data.rows import TrainRows
+from ds_vit.data.settings import Data
 from ds_vit.engine.start import device_of
 from ds_vit.launching.process import Process, discover
 from ds_vit.tools.bench import seconds_of
@@ -50,7 +52,7 @@ _REMEDIES = {
 class _Sample(NamedTuple):
     number: int
     key: int
-    data: bytes | None
+    data: Any  # of a file; pixels where the data set's own code gives them: reading and decoding are one
     name: str
 
 
@@ -113,7 +115,7 @@ def bench_data(words: Sequence[str], images: int, process: Process | None = None
     cores = len(os.sched_getaffinity(0))
     rate = _loader_rate(run, len(samples), device)
     number = run.data.workers.number
-    augment = run.model.task.augment
+    augment = run.config
     used = ["--decode fast"] if augment.decode == "fast" else []
     used += ["--augment-on device"] if augment.augment_on == "device" or device.type == "cpu" else []
     return DataBench(
@@ -137,7 +139,7 @@ def _samples(data: Data, images: int) -> list[_Sample]:
         for index, key in zip(indices.tolist(), keys.tolist(), strict=True):
             if len(found) == images:
                 return list(found.values())
-            found[index] = _Sample(index, key, source.encoded(index), source.describe(index))
+            found[index] = _Sample(index, key, source.entry("image", index), source.describe(index))
     return list(found.values())
 
 
@@ -148,59 +150,51 @@ def _fastest(run: Callable[[], object], images: int, clock: Callable[[], float] 
 
 def _stages(run: Run, samples: Sequence[_Sample], device: torch.device) -> dict[str, float]:
     source = run.data.train_source
+    fields = run.model.task.training_fields
     clock = time.perf_counter  # reading and transfer wait
-    read = _fastest(lambda: [source.encoded(sample.number) for sample in samples], len(samples), clock)
+    read = _fastest(lambda: [source.entry("image", sample.number) for sample in samples], len(samples), clock)
     with shielded():
         decode, both = (_fastest(each, len(samples)) for each in _decode_and_augment(run, samples))
-    loader = _loader(run, Workers(0))
+    loader = _loader(run, workers=0)
     batches = list(itertools.islice(loader, max(1, len(samples) // run.data.share.micro_batch)))
-    rows = sum(batch.num_rows for batch in batches)
+    rows = sum(batch.rows.num_rows for batch in batches)
     whole = _fastest(lambda: list(itertools.islice(loader, len(batches))), rows)
 
     def transfer() -> None:
         for batch in batches:
-            _finish(run, batch, device)
+            finished(fields, batch, device=device)
 
     def augment_there() -> None:
         for batch in batches:
-            for part in (batch.images, batch.local_images):
-                if isinstance(part, Crops):
-                    augmented(part, device)
+            for part in batch.packed.values():
+                if isinstance(part, Pictures) and isinstance(part.pixels, Crops):
+                    augmented(part.pixels, device)
 
     augment = max(0.0, both - decode)
     collate = max(0.0, whole - read - decode - augment)
     to_device = _fastest(transfer, rows, clock)
     found = dict(zip(STAGES, (read, decode, augment, collate, to_device), strict=True))
-    if run.model.task.augment.augment_on == "device":
+    if run.config.augment_on == "device":
         there = min(_fastest(augment_there, rows, clock), to_device)
         found |= {"transfer": to_device - there, ON_DEVICE: there}
     return found
 
 
-def _finish(run: Run, batch: MicroBatch, device: torch.device) -> None:
-    finish_images(batch, run.model.task.image, run.model.task.augment, device=device)
-    if batch.local_images is not None:
-        finish_local_images(batch, run.model.task.image, device=device)
-
-
-def _loader(run: Run, workers: Workers) -> Loader:
-    """Of the first data-parallel rank, which reads all parts of a sample, without images of other sizes."""
+def _loader(run: Run, workers: int) -> Loader:
+    """Of the first data-parallel rank, which reads all fields of a sample, without images of other sizes."""
     data, task = run.data, run.model.task
-    share = dataclasses.replace(data.share, dp_rank=0)
-    data = dataclasses.replace(data, share=share, sizes=None, workers=workers)
-    spec = dataclasses.replace(task.samples(()), reads=ALL_PARTS)
-    return train_loader(data, spec, range(10**9 // data.order.global_batch), on_bad_image=run.config.on_bad_image)
+    rows = TrainRows(data.order, dataclasses.replace(data.share, dp_rank=0), run.config, task.image.img_size)
+    reader = Reader(data.train_source, origins(task.training_fields), rows, on_bad_image=run.config.on_bad_image)
+    return Loader(reader, range(10**9 // data.order.global_batch * data.share.accumulation), workers)
 
 
 def _decode_and_augment(run: Run, samples: Sequence[_Sample]) -> tuple[Callable[[], None], Callable[[], None]]:
     """Only decoding what the crop needs, and decoding with augmentation."""
-    transform = training_transform(run.model.task.samples(()))
-    source, size, turn = run.data.train_source, run.model.task.image.img_size, run.model.task.image.exif_rotation
+    transform = next(field for field in run.model.task.training_fields if isinstance(field, ImageField)).transform
+    size, turn = run.model.task.image.img_size, run.model.task.image.exif_rotation
 
     def opened(sample: _Sample) -> Any:
-        if sample.data is None:  # the data set's own code gives pixels: reading and decoding are one
-            return source.opened(sample.number, exif_rotation=turn)
-        return open_image(sample.data, sample.name, run.model.task.augment.decode, exif_rotation=turn)
+        return open_image(sample.data, sample.name, run.config.decode, exif_rotation=turn)
 
     def box(sample: _Sample) -> Box:
         image = opened(sample)
@@ -230,14 +224,14 @@ def _decode_and_augment(run: Run, samples: Sequence[_Sample]) -> tuple[Callable[
 
 def _loader_rate(run: Run, images: int, device: torch.device) -> float:
     """Images per second of a rank's loader once its workers run."""
-    batches = iter(_loader(run, run.data.workers))
+    batches = iter(_loader(run, run.data.workers.number))
     for _ in range(2 * run.data.workers.number + 1):
         next(batches)
     start, seen = time.perf_counter(), 0
     while seen < images:
         batch = next(batches)
-        _finish(run, batch, device)
-        seen += batch.num_rows
+        finished(run.model.task.training_fields, batch, device=device)
+        seen += batch.rows.num_rows
     rate = seen / (time.perf_counter() - start)
     batches.close()
     return rate

@@ -29,10 +29,13 @@ from rich.table import Table
 
 from ds_vit import config as flags
 from ds_vit.config.run_folder import to_json, written_whole
-from ds_vit.data.device import finish_images
-from ds_vit.data.loader import eval_loader
+from ds_vit.data.field import finished
+from ds_vit.data.fields import ImageField
+from ds_vit.data.loader import Loader
+from ds_vit.data.reader import Reader
+from ds_vit.data.rows import EvalRows
 from ds_vit.data.sampler import Share
-from ds_vit.data.settings import PIXEL_FLAGS, SampleSpec
+from ds_vit.data.settings import PIXEL_FLAGS
 from ds_vit.data.sources.folders import ImageFiles, find_images
 from ds_vit.data.text import build_tokenizer
 from ds_vit.fault_tolerance import exit_codes
@@ -248,14 +251,10 @@ class _Forward:
         source, batch_size, workers = ImageFiles(list(files)), self._batch_size, self._workers
         if workers is None:
             workers = 0 if len(files) <= 2 * batch_size else min(_MOST_WORKERS, len(os.sched_getaffinity(0)))
-        loader = eval_loader(
-            source,
-            SampleSpec(exported.image, frozenset({"images"})),
-            Share(0, 1, min(batch_size, len(source))),
-            on_bad_image="skip",
-            num_workers=workers,
-            pin_memory=self._device.type != "cpu",
-        )
+        rows = EvalRows(len(source), Share(0, 1, min(batch_size, len(source))))
+        fields = [ImageField("images", exported.image)]
+        reader = Reader(source, fields, rows, on_bad_image="skip")
+        loader = Loader(reader, range(len(rows)), workers, pin_memory=self._device.type != "cpu")
         console = Console(stderr=True)
         hidden = not console.is_terminal or len(loader) == 1
         indices = iter(range(len(source)))  # there is none for the rows that pad the last batch
@@ -263,10 +262,10 @@ class _Forward:
         with memory_errors(lambda of_loader: f"try {smaller}--workers 0 or another --device"):
             model = exported.model.to(self._device)
             for batch in track(loader, "images", len(loader), console=console, transient=True, disable=hidden):
-                features = model.forward_features(finish_images(batch, exported.image, device=self._device))
+                features = model.forward_features(finished(fields, batch, device=self._device)["images"])
                 outputs = model.forward_head(features, pre_logits=pre_logits).float().cpu()
                 reasons = dict(batch.skipped)
-                for output, valid, index in zip(outputs, batch.valid.tolist(), indices, strict=False):
+                for output, valid, index in zip(outputs, batch.rows.valid.tolist(), indices, strict=False):
                     image = source.describe(index)
                     yield (image, output) if valid else {"image": image, "reason": reasons[index]}
 

@@ -420,7 +420,7 @@ class TrialStep(contextlib.AbstractContextManager["TrialStep"]):
 
     def _targets(self, rows: int, keys: torch.Tensor) -> dict[str, Any]:
         """The inputs of the loss other than the outputs."""
-        fields = [field for field in self.run.model.task.fields(training=True) if field.stage == "last"]
+        fields = [field for field in self.run.model.task.training_fields if field.stage == "last"]
         made = {
             field.name: torch.zeros(rows, *field.shape, dtype=field.dtype or self.run.engine.dtype, device=self.device)
             for field in fields

@@ -23,7 +23,7 @@ from ds_vit.config.batch import BatchSizes
 from ds_vit.config.deepspeed_keys import DeepSpeedJson
 from ds_vit.config.deepspeed_rules import Checkpointing
 from ds_vit.config.units import in_words
-from ds_vit.data.augment.on_device import bytes_of_photo
+from ds_vit.data.field import origins
 from ds_vit.device import is_accelerator, peak_bytes, reset_peak_bytes
 from ds_vit.fault_tolerance.errors import first_line
 from ds_vit.models.conversions import compute_class_token
@@ -124,17 +124,14 @@ class Cost:
     def _coupled_inputs(self) -> int:
         """Bytes of a sample's inputs, of a task whose steps hold all micro-batches at once; else 0."""
         task = self.run.model.task
-        fields = task.fields(training=True) if task.coupled else ()
+        fields = task.training_fields if task.coupled else ()
         return sum(math.prod(field.shape) * (field.dtype or self.run.engine.dtype).itemsize for field in fields)
 
     @property
     def _augmenting(self) -> int:
         """Bytes of a sample while it is decoded and augmented on the device, if it is."""
-        task = self.run.model.task
-        if self.run.optimizer is None or task.augment.augment_on == "cpu":
-            return 0
-        shapes = [field.shape for field in task.fields(training=True) if field.reads == "images"]
-        return sum(math.prod(shape[:-3]) * bytes_of_photo((shape[-2], shape[-1])) for shape in shapes)
+        fields = () if self.run.optimizer is None else origins(self.run.model.task.training_fields)
+        return sum(field.device_bytes() for field in fields)
 
     def _loss(self, micro_batch: int) -> int:
         """The most bytes that the loss of a micro-batch takes."""

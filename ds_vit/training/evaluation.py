@@ -119,13 +119,13 @@ def _evaluate_zero_shot(engine: Engine, inputs: InputPipeline, watch: Watch, dat
     """One pass over the sentences of the classes, and one over the images."""
     task = inputs.task
     classes = _encode_texts(engine, inputs, watch, data.prompts, data.classes)
-    images = inputs.evaluation(data.source, task.feature_fields())
+    images = inputs.evaluation(data.source, task.feature_fields)
     return _count(engine, [ZeroShotAccuracy(classes)], images, watch, run=partial(task.encode, "images"))
 
 
 def _evaluate_features(engine: Engine, inputs: InputPipeline, watch: Watch) -> dict[str, float]:
     """One pass over the training split, to learn from, and one over the validation split, for all evaluators."""
-    data, fields = inputs.data, inputs.task.feature_fields()
+    data, fields = inputs.data, inputs.task.feature_fields
     to_learn_from = inputs.evaluation(data.train_source, fields)
     outputs = _outputs(engine, to_learn_from, watch, "features of the training split", features=True)
     bank = FeatureBank.collect(outputs, data.train_source.num_classes, engine.groups, engine.device)
@@ -373,7 +373,7 @@ class Evaluations:
     def _draw(self, step: int) -> None:
         """Draw where the model looks in a few images, which every replica runs (a collective)."""
         engine, task = self.engine, self.inputs.task
-        inputs = self.inputs.evaluation(self._shown, task.feature_fields()[:1], on_every_rank=True)
+        inputs = self.inputs.evaluation(self._shown, task.feature_fields[:1], on_every_rank=True)
         tower = engine.tower(task.feature_tower)
         with contextlib.closing(inputs.batches), token_maps.watched(tower) as seen:
             batches = seen.passing(self.watchdog.micro_batches(inputs.batches))

@@ -1,7 +1,8 @@
 """The batches of this rank: loaded by its loader processes, and finished on the device.
 
 The task's fields decide what is loaded: a pipeline stage decodes images, or reads targets, only if one of its fields
-needs them. In a tensor-parallel group one rank loads and the others receive.
+needs them. In a tensor-parallel group one rank loads and the others receive, except what follows from the keys: that
+each rank makes for itself.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from operator import itemgetter
@@ -25,11 +26,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from ds_vit.config.augmentation import MixConfig
 from ds_vit.config.run_folder import LineLog, RunFolder
-from ds_vit.data.augment.on_device import Crops
-from ds_vit.data.batches import MicroBatch
-from ds_vit.data.loader import eval_loader, train_loader
-from ds_vit.data.sampler import Share, evaluation_keys, evaluation_rows, num_evaluation_batches
+from ds_vit.data.field import Field, MicroBatch, finished, origins
+from ds_vit.data.fields import ImageField
+from ds_vit.data.loader import Loader
+from ds_vit.data.reader import Reader
+from ds_vit.data.rows import EvalRows, TrainRows
+from ds_vit.data.sampler import Share
 from ds_vit.data.settings import Workers
 from ds_vit.data.sources.source import Source
 from ds_vit.device import pins_memory
@@ -39,7 +43,6 @@ from ds_vit.monitoring.metrics import Throughput
 from ds_vit.parallel.groups import gather_objects
 from ds_vit.parallel.layout import Layout
 from ds_vit.tasks.metrics import Batch
-from ds_vit.tasks.task import Field
 from ds_vit.training.run import Run
 
 
@@ -81,7 +84,6 @@ class InputPipeline:
         task: makes the tensors of a batch.
         stages: of this rank, as `stages_of`.
         leader: the rank that loads for this rank's tensor-parallel group.
-        decoded: images of training that the loader decoded ("loader"), and the counts of `decode_on`.
         look: receives the micro-batches of a new run, as read and as the model gets them; or None.
     """
 
@@ -98,9 +100,14 @@ class InputPipeline:
         epoch_images = order.steps_per_epoch * order.global_batch
         may_be_bad = config.max_bad_images if config.on_bad_image == "skip" else 0.0
         self.skipped = SkippedImages(folder.skipped if folder else None, epoch_images, may_be_bad)
-        self.decoded: Counter[str] = Counter()
         self._pins = pins_memory(engine.device)
         self._stream = torch.Stream(engine.device) if self._pins else None
+
+    @property
+    def decoded(self) -> Counter[str]:
+        """Images of training by where they were decoded (`ImageField.decoded`)."""
+        fields = origins(self.task.training_fields)
+        return sum((field.decoded for field in fields if isinstance(field, ImageField)), Counter())
 
     def training(self, first_step: int = 0, skipped_batches: int = 0) -> Generator[Batch, None, None]:
         """The micro-batches of the run from a step on; counts the time that the loop waits for them.
@@ -109,45 +116,32 @@ class InputPipeline:
             first_step: optimizer steps that are done.
             skipped_batches: global batches that were left out before this step.
         """
-        data, task, share = self.data, self.task, self.data.share
-        fields = self._here(task.fields(training=True))
-        steps = range(first_step, max(first_step, self.run.total_steps))
-        read: Iterator[MicroBatch] = iter(())
-        if self.loads:
-            loader = train_loader(
-                data,
-                task.samples(fields),
-                range(steps.start + skipped_batches, steps.stop + skipped_batches),
-                skipped_batches=skipped_batches,
-                on_bad_image="skip" if self.run.config.on_bad_image == "skip" else "replace",
-                pin_memory=self._pins,
-            )
-            read = iter(loader)
-        for number in range(steps.start * share.accumulation, steps.stop * share.accumulation):
-            step, micro_index = divmod(number, share.accumulation)
-            rows = share.rows(micro_index)
-            if not self.loads:
-                _, keys = data.order.rows(step + skipped_batches, rows)
-                sized = _of_size(fields, data.sizes.at(step)) if data.sizes else fields
-                yield {**self._receive(sized, len(rows)), "keys_on_host": torch.from_numpy(keys)}
-                continue
+        data, task, share, config = self.data, self.task, self.data.share, self.run.config
+        mix = config if self.loads else MixConfig()  # others read no field that is mixed
+        rows = TrainRows(data.order, share, mix, task.image.img_size, data.sizes, skipped_batches)
+        on_bad_image = "skip" if config.on_bad_image == "skip" else "replace"
+        reader = self._reader(task.training_fields, data.train_source, rows, on_bad_image)
+        here = self._here(task.training_fields)
+        sized = {side: [field.resized(side) if side else field for field in here] for side in rows.sides}
+        first, last = (step + skipped_batches for step in (first_step, max(first_step, self.run.total_steps)))
+        numbers = range(first * share.accumulation, last * share.accumulation)
+        read = iter(Loader(reader, numbers, data.workers.number * self.loads, self._pins))
+        for number in numbers:
+            step, micro_index = divmod(number - skipped_batches * share.accumulation, share.accumulation)
             before = time.perf_counter()
             batch = next(read)
             self.throughput.waited(time.perf_counter() - before)
-            if "first" in self.stages:
+            if self.loads and "first" in self.stages:
                 # Noted only here: a row is read on several ranks.
                 self.skipped.add(data.train_source, batch.skipped, "training", data.order.epoch_of(step))
-                if isinstance(batch.images, Crops) and task.augment.decode == "fast":
-                    self.decoded["loader"] += sum(crop.file is None for crop in batch.images.crops)
-                    batch = batch._replace(images=batch.images._replace(tally=self.decoded))
                 if self.samples is not None:
-                    indices = batch.indices[: batch.num_rows].tolist()
-                    self.samples.add({"step": step + 1, "first_row": rows.start, "samples": indices})
-            shared = self._share(self._finish(fields, batch, training=True))
-            if first_step == 0 and self.look is not None:
-                self.look(batch, shared)
-            # On the CPU too: masks are drawn there, without a wait for the device.
-            yield {**shared, "keys_on_host": batch.keys[: batch.num_rows]}
+                    indices = batch.rows.indices[: batch.rows.num_rows].tolist()
+                    first_row = share.rows(micro_index).start
+                    self.samples.add({"step": step + 1, "first_row": first_row, "samples": indices})
+            tensors = self._finish(sized[batch.rows.side], batch)
+            if first_step == 0 and self.loads and self.look is not None:
+                self.look(batch, tensors)
+            yield tensors
 
     def evaluation(
         self, source: Source | None = None, fields: Sequence[Field] | None = None, *, on_every_rank: bool = False
@@ -161,34 +155,24 @@ class InputPipeline:
         """
         data = self.data
         source = data.validation if source is None else source
-        fields = self._here(self.task.fields(training=False) if fields is None else fields)
+        fields = self.task.evaluation_fields if fields is None else fields
         share, on_bad_image, num_workers = data.eval_share, self.run.config.on_bad_image, data.workers.number
         if on_every_rank:
             share, on_bad_image, num_workers = Share(0, 1, min(data.eval_rows, len(source))), "skip", 0
-        loader = eval_loader(
-            source,
-            self.task.samples(fields),
-            share,
-            on_bad_image=on_bad_image,
-            num_workers=num_workers,
-            pin_memory=self._pins,
-        )
-        counts = "last" in self.stages and not on_every_rank  # once a row
+        rows = EvalRows(len(source), share)
+        reader = self._reader(fields, source, rows, on_bad_image)
+        loader = Loader(reader, range(len(rows)), num_workers * self.loads, self._pins)
+        counts = self.loads and "last" in self.stages and not on_every_rank  # once a row
         split = "training" if source is data.train_source else "evaluation"
+        here = self._here(fields)
 
         def read() -> Generator[Batch, None, None]:
-            if not self.loads:
-                for _ in range(len(loader)):
-                    yield self._with_blanks(self._receive(fields, share.micro_batch, valid=True))
-                return
             with contextlib.closing(iter(loader)) as batches:
                 for batch in batches:
                     if counts:
-                        inputs.num_skipped += batch.num_skipped
+                        inputs.num_skipped += len(batch.skipped)
                         self.skipped.add(source, batch.skipped, split)
-                    valid = batch.valid[: batch.num_rows].to(self.engine.device, non_blocking=True)
-                    shared = self._share({**self._finish(fields, batch, training=False), "valid": valid})
-                    yield self._with_blanks(shared)
+                    yield self._with_blanks(self._finish(here, batch))
 
         inputs = EvaluationInputs(read(), len(loader), len(source))
         return inputs
@@ -202,18 +186,19 @@ class InputPipeline:
     def texts(self, texts: Sequence[str]) -> EvaluationInputs:
         """The batches of some texts, each on one data-parallel rank, with the "number" of each, int64 [B]."""
         tokenizer, device, share = self.task.tokenizer, self.engine.device, self.data.eval_share
-        num_batches = num_evaluation_batches(len(texts), share)
+        rows = EvalRows(len(texts), share)
         assert tokenizer is not None, f"--task {self.task.name} reads no texts"
 
         def encode() -> Generator[Batch, None, None]:
-            for index in range(num_batches):
-                numbers, valid = evaluation_rows(len(texts), share, index)
-                batch = {"number": numbers, "keys": evaluation_keys(numbers), "valid": valid}
+            for number in range(len(rows)):
+                at = rows.at(number)
+                batch = {"number": at.indices, "keys": at.keys, "valid": at.valid}
                 if "first" in self.stages:
-                    batch["texts"] = np.stack([tokenizer.encode(texts[number]) for number in numbers])
-                yield self._with_blanks({name: torch.from_numpy(array).to(device) for name, array in batch.items()})
+                    ids = [tokenizer.encode(texts[index]) for index in at.indices.tolist()]
+                    batch["texts"] = torch.from_numpy(np.stack(ids))
+                yield self._with_blanks({name: tensor.to(device) for name, tensor in batch.items()})
 
-        return EvaluationInputs(encode(), num_batches, len(texts))
+        return EvaluationInputs(encode(), len(rows), len(texts))
 
     def _with_blanks(self, batch: Batch) -> Batch:
         """A batch with zeros for missing inputs of a pipeline, which runs all towers."""
@@ -221,60 +206,57 @@ class InputPipeline:
             return batch
         rows = len(batch["keys"])
         blanks = {
-            field.name: torch.zeros(1, *field.shape, dtype=field.dtype, device=self.engine.device)
-            for field in self._here(self.task.fields(training=False))
+            field.name: torch.zeros(1, *field.shape, dtype=self._dtype(field), device=self.engine.device)
+            for field in self._here(self.task.evaluation_fields)
             if field.stage == "first" and field.name not in batch
         }
         return {**batch, **{name: blank.expand(rows, *blank.shape[1:]) for name, blank in blanks.items()}}
 
-    def _here(self, fields: Iterable[Field]) -> tuple[Field, ...]:
-        """The fields of this rank's stage, with their type there."""
-        own = (field for field in fields if field.stage in self.stages)
-        return tuple(dataclasses.replace(field, dtype=field.dtype or self.engine.dtype) for field in own)
+    def _here(self, fields: Iterable[Field]) -> list[Field]:
+        """The fields of this rank's stage."""
+        return [field for field in fields if field.stage in self.stages]
 
-    def _finish(self, fields: Sequence[Field], batch: MicroBatch, *, training: bool) -> Batch:
-        """The tensors of a micro-batch that this rank's stage needs, and its keys.
+    def _dtype(self, field: Field) -> torch.dtype:
+        return field.dtype or self.engine.dtype
+
+    def _reader(self, fields: Sequence[Field], source: Source, rows: TrainRows | EvalRows, on_bad_image: str) -> Reader:
+        """Of the fields of this rank's stage, in a rank that does not load only those that follow from the keys."""
+        read, needed = origins(fields), origins(self._here(fields))
+        if not self.loads:
+            read = needed = [field for field in needed if not field.entry]
+        return Reader(source, read, rows, {field.name for field in needed}, on_bad_image)
+
+    def _finish(self, fields: Sequence[Field], batch: MicroBatch) -> dict[str, torch.Tensor]:
+        """The tensors of a micro-batch that this rank's stage needs, its keys, and in evaluation which rows count.
 
         Nothing waits for the step before, which the device may still compute.
         """
-        device = self.engine.device
+        rows, device = batch.rows, self.engine.device
+        own = slice(rows.num_rows)
+        made = [field for field in fields if self.loads or not field.entry]
         with self._stream or contextlib.nullcontext():
-            tensors = self.task.tensors(fields, batch, training=training, device=device)
-            tensors["keys"] = batch.keys[: batch.num_rows].to(device, non_blocking=True)
+            tensors = finished(made, batch, device=device, dtype=self.engine.dtype)
+            tensors["keys"] = rows.keys[own].to(device, non_blocking=True)
+            if not rows.training:
+                tensors["valid"] = rows.valid[own].to(device, non_blocking=True)
         if self._stream is not None:
             current = torch.accelerator.current_stream(device)
             current.wait_stream(self._stream)
             for tensor in tensors.values():
-                tensor.record_stream(current)
+                if tensor.device.type == device.type:  # a field may stay on the host
+                    tensor.record_stream(current)
+        return self._shared(fields, tensors) if self.run.layout.tp > 1 else tensors
+
+    def _shared(self, fields: Sequence[Field], tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The tensors that do not follow from the keys, sent to the tensor-parallel group or received."""
+        num_rows, device = len(tensors["keys"]), self.engine.device
+        for field in fields:
+            if field.entry and not self.loads:
+                shape = (num_rows, *field.shape)
+                tensors[field.name] = torch.empty(shape, dtype=self._dtype(field), device=device)
+        for name in sorted(tensors.keys() - {"keys", *(field.name for field in fields if not field.entry)}):
+            dist.broadcast(tensors[name], self.leader, group=self.engine.groups.tp)
         return tensors
-
-    # ---- one rank of a tensor-parallel group loads, the others receive --------------------------------------------
-
-    def _share(self, batch: Batch) -> Batch:
-        """Send or receive each tensor, in the order of their names (the same on both sides)."""
-        for name in sorted(batch) if self.run.layout.tp > 1 else ():
-            dist.broadcast(batch[name], self.leader, group=self.engine.groups.tp)
-        return batch
-
-    def _receive(self, fields: Sequence[Field], rows: int, *, valid: bool = False) -> Batch:
-        """The counterpart of `_share`: a batch of `rows` samples, in evaluation with what is valid of it."""
-
-        def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-            return torch.empty(rows, *shape, dtype=dtype, device=self.engine.device)
-
-        batch = {field.name: empty(field.shape, field.dtype) for field in fields}
-        batch["keys"] = empty((), torch.int64)
-        if valid:
-            batch["valid"] = empty((), torch.bool)
-        return self._share(batch)
-
-
-def _of_size(fields: Sequence[Field], size: int) -> tuple[Field, ...]:
-    """The fields with square images of another size."""
-    return tuple(
-        dataclasses.replace(field, shape=(*field.shape[:-2], size, size)) if field.reads == "images" else field
-        for field in fields
-    )
 
 
 # ---- --workers auto --------------------------------------------------------------------------------------------------
@@ -293,8 +275,9 @@ def with_workers(run: Run) -> Run:
 
 def decodes_images(run: Run, rank: int) -> bool:
     """Whether a rank decodes images: a field of its stage needs them, and it loads for its tensor-parallel group."""
-    fields, stages = run.model.task.fields(training=run.optimizer is not None), stages_of(run.layout, rank)
-    needed = any(field.reads == "images" and field.stage in stages for field in fields)
+    task, stages = run.model.task, stages_of(run.layout, rank)
+    fields = task.evaluation_fields if run.optimizer is None else task.training_fields
+    needed = any(field.is_heavy and field.stage in stages for field in fields)
     return needed and run.layout.tp_rank(rank) == 0
 
 

@@ -135,7 +135,7 @@ def _batch_origins(run: Run) -> str:
 
 def _augmentation(task: Task) -> str:
     """What training draws for an image, and what it mixes."""
-    augment, mix = task.augment, task.mix
+    augment = task.config
     if "hflip" in task.refused_flags:
         return task.refused_flags["hflip"]
     if augment.no_aug:
@@ -149,7 +149,7 @@ def _augmentation(task: Task) -> str:
         colours = {augment.aa: bool(augment.aa), f"colour jitter {augment.color_jitter}": not augment.aa}
         words += [word for word, used in colours.items() if used and (augment.aa or augment.color_jitter)]
         words += [f"{name} {chance:.0%}" for name, chance in chances.items() if chance]
-    words += [f"{name} {alpha:g}" for name, alpha in (("mixup", mix.mixup), ("cutmix", mix.cutmix)) if alpha]
+    words += [f"{name} {alpha:g}" for name, alpha in (("mixup", augment.mixup), ("cutmix", augment.cutmix)) if alpha]
     return ", ".join(words)
 
 

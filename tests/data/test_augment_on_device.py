@@ -22,10 +22,9 @@ from ds_vit.data.augment import on_device
 from ds_vit.data.augment.on_device import OPERATIONS, Crop, Cut, CuttingTransform
 from ds_vit.data.augment.steps import Operation, apply, as_pixels, draw, recording
 from ds_vit.data.augment.transforms import train_transform
-from ds_vit.data.device import finish_images, finish_targets
-from ds_vit.data.loader import training_transform
+from ds_vit.data.fields import ImageField
 from ds_vit.data.sampler import Share
-from ds_vit.data.settings import ImageConfig, SampleSpec
+from ds_vit.data.settings import ImageConfig
 from ds_vit.data.sources.datasets import open_source
 from ds_vit.planner.counting import most_allocated
 
@@ -221,10 +220,9 @@ def test_all_of_it_is_within_its_bound(folder, device):
     for on in ("cpu", "device"):
         augment, pin_memory = AugmentConfig(**AUGMENT, augment_on=on), on == "device" and device == "cuda"
         options = {"image": IMAGE, "augment": augment, "mix": MIX, "on_bad_image": "skip", "pin_memory": pin_memory}
-        batches, where = load(source, share, 0, 4, **options), device if on == "device" else "cpu"
-        images = [finish_images(batch, IMAGE, augment, device=where).cpu() for batch in batches]
-        targets = [finish_targets(batch, 3, MIX, device="cpu") for batch in batches]
-        found.append((torch.stack(images), torch.stack(targets), sum(batch.num_skipped for batch in batches)))
+        batches = load(source, share, 0, 4, **options)
+        made = batches.tensors(device if on == "device" else "cpu")
+        found.append((made["images"], made["targets"], batches.num_skipped))
     (images, targets, skipped), there = found
     assert torch.equal(targets, there[1])
     assert skipped == there[2] > 0
@@ -246,4 +244,4 @@ def test_what_the_device_cannot_do_is_refused(flags, named):
     """Would catch a flag that is passed over on the device."""
     augment = AugmentConfig(**flags, augment_on="device")
     with pytest.raises(ValueError, match=f"^--augment-on device does not support {named}.*, or augment on the cpu$"):
-        training_transform(SampleSpec(IMAGE, augment=augment))
+        assert ImageField("images", IMAGE, augment).transform

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from micro_batches import load
+from micro_batches import fields_of, load, loader_of
 from picture_folders import CPU, TINY, made
 from PIL import Image, ImageFile
 from runs import resolved
@@ -19,11 +19,11 @@ from shards import write_shard
 from timm.data import ImageDataset
 
 from ds_vit.cli import main
-from ds_vit.config.augmentation import AugmentConfig, MixConfig
+from ds_vit.config.augmentation import AugmentConfig
 from ds_vit.data.decode import ImageDecodeError, decode, in_8_bits
-from ds_vit.data.loader import eval_loader
+from ds_vit.data.rows import EvalRows
 from ds_vit.data.sampler import Share
-from ds_vit.data.settings import ImageConfig, SampleSpec
+from ds_vit.data.settings import ImageConfig
 from ds_vit.data.sources.datasets import as_source, open_source
 from ds_vit.data.sources.source import Source, headers_of_some
 from ds_vit.fault_tolerance.errors import UserError
@@ -85,9 +85,10 @@ def test_16_bit_grey_is_scaled_in_every_source_and_by_every_way_to_decode(folder
         for how in ("exact", "fast") if source.encoded(0) else ("exact",):
             share = Share(0, 1, len(source))
             augment = AugmentConfig(no_aug=True, decode=how)
-            training = load(source, share, stop=1, image=image, augment=augment, mix=MixConfig())
-            for batch in (*training, *eval_loader(source, SampleSpec(image), Share(0, 1, len(source)))):
-                assert torch.equal(batch.images, torch.from_numpy(_rgb(EIGHT)).permute(2, 0, 1).expand_as(batch.images))
+            training = load(source, share, stop=1, image=image, augment=augment)
+            for batch in (*training, *loader_of(source, fields_of(source, image), EvalRows(len(source), share))):
+                pixels = batch.packed["images"].pixels
+                assert torch.equal(pixels, torch.from_numpy(_rgb(EIGHT)).permute(2, 0, 1).expand_as(pixels))
 
 
 def _tiff(pixels: np.ndarray, bits: int, first: int) -> bytes:
@@ -147,11 +148,12 @@ def test_an_unknown_range_is_an_error_that_names_the_file(tmp_path, name, capsys
     pixels, message = OTHERS[name]
     path = made(tmp_path / "train" / "a" / name)
     path.write_bytes(_saved(pixels, "tiff"))
-    source, image = open_source("", str(tmp_path), "train"), ImageConfig((8, 8))
+    source, rows = open_source("", str(tmp_path), "train"), EvalRows(1, Share(0, 1, 1))
+    fields = fields_of(source, ImageConfig((8, 8)))
     with pytest.raises(ImageDecodeError, match=re.escape(f"{path}: the image cannot be decoded (")) as caught:
-        list(eval_loader(source, SampleSpec(image), Share(0, 1, 1)))
+        list(loader_of(source, fields, rows))
     assert f"{message}; convert them to one of these); repair or replace the file, or pass" in str(caught.value)
-    (batch,) = eval_loader(source, SampleSpec(image), Share(0, 1, 1), on_bad_image="skip")
+    (batch,) = loader_of(source, fields, rows, on_bad_image="skip")
     assert [(number, message in reason) for number, reason in batch.skipped] == [(0, True)]
     assert main(["doctor", "--images", str(tmp_path)]) == 65
     assert message in capsys.readouterr().out

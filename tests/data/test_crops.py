@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from micro_batches import in_global_order, load
+from micro_batches import Loaded, load
 from picture_folders import made, smooth_photo
 from PIL import Image
 from torchvision import transforms
 from torchvision.transforms import InterpolationMode
 
 from ds_vit import randomness
-from ds_vit.config.augmentation import AugmentConfig, MixConfig
+from ds_vit.config.augmentation import AugmentConfig
 from ds_vit.data.augment.crops import MultiCrop, view_keys
-from ds_vit.data.batches import MicroBatch
-from ds_vit.data.device import finish_images, finish_local_images
+from ds_vit.data.fields import LabelField
 from ds_vit.data.sampler import Share
 from ds_vit.data.settings import CropConfig, ImageConfig
 from ds_vit.data.sources.datasets import open_source
 from ds_vit.data.sources.source import Source
+from ds_vit.tasks.dino.fields import crop_fields
 
 IMAGE, CROPS = ImageConfig((24, 24)), CropConfig(local_size=16, num_local=3)
 NUM_IMAGES, STEPS = 41, 9  # of 12 samples: 108, of three epochs
@@ -33,11 +32,6 @@ GPU = pytest.param(
     marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")],
 )
 ON = {on: AugmentConfig(augment_on=on) for on in ("cpu", "device")}
-PARTS: dict[str, Callable[[MicroBatch], torch.Tensor]] = {
-    "images": lambda batch: finish_images(batch, IMAGE, device="cpu"),
-    "local_images": lambda batch: finish_local_images(batch, IMAGE, device="cpu"),
-    "targets": lambda batch: batch.targets[: batch.num_rows],
-}
 # Grey levels of the mean over all views by which the device's pixels may differ: the hue of a jitter by 2 of an image.
 PIPELINE_BOUND = 1.0
 
@@ -53,20 +47,17 @@ def source(tmp_path_factory) -> Source:
     return open_source("", str(root), "train")
 
 
-def _load(source: Source, share: Share, on: str, *steps: int, **options) -> list[MicroBatch]:
-    settings = {"image": IMAGE, "augment": ON[on], "mix": MixConfig(), "crops": CROPS, "on_bad_image": "skip"}
-    return load(source, share, *(steps or (0, STEPS)), **{**settings, **options})
+def _load(source: Source, share: Share, on: str, *steps: int, crops: CropConfig = CROPS, **options) -> Loaded:
+    fields = [*crop_fields(IMAGE, crops, ON[on]), LabelField("targets", 3)]
+    return load(source, share, *(steps or (0, STEPS)), image=IMAGE, fields=fields, on_bad_image="skip", **options)
 
 
 @pytest.fixture(scope="module")
 def references(source) -> dict[str, dict[str, torch.Tensor]]:
     """All steps on one rank in one piece, by --augment-on."""
-    found = {}
-    for on in ON:
-        batches = _load(source, WHOLE, on)
-        assert sum(batch.num_skipped for batch in batches) > 0
-        found[on] = {name: in_global_order(batches, WHOLE, finish) for name, finish in PARTS.items()}
-    return found
+    whole = {on: _load(source, WHOLE, on) for on in ON}
+    assert all(batches.num_skipped for batches in whole.values())
+    return {on: batches.tensors() for on, batches in whole.items()}
 
 
 # The layout is not a hyper-parameter
@@ -88,11 +79,11 @@ def test_neither_layout_nor_workers_nor_resume_change_a_bit(source, references, 
     """Would catch a view that depends on ranks, micro-batches, workers or the first step; a place in shared memory
     that is too small or is used again too early; and a replaced image that is another on another rank."""
     batches = _load(source, share, on, *steps, num_workers=workers)
-    for name, finish in PARTS.items():
-        expected = references[on][name][slice(*(steps or (0, STEPS)))]
-        assert torch.equal(in_global_order(batches, share, finish), expected), name
+    for name, found in batches.tensors().items():
+        assert torch.equal(found, references[on][name][slice(*(steps or (0, STEPS)))]), name
     # All views of a batch are copied out of one place; with --augment-on device bytes differ in number.
-    assert on == "device" or not any(part.is_shared() for part in (batches[0].images, batches[0].local_images))
+    images = [batches[0].packed[name].pixels for name in ("images", "local_images")]
+    assert on == "device" or not any(part.is_shared() for part in images)
 
 
 def test_all_views_are_different(references):
@@ -118,10 +109,9 @@ def test_the_keys_of_views_are_mixed_from_the_samples():
 @pytest.mark.parametrize("device", ["cpu", GPU])
 def test_the_device_makes_the_views_of_the_cpu(source, references, device):
     """Would catch other rows, views or operations than the CPU's."""
-    batches, scale = _load(source, WHOLE, "device"), 255 * torch.tensor(IMAGE.std)[:, None, None]
-    for name, finish in (("images", finish_images), ("local_images", finish_local_images)):
-        found = torch.stack([finish(batch, IMAGE, device=device).cpu() for batch in batches])
-        apart = (found - references["cpu"][name]).abs() * scale
+    found, scale = _load(source, WHOLE, "device").tensors(device), 255 * torch.tensor(IMAGE.std)[:, None, None]
+    for name in ("images", "local_images"):
+        apart = (found[name] - references["cpu"][name]).abs() * scale
         assert 0.0 < apart.mean() <= PIPELINE_BOUND
         assert apart.mean(dim=(3, 4, 5)).max() <= 8 * PIPELINE_BOUND
     assert torch.equal(references["device"]["targets"], references["cpu"]["targets"])
@@ -131,14 +121,12 @@ def test_the_device_makes_the_views_of_the_cpu(source, references, device):
 @pytest.mark.parametrize("on", ON)
 def test_no_local_crop_and_a_single_one(source, on, num_local):
     """Would catch a dimension of views that is lost where there is one, and crops that change with their number."""
-    found = _load(source, Share(0, 1, 2), on, 0, 3, crops=CropConfig(16, num_local))
-    more = _load(source, Share(0, 1, 2), on, 0, 3)
-    for batch, other in zip(found, more, strict=True):
-        assert torch.equal(PARTS["images"](batch), PARTS["images"](other))
-        if num_local:
-            assert torch.equal(PARTS["local_images"](batch), PARTS["local_images"](other)[:, :1])
-        else:
-            assert batch.local_images is None
+    found = _load(source, Share(0, 1, 2), on, 0, 3, crops=CropConfig(16, num_local)).tensors()
+    more = _load(source, Share(0, 1, 2), on, 0, 3).tensors()
+    assert torch.equal(found["images"], more["images"])
+    assert ("local_images" in found) == bool(num_local)
+    if num_local:
+        assert torch.equal(found["local_images"], more["local_images"][:, :, :1])
 
 
 def _as_jpeg(photo: Image.Image) -> bytes:

@@ -11,15 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from micro_batches import load
+from micro_batches import Loaded, load
 from picture_folders import made, smooth_photo
 from PIL import Image
 
 from ds_vit.config.augmentation import AugmentConfig, MixConfig
 from ds_vit.data import decode as decoding
-from ds_vit.data.batches import MicroBatch
 from ds_vit.data.decode import File, ImageDecodeError, _require_decoder, decode, decode_on
-from ds_vit.data.device import finish_images
 from ds_vit.data.sampler import Share
 from ds_vit.data.settings import ImageConfig
 from ds_vit.data.sources.datasets import open_source
@@ -88,21 +86,21 @@ def _augment(decode: str = "fast") -> AugmentConfig:
     return AugmentConfig(augment_on="device", decode=decode, aa="rand-m9-mstd0.5-inc1", reprob=0.5)
 
 
-def _batches(folder: Path, decode: str = "fast", **options) -> list[MicroBatch]:
+def _batches(folder: Path, decode: str = "fast", **options) -> Loaded:
     source = open_source("", str(folder), "train")
     share = Share(0, 1, 2, len(source) // 2)
     return load(source, share, stop=2, image=IMAGE, augment=_augment(decode), mix=MIX, **options)
 
 
-def _images(batches: list[MicroBatch], device: str = "cpu") -> torch.Tensor:
-    return torch.cat([finish_images(batch, IMAGE, _augment(), device=device).cpu() for batch in batches])
+def _images(batches: Loaded, device: str = "cpu") -> torch.Tensor:
+    return batches.tensors(device)["images"]
 
 
 @pytest.mark.parametrize("options", [{}, {"on_bad_image": "skip"}, {"num_workers": 1}], ids=str)
 def test_files_go_over_and_give_what_the_workers_would_decode(folder, options):
     """Would catch another crop, row or draw, a file turned by EXIF, and files that are decoded here after all."""
     there = _batches(folder, **options)
-    names = {Path(crop.file[0]).stem for batch in there for crop in batch.images.crops if crop.file}
+    names = {Path(crop.file[0]).stem for batch in there for crop in batch.packed["images"].pixels.crops if crop.file}
     assert names == {kind.replace(":", "") for kind, (_, over) in KINDS.items() if over}
     assert torch.equal(_images(there), _images(_batches(folder, "exact")))
 
@@ -139,8 +137,8 @@ def test_odd_files_in_one_batch_end_as_on_the_cpu(tmp_path):
     for on, how in (("cpu", "exact"), ("device", "exact"), ("device", "fast")):
         augment = AugmentConfig(augment_on=on, decode=how, color_jitter=0.0)
         batches = load(source, share, stop=3, image=IMAGE, augment=augment, mix=MIX, on_bad_image="skip")
-        images = torch.stack([finish_images(batch, IMAGE, augment, device="cpu") for batch in batches])
-        found.append((images, torch.stack([batch.targets for batch in batches]), [batch.skipped for batch in batches]))
+        made = batches.tensors()
+        found.append((made["images"], made["targets"], [batch.skipped for batch in batches]))
     (there, *labels), *others = found
     assert sum(map(len, labels[1])) == 6
     for images, *same in others:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from curves import read_rows, train_in
-from micro_batches import load
+from micro_batches import fields_of, load, loader_of
 from picture_folders import CPU, TINY, made, smooth_photo
 from PIL import Image, PngImagePlugin
 from runs import resolved
@@ -18,10 +18,9 @@ from ds_vit.api import export, predict
 from ds_vit.cli import main
 from ds_vit.config.augmentation import AugmentConfig, MixConfig
 from ds_vit.data.decode import Jpeg, open_image
-from ds_vit.data.device import finish_images
-from ds_vit.data.loader import eval_loader
+from ds_vit.data.rows import EvalRows
 from ds_vit.data.sampler import Share
-from ds_vit.data.settings import ImageConfig, SampleSpec
+from ds_vit.data.settings import ImageConfig
 from ds_vit.data.sources.datasets import as_source, open_source
 from ds_vit.data.sources.source import Source
 from ds_vit.fault_tolerance.errors import UserError
@@ -136,10 +135,8 @@ def folders(tmp_path_factory) -> tuple[Path, Path]:
 
 
 def _pixels(source: Source, augment: AugmentConfig, workers: int = 0, **options: object) -> torch.Tensor:
-    share = Share(0, 1, 4, 2)
     options = {"image": IMAGE, "mix": MixConfig(mixup=0.8), "augment": augment, "num_workers": workers, **options}
-    batches = load(source, share, stop=2, **options)
-    return torch.cat([finish_images(batch, IMAGE, augment, device="cpu") for batch in batches])
+    return load(source, Share(0, 1, 4, 2), stop=2, **options).tensors()["images"]
 
 
 @pytest.mark.parametrize(
@@ -181,10 +178,11 @@ def test_evaluation_of_files_and_of_a_program(folders):
     """Would catch a source that decodes by itself and whose images stay turned."""
     turned, upright = (open_source("", str(folder), "train") for folder in folders)
     program = as_source([(Image.open(turned.describe(n)), turned.target(n)) for n in range(len(turned))])
-    loaders = (eval_loader(s, SampleSpec(IMAGE), Share(0, 1, 16)) for s in (turned, program, upright))
-    found, same, expected = (next(iter(loader)) for loader in loaders)
-    assert torch.equal(found.images, expected.images)
-    assert torch.equal(same.images, expected.images)
+    rows = EvalRows(16, Share(0, 1, 16))
+    loaders = (loader_of(source, fields_of(source, IMAGE), rows) for source in (turned, program, upright))
+    found, same, expected = (next(iter(loader)).packed["images"].pixels for loader in loaders)
+    assert torch.equal(found, expected)
+    assert torch.equal(same, expected)
 
 
 # ---- what is said, and shards ----------------------------------------------------------------------------------------
@@ -213,7 +211,8 @@ def test_shards_keep_the_orientation(folders, tmp_path):
     turned, packed = open_source("", str(folders[0]), "train"), open_source("wds/", str(tmp_path), "train")
     for number in range(len(turned)):
         turn, _ = _PAIRS[int(Path(turned.path(number)).stem)]
-        found, stored = _whole(packed.opened(number, exif_rotation=True)), turned.image(number)
+        image = open_image(packed.entry("image", number), packed.describe(number), exif_rotation=True)
+        found, stored = _whole(image), turned.image(number)
         height, width = stored.size[::-1] if turn < 5 else stored.size
         assert found.shape[:2] == (round(30 * height / min(stored.size)), round(30 * width / min(stored.size)))
         expected = Image.fromarray(np.ascontiguousarray(UPRIGHT[turn](np.asarray(stored)))).resize(found.shape[1::-1])

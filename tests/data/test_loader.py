@@ -19,19 +19,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from micro_batches import in_global_order, load, loader_of
+from micro_batches import Loaded, fields_of, load, loader_of
 from picture_folders import encoded, made, smooth_photo
 from PIL import Image
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from ds_vit.config.augmentation import AugmentConfig, MixConfig
-from ds_vit.data.batches import MicroBatch, Slots
 from ds_vit.data.decode import ImageDecodeError
-from ds_vit.data.device import finish_images, finish_targets
+from ds_vit.data.field import MicroBatch, finished
 from ds_vit.data.image_sizes import ImageSizes
-from ds_vit.data.loader import Loader, eval_loader
+from ds_vit.data.loader import Loader
+from ds_vit.data.rows import EvalRows, TrainRows
 from ds_vit.data.sampler import SampleOrder, Share
-from ds_vit.data.settings import ALL_PARTS, ImageConfig, SampleSpec
+from ds_vit.data.settings import ImageConfig
+from ds_vit.data.slots import Slots
 from ds_vit.data.sources.datasets import open_source
 from ds_vit.data.sources.source import Source
 from ds_vit.fault_tolerance.errors import WorkerLost
@@ -42,7 +43,6 @@ PLAIN = AugmentConfig(no_aug=True)
 EVERYTHING = AugmentConfig(aa="rand-m9-mstd0.5-inc1", vflip=0.3, reprob=0.5, recount=2)
 ON_DEVICE = EVERYTHING.model_copy(update={"augment_on": "device"})
 MIX = MixConfig(mixup=0.8, cutmix=1.0)
-WITHOUT_IMAGES = ALL_PARTS - {"images"}
 SETTINGS = {"image": IMAGE, "augment": EVERYTHING, "mix": MIX}
 LAYOUTS = [Share(0, 1, 12), Share(0, 1, 1, 12), Share(0, 1, 3, 4), Share(0, 2, 3, 2), Share(0, 4, 3), Share(0, 4, 1, 3)]
 
@@ -62,29 +62,25 @@ def source(folder) -> Source:
     return open_source("", str(folder), "train")
 
 
-def _load(source: Source, share: Share, *args: int, **options) -> list[MicroBatch]:
+def _load(source: Source, share: Share, *args: int, **options) -> Loaded:
     return load(source, share, *args, **{**SETTINGS, **options})
 
 
 def _loader(source: Source, stop_step: int, **options) -> Loader:
     """All of one rank's micro-batches of 12 rows."""
-    order = SampleOrder(len(source), 12, seed=7)
-    return loader_of(source, order, LAYOUTS[0], range(stop_step), **SETTINGS, **options)
+    rows = TrainRows(SampleOrder(len(source), 12, seed=7), LAYOUTS[0], MIX, IMAGE.img_size)
+    return loader_of(source, fields_of(source, **SETTINGS), rows, range(stop_step), **options)
 
 
-PARTS: dict[str, Callable[[MicroBatch], torch.Tensor]] = {
-    "images": lambda batch: finish_images(batch, IMAGE, EVERYTHING, device="cpu"),
-    "targets": lambda batch: finish_targets(batch, 3, MIX, device="cpu"),
-    "keys": lambda batch: batch.keys[: batch.num_rows],
-    "indices": lambda batch: batch.indices[: batch.num_rows],
-}
+def _eval_loader(source: Source, batch: int, rank: int = 0, dp_size: int = 1, **options) -> Loader:
+    rows = EvalRows(len(source), Share(rank, dp_size, batch))
+    return loader_of(source, fields_of(source, IMAGE), rows, **options)
 
 
 @pytest.fixture(scope="module")
 def reference(source) -> dict[str, torch.Tensor]:
     """Two epochs on one rank in one piece."""
-    batches = _load(source, LAYOUTS[0])
-    return {name: in_global_order(batches, LAYOUTS[0], finish) for name, finish in PARTS.items()}
+    return _load(source, LAYOUTS[0]).tensors()
 
 
 # The layout is not a hyper-parameter
@@ -105,21 +101,21 @@ def reference(source) -> dict[str, torch.Tensor]:
 )
 def test_neither_layout_nor_workers_nor_the_first_step_change_a_bit(source, reference, share, options):
     """Would catch a pixel, target or key that depends on ranks, micro-batches, workers or the first step."""
-    batches = _load(source, share, **options)
+    found = _load(source, share, **options).tensors()
     steps = slice(options.get("start", 0), options.get("stop", 6))
     other = {name: value for name, value in options.items() if name in ("repeats", "augment")}
-    whole = _load(source, LAYOUTS[0], **other) if other else []
-    for name, finish in PARTS.items():
-        expected = in_global_order(whole, LAYOUTS[0], finish) if other else reference[name]
-        assert torch.equal(in_global_order(batches, share, finish), expected[steps]), name
+    whole = _load(source, LAYOUTS[0], **other).tensors() if other else reference
+    for name, expected in whole.items():
+        assert torch.equal(found[name], expected[steps]), name
     if "repeats" in options:
-        assert [len(set(step.tolist())) for step in in_global_order(batches, share, PARTS["indices"])] == [4] * 6
+        assert [len(set(step.tolist())) for step in found["indices"]] == [4] * 6
 
 
 def test_a_loader_survives_pickling(source, reference):
     """Would catch a batch that a spawned worker (macOS, Python 3.14) could not be asked for."""
-    batches = pickle.loads(pickle.dumps(_loader(source, 6)._loader.dataset))
-    assert torch.equal(PARTS["images"](batches[4]), reference["images"][4])
+    reader = pickle.loads(pickle.dumps(_loader(source, 6)._loader.dataset))
+    made = finished(fields_of(source, **SETTINGS), reader[4], device="cpu")
+    assert torch.equal(made["images"], reference["images"][4])
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -127,7 +123,7 @@ def test_loading_leaves_the_process_generators_alone(source, workers):
     """Would catch a loader that moves the global generators, which then differ from rank to rank."""
     before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
     _load(source, LAYOUTS[0], stop=2, num_workers=workers)
-    list(eval_loader(source, SampleSpec(IMAGE), Share(0, 1, 8), num_workers=workers))
+    list(_eval_loader(source, 8, num_workers=workers))
     assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == before
 
 
@@ -162,21 +158,22 @@ def _blind(source: Source) -> Source:
 @pytest.mark.parametrize("share", [LAYOUTS[0], LAYOUTS[4]], ids=["even", "odd"])
 def test_targets_without_images_and_images_without_targets(source, reference, share):
     """Would catch a last stage that decodes images, or stages that disagree on how a pair is mixed."""
-    targets = _load(_blind(source), share, reads=WITHOUT_IMAGES)
-    assert all(batch.images is None and batch.erase is None for batch in targets)
-    assert torch.equal(in_global_order(targets, share, PARTS["targets"]), reference["targets"])
-    images = _load(source, share, reads=ALL_PARTS - {"targets"})
-    assert all(batch.targets is None for batch in images)
-    assert torch.equal(in_global_order(images, share, PARTS["images"]), reference["images"])
-    keys = _load(_blind(source), share, reads=frozenset())
-    assert torch.equal(in_global_order(keys, share, PARTS["keys"]), reference["keys"])
+    for only, seen in (("targets", _blind(source)), ("images", source), ("", _blind(source))):
+        batches = _load(seen, share, reads=[only] if only else [])
+        assert {name for batch in batches for name in batch.packed} == ({only} if only else set())
+        for name, tensor in batches.tensors().items():
+            assert torch.equal(tensor, reference[name]), name
 
 
 def test_an_even_micro_batch_loads_no_partners(source):
     """Would catch images that are decoded for nothing; an odd one loads one or two more than it owns."""
-    assert {len(batch.images) for batch in _load(source, Share(0, 2, 6), stop=1)} == {6}
-    assert [len(batch.images) for batch in _load(source, Share(0, 4, 3), stop=1)] == [4] * 4
-    assert {len(batch.images) for batch in _load(source, Share(0, 4, 3), stop=1, mix=MixConfig())} == {3}
+
+    def rows(share: Share, **options) -> list[int]:
+        return [len(batch.packed["images"].pixels) for batch in _load(source, share, stop=1, **options)]
+
+    assert rows(Share(0, 2, 6)) == [6] * 2
+    assert rows(Share(0, 4, 3)) == [4] * 4
+    assert rows(Share(0, 4, 3), mix=MixConfig()) == [3] * 4
 
 
 # Targets
@@ -184,41 +181,38 @@ def test_an_even_micro_batch_loads_no_partners(source):
 
 def test_a_batch_without_mixing(source):
     """Would catch smoothing done twice (without mixing it belongs to the loss)."""
-    (batch,) = _load(source, LAYOUTS[0], stop=1, mix=MixConfig(smoothing=0.1))
-    targets = finish_targets(batch, 5, MixConfig(smoothing=0.1), device="cpu")
+    mix = MixConfig(smoothing=0.1)
+    batches = _load(source, LAYOUTS[0], stop=1, mix=mix, fields=fields_of(source, IMAGE, PLAIN, mix, num_classes=5))
+    targets = batches.tensors()["targets"]
     assert targets.dtype == torch.int64
-    assert targets.tolist() == [source.target(index) for index in batch.indices.tolist()]
-    assert batch.mix is None
+    assert targets[0].tolist() == [source.target(index) for index in batches[0].rows.indices.tolist()]
+    assert batches[0].rows.mix is None
 
 
 def test_mixing_stops_at_its_epoch(source, reference):
     """Would catch mixing that goes on, or targets that turn hard: timm's stay smoothed one-hot."""
     mix = MixConfig(mixup=0.8, cutmix=1.0, mixup_off_epoch=1, smoothing=0.1)
     batches = _load(source, LAYOUTS[4], mix=mix)
-    targets = in_global_order(batches, LAYOUTS[4], PARTS["targets"])
-    assert torch.equal(targets[:3], reference["targets"][:3])
-    assert targets[3:].amax(dim=-1).allclose(torch.tensor(0.9 + 0.1 / 3))
-    assert {len(batch.images) for batch in batches} == {3, 4}  # partners in the first epoch alone
-    images = in_global_order(batches, LAYOUTS[4], PARTS["images"])
-    unmixed = in_global_order(_load(source, LAYOUTS[0], mix=MixConfig()), LAYOUTS[0], PARTS["images"])
-    assert torch.equal(images[3:], unmixed[3:])
+    found = batches.tensors()
+    assert torch.equal(found["targets"][:3], reference["targets"][:3])
+    assert found["targets"][3:].amax(dim=-1).allclose(torch.tensor(0.9 + 0.1 / 3))
+    assert {len(batch.rows.keys) for batch in batches} == {3, 4}  # partners in the first epoch alone
+    assert torch.equal(found["images"][3:], _load(source, LAYOUTS[0], mix=MixConfig()).tensors()["images"][3:])
     # After a rollback: one step more of the first epoch.
-    shifted = _load(source, LAYOUTS[4], mix=mix, skipped_batches=1)
-    assert torch.equal(in_global_order(shifted, LAYOUTS[4], PARTS["targets"])[:4], reference["targets"][:4])
+    shifted = _load(source, LAYOUTS[4], mix=mix, skipped_batches=1).tensors()
+    assert torch.equal(shifted["targets"][:4], reference["targets"][:4])
 
 
 def test_the_size_of_images_follows_the_optimizer_step(source):
     """Would catch a size, scheduled or drawn, that moves when batches were left out."""
-    order = SampleOrder(len(source), 12, seed=7)
     scheduled, drawn = ImageSizes((8, 16, 24), firsts=(0, 1, 3)), ImageSizes((8, 16, 24), seed=3)
     expected = {scheduled: [8, 16, 16, 24, 24], drawn: [drawn.at(step) for step in range(5)]}
     assert len({*expected[drawn]}) > 1
     for sizes, skipped in itertools.product((scheduled, drawn), (0, 2)):
-        steps, share = range(skipped, skipped + 5), Share(0, 1, 12)
-        batches = loader_of(
-            source, order, share, steps, skipped_batches=skipped, sizes=sizes, image=ImageConfig((24, 24))
+        batches = load(
+            source, LAYOUTS[0], skipped, skipped + 5, skipped_batches=skipped, sizes=sizes, image=ImageConfig((24, 24))
         )
-        assert [batch.images.shape[-1] for batch in batches] == expected[sizes]
+        assert [batch.packed["images"].pixels.shape[-1] for batch in batches] == expected[sizes]
 
 
 def test_multi_label_targets(tmp_path):
@@ -228,17 +222,19 @@ def test_multi_label_targets(tmp_path):
         Image.new("RGB", (9, 9), (40 * number, 0, 0)).save(made(tmp_path / "train" / f"{number}.png"))
     (tmp_path / "train" / "labels.csv").write_text("\n".join(rows))
     source = open_source("", str(tmp_path), "train")
-    (batch,) = _load(source, Share(0, 1, 6), stop=1, mix=MixConfig())
-    expected = torch.from_numpy(np.stack([source.target(index) for index in batch.indices.tolist()]))
-    assert torch.equal(finish_targets(batch, 3, device="cpu"), expected)
-    assert torch.equal(finish_targets(batch, 5, device="cpu"), torch.nn.functional.pad(expected, (0, 2)))
-    mix = MixConfig(mixup=1.0, smoothing=0.1)
-    (mixed,) = _load(source, Share(0, 1, 6), stop=1, mix=mix)
-    lam = mixed.mix.lam[:, None]
-    smooth = expected * 0.9 + 0.05
-    assert torch.allclose(
-        finish_targets(mixed, 3, mix, device="cpu"), smooth * lam + smooth[[1, 0, 3, 2, 5, 4]] * (1 - lam)
-    )
+
+    def found(mix: MixConfig, num_classes: int) -> tuple[MicroBatch, torch.Tensor]:
+        fields = fields_of(source, IMAGE, PLAIN, mix, num_classes=num_classes)
+        batches = _load(source, Share(0, 1, 6), stop=1, mix=mix, fields=fields)
+        return batches[0], batches.tensors()["targets"][0]
+
+    batch, targets = found(MixConfig(), 3)
+    expected = torch.from_numpy(np.stack([source.target(index) for index in batch.rows.indices.tolist()]))
+    assert torch.equal(targets, expected)
+    assert torch.equal(found(MixConfig(), 5)[1], torch.nn.functional.pad(expected, (0, 2)))
+    batch, mixed = found(MixConfig(mixup=1.0, smoothing=0.1), 3)
+    lam, smooth = batch.rows.mix.lam[:, None], expected * 0.9 + 0.05
+    assert torch.allclose(mixed, smooth * lam + smooth[[1, 0, 3, 2, 5, 4]] * (1 - lam))
 
 
 # What cannot work, and images that cannot be decoded
@@ -280,23 +276,21 @@ def test_a_bad_or_missing_image_ends_training_in_one_line(damaged, tmp_path, wor
 def test_skipped_images_are_replaced_alike_in_every_layout_and_counted(damaged):
     """Would catch a replacement that depends on the rank, a stage that keeps the bad image's label, a wrong count."""
     source = open_source("", str(damaged), "train")
-    whole = _load(source, LAYOUTS[0], on_bad_image="skip")
-    expected = {name: in_global_order(whole, LAYOUTS[0], finish) for name, finish in PARTS.items()}
+    expected = _load(source, LAYOUTS[0], on_bad_image="skip").tensors()
     bad = {i for i in range(NUM_IMAGES) if int(Path(source.describe(i)).stem) % 4 == 0}
     used = expected["indices"].flatten().tolist()
     for share, options in (
         (LAYOUTS[4], {}),
         (LAYOUTS[3], {"num_workers": 2}),
-        (LAYOUTS[4], {"reads": WITHOUT_IMAGES}),
+        (LAYOUTS[4], {"reads": ["targets"]}),
     ):
         batches = _load(source, share, on_bad_image="skip", **options)
-        for name, finish in PARTS.items():
-            if name != "images" or "reads" not in options:
-                assert torch.equal(in_global_order(batches, share, finish), expected[name]), name
-        assert sum(batch.num_skipped for batch in batches) == sum(index in bad for index in used) > 0
+        for name, tensor in batches.tensors().items():
+            assert torch.equal(tensor, expected[name]), name
+        assert batches.num_skipped == sum(index in bad for index in used) > 0
 
 
-@pytest.mark.parametrize("reads", [ALL_PARTS, WITHOUT_IMAGES], ids=["images", "no images"])
+@pytest.mark.parametrize("reads", [None, ["targets"]], ids=["images", "no images"])
 def test_a_replacement_brings_its_own_target(tmp_path, reads):
     """Would catch the pixels of one class trained under the label of the bad image's class."""
     for number in range(24):
@@ -307,10 +301,10 @@ def test_a_replacement_brings_its_own_target(tmp_path, reads):
     source = open_source("", str(tmp_path), "train")
     options = {"augment": PLAIN, "mix": MixConfig(), "stop": 2, "on_bad_image": "skip"}
     batches = _load(source, Share(0, 1, 12), **options)
-    shown = torch.cat([batch.images[:, 0, 0, 0] // 100 for batch in batches])
-    told = torch.cat([batch.targets for batch in _load(source, Share(0, 1, 12), reads=reads, **options)])
+    shown = torch.cat([batch.packed["images"].pixels[:, 0, 0, 0] // 100 for batch in batches])
+    told = _load(source, Share(0, 1, 12), reads=reads, **options).tensors()["targets"].flatten()
     assert torch.equal(shown.long(), told)
-    asked = [source.target(index) for batch in batches for index in batch.indices.tolist()]
+    asked = [source.target(index) for batch in batches for index in batch.rows.indices.tolist()]
     assert told.tolist() != asked
 
 
@@ -331,24 +325,26 @@ def test_evaluation_sees_every_image_once_with_its_target(source, dp_size, batch
     """Would catch images lost or doubled in the remainder, or an image with the target of another."""
     seen: dict[int, tuple[bytes, int]] = {}
     for rank in range(dp_size):
-        loader = eval_loader(source, SampleSpec(IMAGE), Share(rank, dp_size, batch))
-        for part in loader:
-            images, targets = finish_images(part, IMAGE, device="cpu"), finish_targets(part, 3, device="cpu")
-            assert len(images) == len(targets) == batch
-            for row in torch.nonzero(part.valid[: part.num_rows]).flatten().tolist():
-                assert part.indices[row].item() not in seen
-                seen[part.indices[row].item()] = (images[row].numpy().tobytes(), targets[row].item())
+        for part in _eval_loader(source, batch, rank, dp_size):
+            made = finished(fields_of(source, IMAGE), part, device="cpu")
+            assert len(made["images"]) == len(made["targets"]) == batch
+            for row in torch.nonzero(part.rows.valid).flatten().tolist():
+                assert part.rows.indices[row].item() not in seen
+                seen[part.rows.indices[row].item()] = (
+                    made["images"][row].numpy().tobytes(),
+                    made["targets"][row].item(),
+                )
     assert sorted(seen) == list(range(NUM_IMAGES))
     assert [seen[i][1] for i in range(NUM_IMAGES)] == [source.target(i) for i in range(NUM_IMAGES)]
-    (whole,) = eval_loader(source, SampleSpec(IMAGE), Share(0, 1, 41))
-    images = finish_images(whole, IMAGE, device="cpu")
+    (whole,) = _eval_loader(source, 41)
+    images = finished(fields_of(source, IMAGE), whole, device="cpu")["images"]
     assert [seen[i][0] for i in range(41)] == [image.numpy().tobytes() for image in images]
 
 
 def test_an_evaluation_can_be_repeated_with_its_workers(source):
     """Would catch a second evaluation that is empty or differs."""
-    loader = eval_loader(source, SampleSpec(IMAGE), Share(0, 1, 16), num_workers=2)
-    first, second = ([batch.images for batch in loader] for _ in range(2))
+    loader = _eval_loader(source, 16, num_workers=2)
+    first, second = ([batch.packed["images"].pixels for batch in loader] for _ in range(2))
     assert len(first) == len(second) == 3
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
@@ -368,7 +364,7 @@ class _Leftover:
 def test_a_worker_ends_nothing_of_its_parent(source, tmp_path):
     """Would catch an iterator of an earlier evaluation that a worker collects, and whose end closes its own queues."""
     hooked = _Hooked(source, lambda index: index or gc.collect())
-    loader = eval_loader(hooked, SampleSpec(IMAGE), Share(0, 1, 8), num_workers=1)
+    loader = _eval_loader(hooked, 8, num_workers=1)
     gc.disable()
     gc.freeze()  # What earlier tests left is much, and the worker would copy all of it.
     _Leftover(tmp_path / "ended in")
@@ -381,20 +377,20 @@ def test_a_worker_ends_nothing_of_its_parent(source, tmp_path):
     assert (tmp_path / "ended in").read_text() == f"{os.getpid()}\n"
 
 
-@pytest.mark.parametrize("reads", [ALL_PARTS, WITHOUT_IMAGES], ids=["images", "no images"])
+@pytest.mark.parametrize("reads", [None, ["targets"]], ids=["images", "no images"])
 def test_skipped_evaluation_images_do_not_count(damaged, reads):
     """Would catch a bad image counted as a wrong answer, or by one stage only, and labels that decode."""
     source = open_source("", str(damaged), "val")
-    batches = list(eval_loader(source, SampleSpec(IMAGE, reads), Share(0, 1, 16), on_bad_image="skip"))
-    valid = torch.cat([batch.valid for batch in batches])
-    indices = torch.cat([batch.indices for batch in batches])[valid].tolist()
+    batches = list(_eval_loader(source, 16, reads=reads, on_bad_image="skip"))
+    valid = torch.cat([batch.rows.valid for batch in batches])
+    indices = torch.cat([batch.rows.indices for batch in batches])[valid].tolist()
     good = [i for i in range(NUM_IMAGES) if int(Path(source.describe(i)).stem) % 4]
     assert indices == good
-    assert sum(batch.num_skipped for batch in batches) == NUM_IMAGES - len(good)
+    assert sum(len(batch.skipped) for batch in batches) == NUM_IMAGES - len(good)
     with pytest.raises(ImageDecodeError):
-        list(eval_loader(source, SampleSpec(IMAGE), Share(0, 1, 16)))
-    (labels,) = eval_loader(_blind(source), SampleSpec(IMAGE, WITHOUT_IMAGES), Share(0, 1, 41))
-    assert labels.targets.tolist() == [source.target(i) for i in range(41)]
+        list(_eval_loader(source, 16))
+    (labels,) = _eval_loader(_blind(source), 41, reads=["targets"])
+    assert labels.packed["targets"].tolist() == [source.target(i) for i in range(41)]
 
 
 def _killing(deadly: int) -> Callable[[int], object]:
@@ -436,18 +432,19 @@ def test_images_stay_as_they_came(source, reference, workers):
     next(given_up)  # whose workers go on in memory of their own
     for number, batch in enumerate(shared):
         time.sleep(0.2 * (number % 8 == 0))  # workers have done what they were asked for
-        kept.append(batch.images)
+        kept.append(batch.packed["images"].pixels)
         # No file of shared memory a micro-batch: small tensors come through the pipe, images are copied out.
-        assert not any(part.is_shared() for part in batch[:3])
+        assert not any(part.is_shared() for part in (kept[-1], batch.packed["targets"], *batch.rows[:2]))
     assert len(kept) == 24 * LAYOUTS[0].accumulation
-    assert all(torch.equal(one.images, images) for one, images in zip(alone, kept, strict=True))
+    assert all(torch.equal(one.packed["images"].pixels, images) for one, images in zip(alone, kept, strict=True))
 
 
 def test_pinned_images_are_a_copy(monkeypatch):
     """Would catch a place in shared memory that torch's pinning thread passes on as it is."""
     monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)  # which needs a GPU
     slots = Slots(2, 20)
-    written = slots.zeros(1, (4, 5)).fill_(7)
+    slots.begin(1)
+    written = slots.empty((4, 5), torch.uint8).fill_(7)
     pinned = pin_memory(pickle.loads(pickle.dumps((slots.sent(written), 3))))
     written.fill_(0)
     assert torch.equal(pinned[0], torch.full((4, 5), 7, dtype=torch.uint8))
@@ -455,14 +452,17 @@ def test_pinned_images_are_a_copy(monkeypatch):
 
 _GIVEN_UP = """
 import sys
-from ds_vit.data.loader import eval_loader
+from ds_vit.data.fields import ImageField
+from ds_vit.data.loader import Loader
+from ds_vit.data.reader import Reader
+from ds_vit.data.rows import EvalRows
 from ds_vit.data.sampler import Share
-from ds_vit.data.settings import ImageConfig, SampleSpec
+from ds_vit.data.settings import ImageConfig
 from ds_vit.data.sources.datasets import open_source
-source, spec = open_source("", sys.argv[1], "train"), SampleSpec(ImageConfig((16, 20)))
-loader = eval_loader(source, spec, Share(0, 1, 2), num_workers=1)
-sys.held = iter(loader)
-print(next(sys.held).num_rows)
+source, images = open_source("", sys.argv[1], "train"), ImageField("images", ImageConfig((16, 20)))
+rows = EvalRows(len(source), Share(0, 1, 2))
+sys.held = iter(Loader(Reader(source, [images], rows), range(len(rows)), num_workers=1))
+print(next(sys.held).rows.num_rows)
 """
 
 

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from micro_batches import in_global_order, load
+from micro_batches import fields_of, load, loader_of
 from picture_folders import encoded, made
 from shards import write_shard
 
@@ -21,9 +21,9 @@ from ds_vit import config as flags
 from ds_vit.config.augmentation import AugmentConfig, MixConfig
 from ds_vit.config.schema import TASK_SETTINGS
 from ds_vit.data.decode import ImageDecodeError
-from ds_vit.data.loader import eval_loader
+from ds_vit.data.rows import EvalRows
 from ds_vit.data.sampler import Share
-from ds_vit.data.settings import ALL_PARTS, ImageConfig, SampleSpec
+from ds_vit.data.settings import ImageConfig
 from ds_vit.data.sources import shards
 from ds_vit.data.sources.captions import CaptionKeys
 from ds_vit.data.sources.datasets import open_source
@@ -122,10 +122,9 @@ def test_a_form_is_the_folder(forms, form):
     again = pickle.loads(pickle.dumps(source))
     assert again.captions(5) == TEXTS[5]
     options = {**SETTINGS, "stop": 4, "tokenizer": TOKENIZER}
-    share = Share(0, 1, 5)
-    ours, theirs = load(source, share, num_workers=1, **options), load(folder, share, **options)
-    assert torch.equal(torch.cat([b.texts for b in ours]), torch.cat([b.texts for b in theirs]))
-    assert torch.equal(torch.cat([b.images for b in ours]), torch.cat([b.images for b in theirs]))
+    ours, theirs = (load(s, Share(0, 1, 5), num_workers=n, **options).tensors() for s, n in ((source, 1), (folder, 0)))
+    assert torch.equal(ours["texts"], theirs["texts"])
+    assert torch.equal(ours["images"], theirs["images"])
 
 
 @pytest.mark.parametrize("form", ["txt", "arrow", "folder"])
@@ -267,22 +266,20 @@ def test_damaged_pairs_are_replaced_alike_on_every_stage(tmp_path, form):
     assert {n for n in range(NUM_PAIRS) if not source.captions(n)} == bad - {4}
     options = {**SETTINGS, "on_bad_image": "skip", "tokenizer": TOKENIZER, "stop": 5}
     whole = load(source, Share(0, 1, 6), **options)
-    used = [n for batch in whole for n in batch.indices.tolist()]
-    assert sum(batch.num_skipped for batch in whole) == sum(n in bad for n in used) > 2
+    expected = whole.tensors()
+    assert whole.num_skipped == sum(n in bad for n in expected["indices"].flatten().tolist()) > 2
     reasons = {reason for batch in whole for n, reason in batch.skipped if n != 4}
     assert reasons == {"its caption is empty or not UTF-8"}
-    for share, left_out in ((Share(0, 2, 3), "images"), (Share(0, 1, 2, 3), "texts")):
-        part = load(source, share, **options, reads=ALL_PARTS - {left_out})
+    for share, reads in ((Share(0, 2, 3), ["texts"]), (Share(0, 1, 2, 3), ["images", "targets"])):
+        part = load(source, share, **options, reads=reads)
         assert [n for batch in part for n, _ in batch.skipped if n in bad]
-        for name in ("texts", "images"):
-            if name != left_out:
-                finish = lambda batch, name=name: getattr(batch, name)  # noqa: E731
-                assert torch.equal(in_global_order(part, share, finish), in_global_order(whole, Share(0, 1, 6), finish))
-    spec = SampleSpec(SETTINGS["image"], tokenizer=TOKENIZER)
-    batches = list(eval_loader(source, spec, Share(0, 1, 7), on_bad_image="skip"))
-    valid = torch.cat([batch.indices[batch.valid] for batch in batches]).tolist()
+        for name, found in part.tensors().items():
+            assert torch.equal(found, expected[name]), name
+    fields, rows = fields_of(source, SETTINGS["image"], tokenizer=TOKENIZER), EvalRows(NUM_PAIRS, Share(0, 1, 7))
+    batches = loader_of(source, fields, rows, on_bad_image="skip")
+    valid = torch.cat([batch.rows.indices[batch.rows.valid] for batch in batches]).tolist()
     assert valid == [n for n in range(NUM_PAIRS) if n not in bad]
-    for reads in (ALL_PARTS, ALL_PARTS - {"images"}):
+    for reads in (None, ["texts"]):
         with pytest.raises(ImageDecodeError, match=r": its caption is empty or not UTF-8; repair it|cannot be decoded"):
             load(source, Share(0, 1, 6), **SETTINGS, tokenizer=TOKENIZER, reads=reads)
 

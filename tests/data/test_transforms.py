@@ -46,8 +46,7 @@ from ds_vit.data.augment.steps import (
     uniform,
 )
 from ds_vit.data.augment.transforms import eval_transform, train_transform
-from ds_vit.data.batches import MicroBatch
-from ds_vit.data.device import finish_images
+from ds_vit.data.fields import normalised
 from ds_vit.data.settings import ImageConfig
 
 
@@ -264,11 +263,10 @@ def test_without_randomness_pixels_are_timms_to_the_last_bit(size, interpolation
     else:
         ours = eval_transform(replace(image, crop_pct=crop_pct, crop_mode=crop_mode))
         options |= {"crop_pct": crop_pct, "crop_mode": crop_mode}
-    pixels, keys = ours(smooth_photo(), key=3), torch.zeros(1, dtype=torch.int64)
+    pixels = ours(smooth_photo(), key=3)
     assert pixels.dtype == torch.uint8
-    batch = MicroBatch(keys, keys, pixels[None], None, torch.ones(1, dtype=torch.bool), None, None, 1)
     expected = create_transform((3, *size), **options)(smooth_photo())
-    assert torch.equal(finish_images(batch, image, device="cpu")[0], expected)
+    assert torch.equal(normalised(pixels[None], image)[0], expected)
 
 
 # Lending keys to libraries

@@ -8,16 +8,18 @@ import json
 import numpy as np
 import pytest
 import torch
+from micro_batches import load
 from PIL import Image
 from run_folders import Tags, page_of, write_run
 
 from ds_vit.config.augmentation import AugmentConfig, MixConfig
-from ds_vit.data.device import finish_images, finish_local_images
-from ds_vit.data.loader import train_loader
-from ds_vit.data.sampler import SampleOrder, Share
-from ds_vit.data.settings import CropConfig, Data, ImageConfig, SampleSpec
+from ds_vit.data.field import finished
+from ds_vit.data.fields import LabelField
+from ds_vit.data.sampler import Share
+from ds_vit.data.settings import CropConfig, ImageConfig
 from ds_vit.data.sources.datasets import open_source
 from ds_vit.monitoring.sheets import TrainingSheet
+from ds_vit.tasks.dino.fields import crop_fields
 from ds_vit.tasks.panels import save_sheet
 
 
@@ -25,17 +27,17 @@ from ds_vit.tasks.panels import save_sheet
 def test_a_sheet_shows_what_the_model_gets(tmp_path, wanted):
     """Pixels before erasing, mixing or normalisation; labels of other rows; more images than were asked for."""
     image, mix = ImageConfig((8, 8), mean=(0.3, 0.4, 0.5), std=(0.2, 0.3, 0.4)), MixConfig(mixup=0.8, cutmix=1.0)
-    source, augment = open_source("digits", None, "train"), AugmentConfig(reprob=0.5)
-    order, share = SampleOrder(len(source), 12, seed=1), Share(0, 1, 4, 3)
-    loader = train_loader(Data(source, order, share), SampleSpec(image, augment=augment, mix=mix), range(2))
+    source, share = open_source("digits", None, "train"), Share(0, 1, 4, 3)
+    loaded = load(source, share, stop=2, image=image, augment=AugmentConfig(reprob=0.5), mix=mix)
     sheet = TrainingSheet(image, source, [f"digit {n}" for n in range(10)], wanted, share.accumulation)
     saved, seen, captions = [], [], []
-    for number, drawn in enumerate(loader):
-        batch = {"images": finish_images(drawn, image, augment, device="cpu")}
-        sheet.add(drawn._replace(targets=None) if number % 2 else drawn, batch, saved.append)
+    for number, drawn in enumerate(loaded):
+        batch = finished(loaded.fields[:1], drawn, device="cpu")
+        shown = drawn._replace(packed={"images": drawn.packed["images"]}) if number % 2 else drawn
+        sheet.add(shown, batch, saved.append)
         seen.append(batch["images"] * torch.tensor(image.std)[:, None, None] + torch.tensor(image.mean)[:, None, None])
-        targets = drawn.targets.tolist()
-        for row, (partner, lam) in enumerate(zip(drawn.mix.partner.tolist(), drawn.mix.lam.tolist(), strict=True)):
+        targets, mixing = drawn.packed["targets"].tolist(), drawn.rows.mix
+        for row, (partner, lam) in enumerate(zip(mixing.partner.tolist(), mixing.lam.tolist(), strict=True)):
             mixed = f"\N{GREEK SMALL LETTER LAMDA} {lam:.2f}: digit {targets[row]} + digit {targets[partner]}"
             captions.append(mixed if lam < 1.0 else f"digit {targets[row]}")
     assert len(saved) == (wanted > 0)
@@ -57,16 +59,15 @@ def test_a_sheet_shows_what_the_model_gets(tmp_path, wanted):
 def test_a_row_of_a_sheet_shows_the_crops_of_a_sample(tmp_path, wanted, samples):
     """Would catch crops of another sample in a row, a label at the wrong crop, and a count in crops."""
     image, crops = ImageConfig((8, 8), mean=(0.3, 0.4, 0.5), std=(0.2, 0.3, 0.4)), CropConfig(4, num_local=3)
-    source = open_source("digits", None, "train")
-    order, share = SampleOrder(len(source), 6, seed=1), Share(0, 1, 2, 3)
-    loader = train_loader(Data(source, order, share), SampleSpec(image, crops=crops), range(2))
+    source, share = open_source("digits", None, "train"), Share(0, 1, 2, 3)
+    fields = [*crop_fields(image, crops, AugmentConfig()), LabelField("targets", 10)]
     sheet = TrainingSheet(image, source, [f"digit {n}" for n in range(10)], wanted, share.accumulation)
     saved, seen, captions = [], [], []
-    for drawn in loader:
-        large, small = finish_images(drawn, image, device="cpu"), finish_local_images(drawn, image, device="cpu")
-        sheet.add(drawn, {"images": large, "local_images": small}, saved.append)
-        seen += [[*two, *others] for two, others in zip(drawn.images, drawn.local_images, strict=True)]
-        captions += [f"digit {target}" for target in drawn.targets.tolist()]
+    for drawn in load(source, share, stop=2, image=image, fields=fields):
+        sheet.add(drawn, finished(fields[:2], drawn, device="cpu"), saved.append)
+        large, small = (drawn.packed[field.name].pixels for field in fields[:2])
+        seen += [[*two, *others] for two, others in zip(large, small, strict=True)]
+        captions += [f"digit {target}" for target in drawn.packed["targets"].tolist()]
     assert saved == [sheet]
     sheet.save(tmp_path / "augmented.png")
     told = json.loads((tmp_path / "augmented.json").read_text())

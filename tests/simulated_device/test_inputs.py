@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import itertools
 import sys
 import types
 from collections.abc import Iterator
@@ -26,8 +25,8 @@ from ds_vit.data.augment import on_device as augmentation
 from ds_vit.data.augment.mixing import PairMix
 from ds_vit.data.augment.steps import Operation
 from ds_vit.data.augment.transforms import TrainTransform, train_transform
-from ds_vit.data.batches import MicroBatch
-from ds_vit.data.device import finish_images, finish_targets
+from ds_vit.data.field import Field, MicroBatch, Rows
+from ds_vit.data.fields import ImageField, Pictures
 from ds_vit.data.sampler import Share
 from ds_vit.data.settings import ImageConfig
 from ds_vit.data.sources.datasets import open_source
@@ -58,9 +57,8 @@ def augment_everywhere(library: Path, folder: Path) -> dict[str, tuple[torch.Ten
     def augmented(on: str, device: str, workers: int = 0) -> tuple:
         augment = AugmentConfig(**AUGMENT, augment_on=on)
         options = {"image": IMAGE, "augment": augment, "mix": MIX, "pin_memory": device == NAME}
-        batches = load(source, share, 0, 4, num_workers=workers, **options)
-        images = torch.stack([finish_images(batch, IMAGE, augment, device=device).cpu() for batch in batches])
-        return images, torch.stack([finish_targets(batch, 3, MIX, device=device).cpu() for batch in batches])
+        made = load(source, share, 0, 4, num_workers=workers, **options).tensors(device)
+        return made["images"], made["targets"]
 
     return {
         "cpu": augmented("cpu", "cpu"),
@@ -111,7 +109,7 @@ def crops_of(keys: list[int]) -> augmentation.Crops:
 @on_device
 def test_launches_do_not_depend_on_the_number_of_images():
     """Catches: a launch for each image, and families of kinds that no longer share their work."""
-    augment, found = AugmentConfig(reprob=0.5), []
+    images, found = ImageField("images", IMAGE, AugmentConfig(reprob=0.5)), []
     for times in (1, 1, 4):  # the first time makes what is kept
         rows = 64 * times
         boxes = torch.tensor([[[2, 3, 9, 12]], [[0, 0, 0, 0]]], dtype=torch.int32).repeat(rows // 2, 1, 1)
@@ -119,9 +117,9 @@ def test_launches_do_not_depend_on_the_number_of_images():
         keys, valid = torch.arange(rows) % 64, torch.ones(rows, dtype=torch.bool)
         crops = crops_of(keys.tolist())
         passes = {(n, one.name) for crop in crops.crops for n, one in enumerate(crop.operations)}
-        batch = MicroBatch(keys, keys, crops, None, valid, boxes, mix, rows)
+        of_batch = Rows(keys, keys, rows, valid, True, mix)
         simulated_device.reset()
-        finish_images(batch, IMAGE, augment, device=NAME)
+        images.to_device(Pictures(crops, boxes), of_batch, torch.device(NAME))
         found.append((len(passes), simulated_device.launches()))
     assert found[1] == found[2]
     kinds, launches = found[1]
@@ -169,18 +167,23 @@ def jpeg_files() -> tuple[list[decoding.File], list[torch.Tensor]]:
     return files, expected
 
 
+class Decoded(Field):
+    """A file's pixels, decoded on the device."""
+
+    def to_device(self, packed: decoding.File, rows: Rows, device: torch.device) -> torch.Tensor:
+        [[pixels]] = decoding.decode_on(device, [packed])
+        return pixels + 0
+
+
 def finished(files: list[decoding.File], stream: torch.Stream) -> list[torch.Tensor]:
     """Files decoded as `InputPipeline` finishes a micro-batch."""
-
-    def tensors(*_, device: torch.device, **__) -> dict[str, torch.Tensor]:
-        pixels = itertools.chain.from_iterable(decoding.decode_on(device, files))
-        return {f"{number}": image + 0 for number, image in enumerate(pixels)}
-
+    fields = [Decoded(file.name, dtype=torch.uint8) for file in files]
+    keys = torch.zeros(1, dtype=torch.int64).pin_memory()
+    batch = MicroBatch(Rows(keys, keys, 1, keys == 0, True), {file.name: file for file in files})
     pipeline = mock.Mock(_stream=stream)
-    pipeline.engine.device, pipeline.task.tensors = torch.device(NAME), tensors
-    batch = mock.Mock(keys=torch.zeros(1, dtype=torch.int64).pin_memory(), num_rows=1)
-    made = InputPipeline._finish(pipeline, (), batch, training=True)
-    return [made[f"{number}"] for number in range(len(files))]
+    pipeline.engine.device, pipeline.run.layout.tp = torch.device(NAME), 1
+    made = InputPipeline._finish(pipeline, fields, batch)
+    return [made[file.name] for file in files]
 
 
 @on_device

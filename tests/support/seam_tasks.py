@@ -11,6 +11,7 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
+from ds_vit.data.field import Derived
 from ds_vit.models.layers import MAIN_TOWER, chain_towers
 from ds_vit.models.zoo import create_model
 from ds_vit.tasks.classification.task import Classification
@@ -45,12 +46,7 @@ class TwoTowers(Classification):
     def fields(self, *, training):
         """As `Task.fields`."""
         images, targets = super().fields(training=training)
-        return images, dataclasses.replace(images, name="mirrored"), targets
-
-    def tensors(self, fields, micro_batch, *, training, device):
-        """As `Task.tensors`."""
-        made = super().tensors(fields, micro_batch, training=training, device=device)
-        return {name: value.flip(-1) if name == "mirrored" else value for name, value in made.items()}
+        return images, Derived("mirrored", images, lambda pixels: pixels.flip(-1)), targets
 
     def features(self, context, batch):
         """The features of both towers, by name."""

@@ -6,6 +6,7 @@ import pytest
 import torch
 from bridge_towers import write_folder
 from curves import assert_same_curve, train_in
+from micro_batches import tensors_of
 from project import write_config
 from runs import refusal, resolved
 from safetensors.torch import load_file
@@ -57,9 +58,6 @@ def test_weight_decay_is_that_of_transformers_except_for_vectors(folder):
 @pytest.fixture(scope="module")
 def by_transformers(folder, tmp_path_factory):
     """Rows and weights of transformers' model under torch's SGD, each global batch in one piece."""
-    from ds_vit.data.device import finish_images
-    from ds_vit.data.loader import train_loader
-
     run = resolved(command(tmp_path_factory.mktemp("alone") / "run", folder, 1, 1, 0))
     task = run.model.task
     model = transformers.BridgeTowerForContrastiveLearning.from_pretrained(folder)
@@ -67,13 +65,10 @@ def by_transformers(folder, tmp_path_factory):
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
     optimizer = torch.optim.SGD(model.parameters(), **SGD["params"])
-    loader = train_loader(run.data, task.samples(task.fields(training=True)), range(STEPS))
     rows = []
-    for step, batch in enumerate(loader, start=1):
-        ids = batch.texts[: batch.num_rows]
-        images = finish_images(batch, task.image, task.augment, device="cpu")
-        mask = (ids != task.tokenizer.pad_id).long()
-        loss = model.train()(input_ids=ids, attention_mask=mask, pixel_values=images, return_loss=True).loss
+    for step, batch in enumerate(tensors_of(run, STEPS), start=1):
+        ids, mask = batch["texts"], (batch["texts"] != task.tokenizer.pad_id).long()
+        loss = model.train()(input_ids=ids, attention_mask=mask, pixel_values=batch["images"], return_loss=True).loss
         optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), torch.inf)

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from curves import assert_same_curve, largest_deviation, read_rows, train_in
+from micro_batches import tensors_of
 from peaks import LargestTensor, SavedBytes
 from picture_folders import encoded, made
 from project import ROOT, write_config
@@ -207,9 +208,6 @@ def layers_above(name):
 
 def train_plainly(argv, *, lr, clip, bound):
     """Losses and norms of torch's AdamW, open_clip's loss and the towers, without DeepSpeed."""
-    from ds_vit.data.device import finish_images
-    from ds_vit.data.loader import train_loader
-    from ds_vit.data.settings import SampleSpec
     from ds_vit.models.keyed_init import initialise
     from ds_vit.models.layers import tower_of
     from ds_vit.models.param_groups import no_weight_decay_names
@@ -233,13 +231,10 @@ def train_plainly(argv, *, lr, clip, bound):
         for name, p in parameters.items()
     ]
     optimizer = torch.optim.AdamW(groups, lr=lr, eps=1e-6)
-    reads = frozenset({"images", "texts"})
-    samples = SampleSpec(task.image, reads, run.config, run.config, tokenizer=task.tokenizer)
-    loader = train_loader(run.data, samples, range(STEPS))
     rows = []
-    for step, batch in enumerate(loader, start=1):
-        images = towers["image"](finish_images(batch, task.image, task.augment, device="cpu"), batch.keys)
-        texts = towers["text"](batch.texts[: batch.num_rows], batch.keys)[:, : images.shape[1]]
+    for step, batch in enumerate(tensors_of(run, STEPS), start=1):
+        images = towers["image"](batch["images"], batch["keys"])
+        texts = towers["text"](batch["texts"], batch["keys"])[:, : images.shape[1]]
         logits = [parameters[name][0] for name in ("text.logit_scale", "text.logit_bias") if name in parameters]
         features = (F.normalize(images), F.normalize(texts))
         loss = theirs("clip" if len(logits) == 1 else "siglip", features, logits)

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from vits import timm_state_dict
 
 from ds_vit import config as flags
-from ds_vit.data.device import finish_images
+from ds_vit.data.fields import ImageField
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.keyed_init import initialise
 from ds_vit.models.layers import take_apart
@@ -289,7 +289,7 @@ def test_layer_decay_has_no_place_for_a_decoder(tmp_path):
 def test_images_are_finished_once(tmp_path):
     """The same pixels normalised for the model, and again for the loss."""
     plan = resolved(command(tmp_path, [*MAE, *RUN, "-b", 8]))
-    with mock.patch("ds_vit.tasks.task.finish_images", wraps=finish_images) as finish:
+    with mock.patch.object(ImageField, "to_device", autospec=True, side_effect=ImageField.to_device) as finish:
         batch = next(inputs(plan).training())
     assert finish.call_count == 1
     assert batch["images"].shape == batch["pixels"].shape == (8, 3, 16, 16)

@@ -1,17 +1,24 @@
 """The seam of a task: another metric, another rule for the best weights; scheduled values against DINOv2's."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from curves import read_rows
-from runs import DIGITS
+from runs import DIGITS, refusal, resolved
 
+from ds_vit.checkpoint.folder import Checkpoint
+from ds_vit.data.field import Field
+from ds_vit.data.sources.source import fingerprint_of
+from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.tasks.classification.task import Classification
 from ds_vit.tasks.metrics import Figure, Metrics
 from ds_vit.tasks.task import Horizon, cosine, linear_warmup
+from ds_vit.training.resolve.record import identity_of
+from ds_vit.training.resume import Resume, check_same_run
 
 STAMP = {"kind", "step", "epoch", "wall_seconds"}
 WORDS = [
@@ -82,6 +89,50 @@ def test_a_word_that_is_no_task(capfd):
     argv = [*WORDS[:-1], "by-loss", "--deepspeed_config", "ds_configs/cpu_zero1_fp32.json"]
     assert main([str(word) for word in argv]) == 2
     assert "there is no --task by-loss; there is classification" in capfd.readouterr().err
+
+
+class Numbers(Field):
+    """Two numbers of each image, from a table."""
+
+    def __init__(self, table, entry):
+        super().__init__("numbers", (2,), torch.float32, stage="last", entry=entry)
+        self.table = table
+
+    def read(self, sample):
+        """As `Field.read`."""
+        return self.table[sample.index]
+
+    def identity(self):
+        """As `Field.identity`."""
+        return fingerprint_of([self.table])
+
+
+class WithNumbers(Classification):
+    """Classification with a table of numbers next to the images."""
+
+    name = "with-numbers"
+    table, entry = np.zeros((1797, 2), dtype=np.float32), "image"
+
+    def fields(self, *, training):
+        """As `Task.fields`."""
+        return *super().fields(training=training), Numbers(self.table, self.entry)
+
+
+def test_a_field_of_its_own_is_part_of_the_run(monkeypatch, capsys):
+    # Catches: another table on resume that goes unseen, a source without the entry that shows in a loader's process,
+    # numbers of one image next to two that are mixed.
+    argv = [*WORDS[:-2], "--task", "test_task:WithNumbers", "--deepspeed_config", "ds_configs/cpu_zero1_fp32.json"]
+    before = identity_of(resolved(argv))
+    resume = Resume(Checkpoint(Path("x"), {}, {"run": before, "config": {}}), falls_back=True)
+    assert check_same_run(resume, identity_of(resolved(argv)), {}) == []
+    with monkeypatch.context() as patch:
+        patch.setattr(WithNumbers, "table", WithNumbers.table + 1)
+        with pytest.raises(UserError, match=r"fields: numbers is \w+ there and \w+ here; give the same"):
+            check_same_run(resume, identity_of(resolved(argv)), {})
+    with monkeypatch.context() as patch:
+        patch.setattr(WithNumbers, "entry", "depth")
+        assert "needs the entry 'depth' for each image; the data of digits" in refusal(capsys, argv)
+    assert "cannot mix numbers of --task test_task:WithNumbers" in refusal(capsys, [*argv, "--mixup", 0.5])
 
 
 def test_no_number_is_never_the_best():

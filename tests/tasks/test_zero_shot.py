@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from curves import read_rows, train_in
+from micro_batches import fields_of, loader_of
 from picture_folders import encoded
 from PIL import Image
 from project import write_config
@@ -22,10 +23,9 @@ from shards import write_shard
 from ds_vit import cli
 from ds_vit.checkpoint.folder import mark_best
 from ds_vit.config.run_folder import RunFolder
-from ds_vit.data.device import finish_images
-from ds_vit.data.loader import eval_loader
+from ds_vit.data.field import finished
+from ds_vit.data.rows import EvalRows
 from ds_vit.data.sampler import Share, evaluation_keys
-from ds_vit.data.settings import SampleSpec
 from ds_vit.data.sources.captions import CaptionKeys
 from ds_vit.data.sources.datasets import open_source
 from ds_vit.fault_tolerance.errors import UserError
@@ -110,9 +110,10 @@ class PlainTowers:
     @torch.no_grad()
     def encode_image(self, source):
         """Normalised features of all images, and their targets."""
-        [batch] = eval_loader(source, SampleSpec(self.task.image), Share(0, 1, len(source)))
-        images = finish_images(batch, self.task.image, device="cpu")
-        return F.normalize(self.towers["image"](images, batch.keys), dim=1), batch.targets
+        fields = fields_of(source, self.task.image)
+        [batch] = loader_of(source, fields, EvalRows(len(source), Share(0, 1, len(source))))
+        made = finished(fields, batch, device="cpu")
+        return F.normalize(self.towers["image"](made["images"], batch.rows.keys), dim=1), made["targets"]
 
 
 @pytest.fixture(scope="module")
@@ -170,8 +171,7 @@ def test_equals_open_clips_classifier(evaluated, towers, layout):
     for found, _, _ in batches:
         torch.testing.assert_close(found.float(), classes.T, rtol=0, atol=1e-5)
     keys = torch.cat([keys for _, _, keys in batches])
-    [batch] = eval_loader(source, SampleSpec(towers.task.image), Share(0, 1, len(source)))
-    order = batch.keys.argsort()
+    order = torch.from_numpy(evaluation_keys(np.arange(len(source)))).argsort()
     logits = torch.cat([logits for _, logits, _ in batches])[keys.argsort()].float()
     torch.testing.assert_close(logits, expected[order], rtol=0, atol=1e-5)
     for k in (1, 5):

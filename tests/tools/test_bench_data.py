@@ -10,8 +10,7 @@ from runs import run_quietly
 
 from ds_vit.cli import main
 from ds_vit.data.augment.crops import MultiCrop
-from ds_vit.data.settings import CropConfig
-from ds_vit.tasks.task import Task
+from ds_vit.tasks.dino.fields import CropField
 from ds_vit.tools import bench_data
 
 WORDS = ["--deepspeed_config", CPU, "--model", "test_vit", "--val-split", "", "-b", "4", "--max-steps", "9"]
@@ -57,17 +56,18 @@ def test_stages_and_remedies(photos, monkeypatch):
 def test_all_crops_of_an_image_are_timed(photos, monkeypatch):
     """Would catch a benchmark of one crop for a task that trains on several."""
     monkeypatch.setattr(bench_data, "_TRIES", 1)
-    monkeypatch.setattr(Task, "crops", CropConfig(32, num_local=2))
     local, decoded = [], []
-    finish, transform = bench_data.finish_local_images, MultiCrop.decoded
-    monkeypatch.setattr(bench_data, "finish_local_images", lambda *a, **k: local.append(finish(*a, **k)))
+    finish, transform = CropField.to_device, MultiCrop.decoded
+    monkeypatch.setattr(CropField, "to_device", lambda *a: local.append(finish(*a)) or local[-1])
     monkeypatch.setattr(MultiCrop, "decoded", lambda self, *a: decoded.append(a[0]) or transform(self, *a))
     words = ["--json", "--images", 8, *WORDS, "--data-dir", photos, "--workers", 0, "--augment-on", "device"]
+    words += ["--task", "dino", "--local-crops-size", 32, "--local-crops-number", 3]
     seconds = json.loads(bench(*words)[1].splitlines()[-1])["seconds"]
     assert {"decode", "augment", "augment on device", "transfer"} <= seconds.keys()
     # In transfer and in the loader as a whole, 8 images each; decoded to time it, to augment, and by the loader.
-    assert {tuple(views.shape) for views in local} == {(4, 2, 3, 32, 32)}
-    assert len(local) >= 4
+    of_local = [views for views in local if views.shape[1:] == (3, 3, 32, 32)]
+    assert len(local) == 2 * len(of_local)
+    assert len(of_local) >= 4
     assert len(decoded) >= 4 * 8
 
 

@@ -12,7 +12,6 @@ import yaml
 from project import ROOT
 from runs import DIGITS, resolved, run_quietly
 
-from ds_vit.data import loader
 from ds_vit.data.loader import Loader
 from ds_vit.launching.process import Process
 from ds_vit.training import inputs
@@ -78,11 +77,11 @@ def with_many_cores():
     told = []
 
     class Told(Loader):
-        def __init__(self, batches, numbers, num_workers, pin_memory):
+        def __init__(self, reader, numbers, num_workers=0, pin_memory=False):
             told.append(num_workers)
-            super().__init__(batches, numbers, 0, pin_memory)
+            super().__init__(reader, numbers, 0, pin_memory)
 
-    with with_cores(9), mock.patch.object(loader, "Loader", Told):
+    with with_cores(9), mock.patch.object(inputs, "Loader", Told):
         yield
     assert set(told) == {3}, told
 

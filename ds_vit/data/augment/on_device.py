@@ -79,15 +79,13 @@ class Cut(NamedTuple):
 class Crops(NamedTuple):
     """The samples of a micro-batch before augmentation: the bytes of one after the other, uint8, and what to do.
 
-    `num_views` is how many crops a sample has, one sample after the other; 0 if it is one image. `tally` is that of
-    `decode_on`.
+    `num_views` is how many crops a sample has, one sample after the other; 0 if it is one image.
     """
 
     data: torch.Tensor
     crops: Sequence[Crop]
     size: Size
     num_views: int = 0
-    tally: Counter[str] | None = None
 
 
 class CuttingTransform:
@@ -100,6 +98,8 @@ class CuttingTransform:
     Raises:
         UserError: a flag that only the CPU supports.
     """
+
+    cuts = True
 
     def __init__(self, transform: TrainTransform | FixedTransform, augment: AugmentConfig) -> None:
         for wrong, flag, way_out in (
@@ -143,13 +143,13 @@ def packed(cuts: Sequence[Cut], size: Size, memory: torch.Tensor, num_views: int
 # ---- on the device: resize -------------------------------------------------------------------------------------------
 
 
-def augmented(crops: Crops, device: torch.device) -> torch.Tensor:
+def augmented(crops: Crops, device: torch.device, tally: Counter[str] | None = None) -> torch.Tensor:
     """Crops resized and augmented as their samples drew, float32 [R, 3, H, W] of whole numbers from 0 to 255.
 
-    Where a sample has v views they are [R, v, 3, H, W].
+    Where a sample has v views they are [R, v, 3, H, W]. `tally` is that of `decode_on`.
     """
     operations = [[one for one in crop.operations if one.name not in _FLIPS] for crop in crops.crops]
-    images = _applied(*_resized(crops, device), operations)
+    images = _applied(*_resized(crops, device, tally), operations)
     return images.unflatten(0, (-1, crops.num_views)) if crops.num_views else images
 
 
@@ -164,10 +164,10 @@ _Place = tuple[int, int, int, int]
 """Row of a crop, and where the image that it is taken of is in memory: its first byte, height and width."""
 
 
-def _resized(crops: Crops, device: torch.device) -> tuple[torch.Tensor, list[int]]:
+def _resized(crops: Crops, device: torch.device, tally: Counter[str] | None) -> tuple[torch.Tensor, list[int]]:
     """The images, and the row of each: their order is that in which they were resized."""
     parts, order = [], []
-    for memory, is_planar, places in _pixels(crops, device):
+    for memory, is_planar, places in _pixels(crops, device, tally):
         for lot in _lots(places, crops):
             parts.append(_resize(memory, is_planar, lot, crops))
             order += [row for row, *_ in lot]
@@ -177,7 +177,9 @@ def _resized(crops: Crops, device: torch.device) -> tuple[torch.Tensor, list[int
     return torch.cat(parts) if len(parts) > 1 else parts[0], order + empty
 
 
-def _pixels(crops: Crops, device: torch.device) -> Iterator[tuple[torch.Tensor, bool, list[_Place]]]:
+def _pixels(
+    crops: Crops, device: torch.device, tally: Counter[str] | None
+) -> Iterator[tuple[torch.Tensor, bool, list[_Place]]]:
     """Memory on the device, uint8 [N], whether its images are [3, H, W] or [H, W, 3], and which crops they are of."""
     begins = np.cumsum([0, *(crop.num_bytes for crop in crops.crops)]).tolist()
     # Behind the pixels, so that as many as the widest row has can be read at each place.
@@ -188,7 +190,7 @@ def _pixels(crops: Crops, device: torch.device) -> Iterator[tuple[torch.Tensor, 
     files = [File(part, *crop.file) for part, crop in zip(data, crops.crops, strict=True) if crop.file and len(part)]
     owners = np.cumsum([bool(crop.file and crop.num_bytes) for crop in crops.crops]) - 1
     done = 0
-    for images in decode_on(device, files, crops.tally):
+    for images in decode_on(device, files, tally):
         is_planar = all(image.is_contiguous() for image in images)
         flat = [(image if is_planar else image.permute(1, 2, 0)).reshape(-1) for image in images]
         begins = np.cumsum([0, *map(len, flat)]).tolist()

@@ -1,7 +1,7 @@
 """From a decoded image to the uint8 pixels of a batch: the training and evaluation transforms.
 
 timm's factory decides what the flags mean; steps.py splits the transforms that it returns into draws and operations.
-Normalisation, erasing and mixing follow on the batch (device.py).
+Normalisation, erasing and mixing follow on the batch (fields.py).
 """
 
 from __future__ import annotations
@@ -39,7 +39,12 @@ class TrainTransform:
     Args:
         crop: the first step, which brings every image to the model's size.
         transforms_: timm's for the others.
+
+    Attributes:
+        cuts: whether an image is only cut, for the device to do the rest (on_device.py).
     """
+
+    cuts = False
 
     def __init__(self, crop: RandomResizedCrop | KeepRatioCrop, transforms_: Sequence[Any]) -> None:
         self.crop = crop
@@ -58,6 +63,8 @@ class TrainTransform:
 
 class FixedTransform:
     """A transform without randomness, ending in uint8 [3, H, W]: evaluation's, and training's under --no-aug."""
+
+    cuts = False
 
     def __init__(self, transform: Callable[[Image.Image], torch.Tensor]) -> None:
         self._transform = transform

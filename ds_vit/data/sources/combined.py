@@ -34,6 +34,12 @@ class _View(Source):
     def _locate(self, index: int) -> tuple[Source, int]:
         """The source of a sample, and its number there."""
 
+    def entry(self, name: str, index: int) -> Any:
+        if name == "target":  # may be numbered over other classes
+            return self.target(index)
+        source, number = self._locate(index)
+        return source.entry(name, number)
+
     encoded = _of_sample("encoded")
     image = _of_sample("image")
     target = _of_sample("target")
@@ -59,6 +65,7 @@ class Subset(_View):
         self.has_captions = source.has_captions
         self.multi_label = source.multi_label
         self.left_out = source.left_out
+        self.entries = source.entries
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -180,6 +187,7 @@ class MixedSource(_View):
         self.class_names = tuple(classes) if classes is not None else sources[0].class_names
         self.has_captions = all(source.has_captions for source in sources)
         self.multi_label = sources[0].multi_label
+        self.entries = set.intersection(*(set(source.entries) for source in sources))
         self._numbers = [self._class_numbers(source) for source in sources]
         self.left_out = dict(sum((Counter(source.left_out) for source in sources), Counter()))
         self.mixture = self._rows_of_an_epoch(weights) if weights else ()

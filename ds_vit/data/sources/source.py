@@ -21,13 +21,14 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from ds_vit import randomness
 from ds_vit.config.run_folder import written_whole
-from ds_vit.data.decode import Jpeg, decode, open_image, orientation, upright
+from ds_vit.data.decode import decode, orientation
 from ds_vit.data.sources.captions import Captions
 from ds_vit.fault_tolerance.errors import UserError
 
@@ -63,6 +64,7 @@ class Source(ABC):
         class_names: the classes, in the order of their numbers; empty for images without labels, whose targets are 0.
         has_captions: whether its images have captions.
         multi_label: whether a target is a multi-hot vector (float32 [C]) in place of a class number.
+        entries: what `entry` knows in addition to "target" and "captions".
         left_out: how many files were found that are not images we read, by suffix ("" for none).
         mixture: (images, rows of an epoch) of each part of a weighted mixture (`SampleOrder`).
     """
@@ -70,6 +72,7 @@ class Source(ABC):
     class_names: tuple[str, ...]
     has_captions: bool = False
     multi_label: bool = False
+    entries: Collection[str] = ("image",)
     left_out: Mapping[str, int] = {}
     mixture: tuple[tuple[int, int], ...] = ()
 
@@ -84,12 +87,7 @@ class Source(ABC):
 
         The same for the same images in a folder that was moved, or in a tar of it. A million names take 0.1 s.
         """
-        digest = hashlib.blake2b(str(len(self)).encode(), digest_size=16)
-        for array in self.identity():
-            digest.update(f";{array.dtype.str}{array.shape}".encode())
-            for first in range(0, len(array), _ROWS_AT_ONCE):
-                digest.update(np.ascontiguousarray(array[first : first + _ROWS_AT_ONCE]).view(np.uint8).data)
-        return digest.hexdigest()
+        return fingerprint_of(self.identity(), str(len(self)))
 
     def identity(self) -> tuple[np.ndarray, ...]:
         """What `fingerprint` hashes, in the order of the samples; by default their targets and captions."""
@@ -100,6 +98,23 @@ class Source(ABC):
 
     @abstractmethod
     def __len__(self) -> int: ...
+
+    def has(self, entry: str) -> bool:
+        """Whether the samples have an entry."""
+        return {"target": bool(self.class_names), "captions": self.has_captions}.get(entry, entry in self.entries)
+
+    def entry(self, name: str, index: int) -> Any:
+        """An entry of a sample, read when it is asked for: "image" (its file's bytes, or pixels), "target", "captions".
+
+        Raises:
+            OSError: its file cannot be read.
+        """
+        if name == "image":
+            data = self.encoded(index)
+            return self.image(index) if data is None else data
+        if name not in ("target", "captions"):
+            raise LookupError(f"{type(self).__name__} has no entry {name!r}")
+        return self.target(index) if name == "target" else self.captions(index)
 
     def encoded(self, index: int) -> bytes | None:
         """The bytes of an image's file; None in a source of pixels, which overrides `image`.
@@ -120,15 +135,6 @@ class Source(ABC):
         assert data is not None, f"{type(self).__name__} has neither encoded() nor image()"
         return decode(data, self.describe(index))
 
-    def opened(
-        self, index: int, how: str = "exact", *, whole: bool = False, exif_rotation: bool = False
-    ) -> Image.Image | Jpeg:
-        """An image, or its JPEG file that is yet to be decoded; arguments and errors as of `open_image` and `image`."""
-        data = self.encoded(index)
-        if data is not None:
-            return open_image(data, self.describe(index), how, whole=whole, exif_rotation=exif_rotation)
-        return upright(self.image(index)) if exif_rotation else self.image(index)
-
     @abstractmethod
     def target(self, index: int) -> int | np.ndarray:
         """The class number, or the float32 multi-hot vector [C]; nothing is decoded for it."""
@@ -143,6 +149,16 @@ class Source(ABC):
     @abstractmethod
     def describe(self, index: int) -> str:
         """Where the image comes from (a file's name), for messages."""
+
+
+def fingerprint_of(arrays: Iterable[np.ndarray], prefix: str = "") -> str:
+    """A hash of arrays, their types and shapes, and of a text before them."""
+    digest = hashlib.blake2b(prefix.encode(), digest_size=16)
+    for array in arrays:
+        digest.update(f";{array.dtype.str}{array.shape}".encode())
+        for first in range(0, len(array), _ROWS_AT_ONCE):
+            digest.update(np.ascontiguousarray(array[first : first + _ROWS_AT_ONCE]).view(np.uint8).data)
+    return digest.hexdigest()
 
 
 class ArraySource(Source):

@@ -13,6 +13,8 @@ from torch import nn
 
 from ds_vit.config.run_folder import RunFolder
 from ds_vit.config.schema import TASK_SETTINGS
+from ds_vit.data.field import Field
+from ds_vit.data.fields import LabelField
 from ds_vit.data.sampler import evaluation_keys
 from ds_vit.data.sources.source import Source
 from ds_vit.parallel.tensor.collectives import TensorParallel
@@ -21,7 +23,7 @@ from ds_vit.tasks.classification.report import class_panels, read_names, read_pr
 from ds_vit.tasks.foreign_names import VIT_NAMES
 from ds_vit.tasks.metrics import Batch, Figure, Metrics
 from ds_vit.tasks.panels import Panel, sheet
-from ds_vit.tasks.task import ChainTask, Field, Loss
+from ds_vit.tasks.task import ChainTask, Loss
 
 
 class Classification(ChainTask):
@@ -59,18 +61,15 @@ class Classification(ChainTask):
 
     def fields(self, *, training: bool) -> tuple[Field, ...]:
         """As `Task.fields`."""
-        soft = self.source.multi_label or (training and self.mix.active)
-        targets = ((self.num_classes,), torch.float32) if soft else ((), torch.int64)
-        return (
-            Field("images", "first", "images", (3, *self.image.img_size)),
-            Field("targets", "last", "targets", *targets),
-        )
+        mix = self.config if training else None
+        labels = LabelField("targets", self.num_classes, multi_label=self.source.multi_label, mix=mix)
+        return self.images(training=training), labels
 
     def loss(self, tp: TensorParallel | None) -> Loss:
         """As `Task.loss`; see `build_loss`."""
         config = self.config
         settings = {
-            "soft_targets": self.mix.active,
+            "soft_targets": self.config.active,
             "smoothing": config.smoothing,
             "bce": config.bce_loss,
             "bce_sum": config.bce_sum,

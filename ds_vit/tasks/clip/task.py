@@ -23,6 +23,8 @@ from torch import nn
 from ds_vit.config import RunConfig
 from ds_vit.config.run_folder import RunFolder
 from ds_vit.config.schema import TASK_SETTINGS
+from ds_vit.data.field import Field
+from ds_vit.data.fields import TextField
 from ds_vit.data.settings import ImageConfig
 from ds_vit.data.sources.source import Source
 from ds_vit.data.text import Tokenizer, build_tokenizer, default_context_length
@@ -38,7 +40,7 @@ from ds_vit.tasks.clip.weights import CLIP_NAMES, tower_differences
 from ds_vit.tasks.exports import Exported
 from ds_vit.tasks.metrics import Batch, Chart, Figure, Metrics
 from ds_vit.tasks.panels import Panel, sheet
-from ds_vit.tasks.task import Coupled, Field, StepContext, Task
+from ds_vit.tasks.task import Coupled, StepContext, Task
 
 _NO_CLASSES = "its loss compares images with captions, and its model has no classes"
 _ONE_CAPTION = "a caption describes one image, and there are no labels to mix"
@@ -163,10 +165,7 @@ class Contrastive(Task):
 
     def fields(self, *, training: bool) -> tuple[Field, ...]:
         """As `Task.fields`."""
-        return (
-            Field("images", "first", "images", (3, *self.image.img_size)),
-            Field("texts", "first", "texts", (self.tokenizer.context_length,), torch.int64),
-        )
+        return self.images(training=training), TextField("texts", self.tokenizer, draws=training)
 
     # ---- a step ----------------------------------------------------------------------------------------------------
 

@@ -24,10 +24,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from ds_vit import randomness
 from ds_vit.config import RunConfig
 from ds_vit.config.schema import TASK_SETTINGS
-from ds_vit.data.augment.crops import block_masks
+from ds_vit.data.field import Field
 from ds_vit.data.settings import NUM_GLOBAL, CropConfig, ImageConfig
 from ds_vit.data.sources.source import Source
 from ds_vit.device import send
@@ -35,6 +34,7 @@ from ds_vit.models.layers import MAIN_TOWER, Layer
 from ds_vit.models.sequential import check_sizes
 from ds_vit.models.zoo import ModelSpec
 from ds_vit.parallel.tensor.collectives import TensorParallel, stack_over_group
+from ds_vit.tasks.dino.fields import LOCAL_IMAGES, PatchMasks, crop_fields, keys_of_views
 from ds_vit.tasks.dino.loss import (
     Assignment,
     Gauges,
@@ -59,7 +59,7 @@ from ds_vit.tasks.dino.towers import (
     create_self_distillation,
 )
 from ds_vit.tasks.metrics import Batch, Chart, Figure, Metrics
-from ds_vit.tasks.task import LOCAL_IMAGES, Coupled, Field, Horizon, StepContext, Task, cosine, linear_warmup
+from ds_vit.tasks.task import Coupled, Horizon, StepContext, Task, cosine, linear_warmup
 
 _NO_CLASSES = "its loss is over crops and its model has no classes"
 _NO_LABELS = "the teacher gives the targets, and there are no labels to mix"
@@ -103,7 +103,8 @@ class _Views:
 class SelfDistillation(Task):
     """`--task dino`.
 
-    A batch has "images" [B, 2, 3, G, G] and "local_images" [B, n, 3, L, L]; evaluation has one image of a sample.
+    A batch has "images" [B, 2, 3, G, G], "local_images" [B, n, 3, L, L] and "masks" [B, 2, N]; evaluation has one image
+    of a sample.
     """
 
     name = "dino"
@@ -223,18 +224,17 @@ class SelfDistillation(Task):
 
     def fields(self, *, training: bool) -> tuple[Field, ...]:
         """As `Task.fields`."""
-        shape, crops = (3, *self.image.img_size), self.crops
         if not training:
-            return (Field("images", "first", "images", shape),)
-        fields = (Field("images", "first", "images", (NUM_GLOBAL, *shape)),)
-        if not crops.num_local:
-            return fields
-        local = (crops.num_local, 3, crops.local_size, crops.local_size)
-        return (*fields, Field(LOCAL_IMAGES, "first", "images", local))
+            return (self.images(training=False),)
+        crops = crop_fields(self.image, self.crops, self.config)
+        if not self.masks_patches:
+            return crops
+        grid, probability = self.model.patch_embed.grid_size, self.config.mask_sample_probability
+        return (*crops, PatchMasks(grid, probability, _pair(self.config.mask_ratio_min_max)))
 
     def _views(self, batch: Batch) -> _Views:
-        """Keys and masks of a micro-batch's crops. Masks are drawn on the host: it knows M without a wait."""
-        keys = _view_keys(batch["keys"], self.crops.num_views)
+        """Keys and masks of a micro-batch's crops. Masks are on the host: it knows M without a wait."""
+        keys = keys_of_views(batch["keys"], self.crops.num_views)
         if not self.masks_patches:
             none = torch.empty(0, dtype=torch.int64, device=keys.device)
             return _Views(keys, None, none, torch.empty(0, 1, 1, device=keys.device))
@@ -244,10 +244,7 @@ class SelfDistillation(Task):
 
     def _drawn_masks(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Masks, patches and weights of `_Views` on the host."""
-        view_keys = _view_keys(batch["keys_on_host"], self.crops.num_views)
-        grid, of_global = self.model.patch_embed.grid_size, view_keys[:, :NUM_GLOBAL].reshape(-1).numpy()
-        probability, ratios = self.config.mask_sample_probability, _pair(self.config.mask_ratio_min_max)
-        masks = torch.from_numpy(block_masks(of_global, grid, probability, ratios))
+        masks = batch["masks"].flatten(0, 1)
         return masks, masks.flatten().nonzero()[:, 0], patch_weights(masks)
 
     def fixed_batch(self, batch: Batch) -> Batch:
@@ -552,12 +549,6 @@ def _masked_share(config: RunConfig) -> float:
 def _pair(values: Sequence[float]) -> tuple[float, float]:
     low, high = values
     return low, high
-
-
-def _view_keys(keys: torch.Tensor, num_views: int) -> torch.Tensor:
-    """The keys of a sample's crops, for drop-path, dropout and masks: int64 [B] -> [B, num_views]."""
-    of_samples = randomness.mix_tensor(keys, randomness.name_key("view"))
-    return randomness.mix_tensor(of_samples[:, None], torch.arange(num_views, device=keys.device))
 
 
 def _sum_over(context: StepContext) -> Sum:

@@ -15,6 +15,7 @@ from torchvision.utils import make_grid
 from ds_vit.config import RunConfig
 from ds_vit.config.run_folder import RunFolder
 from ds_vit.config.schema import TASK_SETTINGS
+from ds_vit.data.field import Derived, Field
 from ds_vit.data.sampler import evaluation_keys
 from ds_vit.data.settings import ImageConfig
 from ds_vit.models.zoo import ModelSpec
@@ -23,7 +24,7 @@ from ds_vit.tasks.mae.loss import MaskedPatchLoss
 from ds_vit.tasks.mae.towers import AutoencoderSettings, MaskedAutoencoder, create_autoencoder, decoder_names
 from ds_vit.tasks.metrics import Batch, Figure, Metrics
 from ds_vit.tasks.panels import Panel, pictures
-from ds_vit.tasks.task import ChainTask, Field, Loss
+from ds_vit.tasks.task import ChainTask, Loss
 
 _NO_CLASSES = "its loss is over pixels and its model has no classes"
 _NO_LABELS = "an image is its own target, and there are no labels to mix"
@@ -81,11 +82,8 @@ class MaskedAutoencoding(ChainTask):
 
     def fields(self, *, training: bool) -> tuple[Field, ...]:
         """As `Task.fields`."""
-        shape = (3, *self.image.img_size)
-        return (
-            Field("images", "first", "images", shape),
-            Field("pixels", "last", "images", shape, torch.float32),
-        )
+        images = self.images(training=training)
+        return images, Derived("pixels", images, dtype=torch.float32, stage="last")
 
     def loss(self, tp: TensorParallel | None) -> Loss:
         """As `Task.loss`; see `MaskedPatchLoss`."""

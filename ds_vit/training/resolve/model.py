@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from ds_vit.config import RunConfig
 from ds_vit.config.batch import BatchSizes
 from ds_vit.config.units import all_sizes
-from ds_vit.data.loader import training_transform
-from ds_vit.data.settings import Data, ImageConfig, SampleSpec, resolve_pixels
+from ds_vit.data.field import origins
+from ds_vit.data.settings import Data, ImageConfig, resolve_pixels
 from ds_vit.data.sources.source import Source
 from ds_vit.data.text import describe_cut_captions
 from ds_vit.engine.settings import EngineSettings
@@ -54,7 +53,8 @@ def resolve_model(
     Raises:
         UserError: an unknown model, or classes, weights, degrees or images that do not fit it.
     """
-    _check_labels(task_type, data)
+    for source in (data.train_source, data.val_source):
+        _check_entries(task_type.name, source, ("target",) if task_type.has_classes else ())
     disabled_probes = _disabled_probes(config, task_type, data)
     num_classes = _num_classes(config, task_type, data)
     sizes = all_sizes(config.img_size_schedule, config.train_img_sizes)
@@ -84,6 +84,7 @@ def resolve_model(
     task = task_type(config, image, data.train_source, whole, probes=not disabled_probes)
     if reason := task.supports(whole):
         raise UserError(reason)
+    _check_fields(config, task, data, sizes)
     _check_tokenizer(initial, task)
     notes += task.notes
     if task.tokenizer is not None:
@@ -115,9 +116,6 @@ def _resolve_image(config: RunConfig, whole: TimmViT, sizes: Sequence[int]) -> I
     if sizes:
         flag = "--img-size-schedule" if config.img_size_schedule else "--train-img-sizes"
         check_sizes(whole, config.model, sizes, flag)
-    # An invalid augmentation fails here, not in a loader process.
-    for pixels in [dataclasses.replace(image, img_size=(size, size)) for size in sizes] or [image]:
-        training_transform(SampleSpec(pixels, augment=config))
     return image
 
 
@@ -189,14 +187,27 @@ def _describe_dropped_pixels(whole: TimmViT) -> list[str]:
     ]
 
 
-def _check_labels(task_type: type[Task], data: Data) -> None:
-    """Raise UserError if the task needs classes or captions that the images lack."""
-    for source in filter(None, (data.train_source, data.val_source)):
-        where = f"the data of {source.describe(0)}"
-        if task_type.has_classes and not source.class_names:
-            raise UserError(f"--task {task_type.name} needs a class for each image; {where} has none")
-        if task_type.has_text and not source.has_captions:
-            raise UserError(f"--task {task_type.name} needs a caption for each image; {where} has none")
+_ENTRIES = {"target": "a class", "captions": "a caption"}
+
+
+def _check_entries(task_name: str, source: Source | None, entries: Iterable[str]) -> None:
+    """Raise UserError if a source lacks an entry that fields read."""
+    if source is None or not (missing := [name for name in entries if name and not source.has(name)]):
+        return
+    needed = _ENTRIES.get(missing[0], f"the entry {missing[0]!r}")
+    raise UserError(f"--task {task_name} needs {needed} for each image; the data of {source.describe(0)} has none")
+
+
+def _check_fields(config: RunConfig, task: Task, data: Data, sizes: Sequence[int]) -> None:
+    """Raise UserError if the data or the flags of augmentation do not fit the task's fields."""
+    training = origins(task.training_fields)
+    _check_entries(task.name, data.train_source, (field.entry for field in training))
+    _check_entries(task.name, data.val_source, (field.entry for field in origins(task.evaluation_fields)))
+    if config.active and (unmixed := [field.name for field in training if not field.mixes]):
+        raise UserError(f"--mixup and --cutmix cannot mix {', '.join(unmixed)} of --task {task.name}; drop the flags")
+    for side in sizes:  # an invalid augmentation fails here, not in a loader process
+        for field in training:
+            field.resized(side)
 
 
 def _disabled_probes(config: RunConfig, task_type: type[Task], data: Data) -> list[str]:

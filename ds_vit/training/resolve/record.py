@@ -10,6 +10,7 @@ from ds_vit import config as flags
 from ds_vit.config.flag import Scope
 from ds_vit.config.outside import is_outside, source_of
 from ds_vit.config.schema import KEY_OF_FLAG
+from ds_vit.data.field import origins
 from ds_vit.data.settings import PIXEL_FLAGS
 from ds_vit.optim.build import rules_of
 from ds_vit.optim.settings import Optimizer
@@ -64,10 +65,12 @@ def identity_of(run: Run) -> dict[str, Any]:
     optimizer, schedule = run.training
     shapes, horizon = model.saved_shapes, schedule.horizon
     scheduled = ", ".join(sorted(model.task.schedules(1, horizon)))
+    of_fields = {field.name: field.identity() for field in origins(model.task.training_fields) if field.identity()}
     return {
         "task": config.task,
         **{tower: checkpoint.fingerprint for tower, checkpoint in model.fixed.items()},
         **model.task.identity(),
+        **({"fields": of_fields} if of_fields else {}),
         "model": config.model,
         "num_classes": model.task.num_classes,
         "img_size": list(model.image.img_size),

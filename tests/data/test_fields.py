@@ -1,0 +1,182 @@
+"""Fields that the package does not have: a mask and boxes that follow their image, and a table of numbers beside it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from micro_batches import Loaded, load, loader_of
+from PIL import Image
+
+from ds_vit.config.augmentation import AugmentConfig
+from ds_vit.data.decode import ImageDecodeError
+from ds_vit.data.field import Field, RaggedField, Sample
+from ds_vit.data.fields import ImageField, LabelField
+from ds_vit.data.image_sizes import ImageSizes
+from ds_vit.data.rows import EvalRows
+from ds_vit.data.sampler import Share
+from ds_vit.data.settings import ImageConfig
+from ds_vit.data.sources.source import Source
+from ds_vit.fault_tolerance.errors import UserError
+
+IMAGE, MOST = ImageConfig((16, 20)), 3
+AUGMENT = AugmentConfig(scale=(0.3, 1.0), vflip=0.5, color_jitter=0.0, train_interpolation="bilinear")
+WHOLE = Share(0, 1, 12)
+OTHERS = [(Share(0, 2, 3, 2), {"num_workers": 2}), (Share(0, 4, 1, 3), {}), (Share(0, 1, 6, 2), {"num_workers": 1})]
+
+
+class Scenes(Source):
+    """24 black images with 0 to 3 bright squares, which are their mask and their boxes; numbers, every fifth lost."""
+
+    class_names = ("few", "many")
+    entries = ("image", "target", "mask", "boxes", "numbers")
+
+    def __init__(self) -> None:
+        corners, self.opened = np.random.default_rng(0).integers(0, 28, (24, MOST, 2)), 0
+        self.corners = [corners[number, : number % (MOST + 1)] for number in range(24)]
+
+    def __len__(self) -> int:
+        return len(self.corners)
+
+    def image(self, index: int) -> Image.Image:
+        self.opened += 1
+        return Image.merge("RGB", [self.entry("mask", index).point(lambda value: 255 * value)] * 3)
+
+    def target(self, index: int) -> int:
+        return int(len(self.corners[index]) > 1)
+
+    def describe(self, index: int) -> str:
+        return f"scene {index}"
+
+    def entry(self, name: str, index: int) -> object:
+        if name == "mask":
+            pixels = np.zeros((40, 48), dtype=np.uint8)
+            for top, left in self.corners[index]:
+                pixels[top : top + 12, left : left + 12] = 1
+            return Image.fromarray(pixels)
+        if name == "boxes":
+            return np.float32([(left, top, left + 12, top + 12) for top, left in self.corners[index]]).reshape(-1, 4)
+        return np.float32([index, index % 5 or np.nan]) if name == "numbers" else super().entry(name, index)
+
+
+class Mask(Field):
+    """Which pixels are bright, uint8 [B, H, W]."""
+
+    def __init__(self, follows: ImageField, flips: bool = True) -> None:
+        super().__init__("mask", follows.image.img_size, torch.uint8, stage="last", entry="mask")
+        self.follows, self.flips = follows, flips
+
+    def read(self, sample: Sample) -> np.ndarray:
+        (top, left, height, width), _, operations = self.follows.geometry(sample)
+        box = (left, top, left + width, top + height)
+        pixels = np.array(sample["mask"].resize(self.shape[::-1], Image.Resampling.NEAREST, box))
+        for operation in operations if self.flips else ():
+            pixels = pixels[:, ::-1] if operation.name == "hflip" else pixels[::-1]
+        return np.ascontiguousarray(pixels)
+
+    def resized(self, side: int) -> Mask:
+        return Mask(self.follows.resized(side), self.flips)
+
+
+class Boxes(RaggedField):
+    """(left, top, right, bottom) of the squares as far as they are in the crop, float32 [B, most, 4]; -1: none."""
+
+    def __init__(self, follows: ImageField, most: int = MOST) -> None:
+        super().__init__("boxes", most, (4,), torch.float32, padding=-1.0, entry="boxes")
+        self.follows = follows
+
+    def read(self, sample: Sample) -> np.ndarray:
+        (top, left, height, width), _, operations = self.follows.geometry(sample)
+        high, wide = self.follows.image.img_size
+        boxes = (sample["boxes"] - [left, top] * 2) * ([wide / width, high / height] * 2)
+        boxes = boxes.clip(0, [wide, high] * 2)
+        for operation in operations:
+            at, size = ([0, 2], wide) if operation.name == "hflip" else ([1, 3], high)
+            boxes[:, at] = size - boxes[:, at[::-1]]
+        return boxes[(boxes[:, 2:] - boxes[:, :2]).min(1) > 0.5].astype(np.float32)
+
+
+class Numbers(Field):
+    """Two numbers of each image, float32 [B, 2]."""
+
+    def __init__(self) -> None:
+        super().__init__("numbers", (2,), torch.float32, stage="last", entry="numbers")
+
+    def read(self, sample: Sample) -> np.ndarray:
+        numbers = super().read(sample)
+        if np.isnan(numbers).any():
+            raise sample.damaged("a number is missing")
+        return numbers
+
+
+def _load(fields: list[Field], share: Share = WHOLE, **options) -> Loaded:
+    return load(Scenes(), share, image=IMAGE, augment=AUGMENT, fields=fields, stop=4, **options)
+
+
+@pytest.mark.parametrize("flips", [True, False], ids=["with flips", "planted: without"])
+@pytest.mark.parametrize("how", ["cpu", "device", "sizes"])
+def test_a_mask_follows_its_image(how, flips):
+    """Would catch a crop, flip or size that is drawn for the mask alone, in any layout or on the device."""
+    augment = AUGMENT.model_copy(update={"augment_on": "device"} if how == "device" else {})
+    images = ImageField("images", IMAGE, augment)
+    options = {"sizes": ImageSizes((12, 16), firsts=(0, 2))} if how == "sizes" else {}
+    batches = _load([images, Mask(images, flips)], Share(0, 1, 6, 2), **options)
+    agreed = []
+    for batch, mask in zip(batches, (batch.packed["mask"] for batch in batches), strict=True):
+        pixels = batches.fields[0].to_device(batch.packed["images"], batch.rows, torch.device("cpu")).mean(1)
+        assert pixels.shape == mask.shape
+        agreed.append(((pixels > 0) == (mask == 1)).double().mean())
+    assert np.mean(agreed) > 0.98 if flips else np.mean(agreed) < 0.95
+
+
+def test_ragged_boxes_are_padded_to_their_declared_number():
+    """Would catch boxes of another row, another crop or another process, and a row whose places were not filled."""
+    images = ImageField("images", IMAGE, AUGMENT)
+    fields = [images, Boxes(images)]
+    expected = _load(fields).tensors()
+    boxes = expected["boxes"].flatten(0, 1)
+    assert boxes.shape == (48, MOST, 4)
+    counts = (boxes >= 0).all(-1).sum(1)
+    assert {*counts.tolist()} == {0, 1, 2, 3}
+    for share, options in OTHERS:
+        for name, found in _load(fields, share, **options).tensors().items():
+            assert torch.equal(found, expected[name]), name
+    for pixels, own, count in zip(expected["images"].flatten(0, 1).mean(1), boxes, counts, strict=True):
+        assert (own[count:] == -1).all()
+        inside = torch.zeros_like(pixels, dtype=torch.bool)
+        for left, top, right, bottom in own[:count].round().int().tolist():
+            inside[top:bottom, left:right] = True
+        assert ((pixels > 0) == inside).double().mean() > 0.9
+    with pytest.raises(UserError, match=r"the field boxes holds 2 items of a sample, and sample \d+ has 3; "):
+        _load([images, Boxes(images, most=2)])
+
+
+def test_an_image_is_opened_once_for_all_that_follow_it():
+    """Would catch a file that is read for the image, and again for each field that asks for its geometry."""
+    images, source = ImageField("images", IMAGE, AUGMENT), Scenes()
+    load(source, WHOLE, stop=2, image=IMAGE, fields=[images, Mask(images), Boxes(images)])
+    assert source.opened == 24
+
+
+@pytest.mark.parametrize("reads", [None, ["targets"], ["images"], ["numbers"]], ids=str)
+def test_a_damaged_member_replaces_the_whole_sample_on_every_rank(reads):
+    """Would catch an image with the label or the numbers of another: a stage that keeps one of them must skip too."""
+    fields = [ImageField("images", IMAGE, AUGMENT), LabelField("targets", 2), Numbers()]
+    whole = _load(fields, on_bad_image="skip")
+    expected = whole.tensors()
+    lost = sum(index % 5 == 0 for index in expected["indices"].flatten().tolist())
+    assert whole.num_skipped == lost > 5
+    assert {reason for batch in whole for _, reason in batch.skipped} == {"a number is missing"}
+    read = expected["numbers"][..., 0].long()
+    assert not (read % 5 == 0).any()
+    assert torch.equal(expected["targets"], torch.tensor([Scenes().target(n) for n in read.flatten()]).view(4, 12))
+    for share, options in OTHERS:
+        found = _load(fields, share, on_bad_image="skip", reads=reads, **options)
+        assert found.num_skipped == lost
+        for name, tensor in found.tensors().items():
+            assert torch.equal(tensor, expected[name]), name
+    rows = EvalRows(24, WHOLE)
+    seen = loader_of(Scenes(), fields, rows, reads=reads, on_bad_image="skip")
+    assert torch.cat([batch.rows.valid for batch in seen]).tolist() == [index % 5 > 0 for index in range(24)]
+    with pytest.raises(ImageDecodeError, match=r"^scene \d+: a number is missing; repair it, or pass --on-bad-image"):
+        _load(fields)
