@@ -44,6 +44,7 @@ from ds_vit.tasks.exports import Exported, Format
 from ds_vit.tasks.foreign_names import ForeignNames, vit_differences
 from ds_vit.tasks.metrics import Batch, Chart, Figure, Metrics
 from ds_vit.tasks.panels import Panel
+from ds_vit.tasks.peers import Peer
 
 Loss = Callable[[torch.Tensor, Batch], torch.Tensor]
 """(outputs of the last layer, batch) → fp32 scalar."""
@@ -225,6 +226,9 @@ class Task(Configurable, ABC):
     export_formats: ClassVar[Mapping[str, Format]] = {}
     """Other tools' forms of the whole model, by the words of `ds-vit export --to`. A tool that has none here gets the
     main tower as a model of timm's (`timm_model`)."""
+    peers: ClassVar[Mapping[str, Peer]] = {}
+    """Steps without DeepSpeed that train the same, by the name for `ds-vit bench step --against`, the default first; a
+    derived class has none unless it sets them again."""
     has_classes: ClassVar[bool] = True
     """Whether the model has a classifier; else `num_classes` is 0, whatever the data has."""
     has_text: ClassVar[bool] = False
@@ -331,6 +335,10 @@ class Task(Configurable, ABC):
 
     def supports_training(self, horizon: Horizon, global_batch: int) -> str | None:
         """Why the run cannot train for these steps with so many samples in each; None where it can."""
+        return None
+
+    def differs_from_peers(self) -> str | None:
+        """Why `peers` would train something else than this run; None where they do not."""
         return None
 
     def identity(self) -> dict[str, Any]:

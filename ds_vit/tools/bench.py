@@ -34,7 +34,7 @@ from ds_vit.planner.counting import count_flops
 from ds_vit.tasks.registry import find_task
 from ds_vit.tasks.task import Horizon
 from ds_vit.tools.counting import StepCounts, count_calls, count_step, device_seconds
-from ds_vit.tools.peers import check_comparable, check_peer, default_peer, peer_step
+from ds_vit.tools.peers import check_comparable, default_peer, peer_step
 from ds_vit.training.auto_batch import MemoryAdvice, memory_of_rank
 from ds_vit.training.program import process_group
 
@@ -132,7 +132,7 @@ def bench_step(
     Args:
         words: flags of a training run, of ours; model, image size, drop-path and optimizer are the peers' too.
         deepspeed_configs: JSON files of one precision; each makes one of ours.
-        peers: of `PEERS`; if empty, the one of the task and the number of ranks.
+        peers: of the task; if empty, the one of the task and the number of ranks.
         turns: how often each side is measured; they alternate.
         steps: steps per turn.
 
@@ -141,8 +141,6 @@ def bench_step(
             settings would raise.
     """
     process = discover()
-    for peer in peers:
-        check_peer(peer, process.world_size)
     stems = [Path(path).stem for path in deepspeed_configs]
     ours = {
         stem if stems.count(stem) == 1 else path: resolve_engine([*words, "--deepspeed_config", path], process)

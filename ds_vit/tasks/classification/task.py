@@ -19,6 +19,7 @@ from ds_vit.data.sampler import evaluation_keys
 from ds_vit.data.sources.source import Source
 from ds_vit.parallel.tensor.collectives import TensorParallel
 from ds_vit.tasks.classification.losses import build_loss, class_parallel_loss
+from ds_vit.tasks.classification.peers import PEERS
 from ds_vit.tasks.classification.report import class_panels, read_names, read_predictions, write_predictions
 from ds_vit.tasks.foreign_names import VIT_NAMES
 from ds_vit.tasks.metrics import Batch, Figure, Metrics
@@ -34,6 +35,7 @@ class Classification(ChainTask):
     """
 
     name = "classification"
+    peers = PEERS
     foreign_names = (VIT_NAMES,)
     not_replayed = ""
     settings = TASK_SETTINGS["classification"]

@@ -33,6 +33,7 @@ from ds_vit.models.layers import MAIN_TOWER, Layer, chain_towers
 from ds_vit.models.zoo import ModelSpec
 from ds_vit.tasks.clip.export import FORMATS, image_tower
 from ds_vit.tasks.clip.loss import clip_loss, siglip_loss
+from ds_vit.tasks.clip.peers import PEERS
 from ds_vit.tasks.clip.report import pair_panels, write_pairs
 from ds_vit.tasks.clip.retrieval import DIRECTIONS, RANKS, Retrieval
 from ds_vit.tasks.clip.tower import ContrastiveModel, create_contrastive_model, text_settings
@@ -156,6 +157,14 @@ class Contrastive(Task):
             values |= of_tower | {"embed_dim": settings.embed_dim}
             values["text_model"] = self.config.text_model or self.text_model
         return values
+
+    def differs_from_peers(self) -> str | None:
+        """As `Task.differs_from_peers`: a pooling or arguments that open_clip does not take."""
+        if self.model.text.settings.pool == "map":
+            return "open_clip has no --text-pool map; drop it"
+        if self.config.model_kwargs:
+            return "open_clip passes no --model-kwargs to timm; choose another --model instead"
+        return None
 
     def chain(self, towers: Mapping[str, list[Layer]]) -> list[Layer]:
         """As `Task.chain`: image layers, then text layers."""
@@ -301,6 +310,7 @@ class Clip(TwoTowers):
     """`--task clip`: softmax over the captions of the global batch for each image, and the reverse."""
 
     name = "clip"
+    peers = PEERS
     not_replayed = ""
     text_model = "clip_base"
     initial_logits = (math.log(1 / 0.07),)
@@ -312,6 +322,7 @@ class SigLip(TwoTowers):
     """`--task siglip`: for each pair of the global batch a sigmoid loss on whether the caption belongs to the image."""
 
     name = "siglip"
+    peers = PEERS
     not_replayed = ""
     text_model = "siglip_base"
     initial_logits = (math.log(10.0), -10.0)

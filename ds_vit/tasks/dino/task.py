@@ -48,6 +48,7 @@ from ds_vit.tasks.dino.loss import (
     patch_weights,
     sinkhorn,
 )
+from ds_vit.tasks.dino.peers import PEERS
 from ds_vit.tasks.dino.towers import (
     HEAD,
     TEACHER,
@@ -108,6 +109,7 @@ class SelfDistillation(Task):
     """
 
     name = "dino"
+    peers = PEERS
     settings = TASK_SETTINGS["dino"]
     refused_flags: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(("mixup", "cutmix", "cutmix_minmax"), _NO_LABELS),
@@ -194,6 +196,18 @@ class SelfDistillation(Task):
     def locked_names(cls, model: nn.Module, config: RunConfig) -> Mapping[str, frozenset[str]]:
         """As `Task.locked_names`: without masks, nothing reaches the mask token."""
         return {} if config.ibot_weight > 0 else {"": frozenset({"mask_token"})}
+
+    def differs_from_peers(self) -> str | None:
+        """As `Task.differs_from_peers`: terms of the loss that lightly lacks."""
+        config = self.config
+        ours_alone = {
+            f"--ibot-weight {config.ibot_weight:g}": config.ibot_weight > 0,
+            f"--koleo-weight {config.koleo_weight:g}": config.koleo_weight > 0,
+            "--centering sinkhorn": self.uses_sinkhorn,
+        }
+        if found := [flag for flag, is_given in ours_alone.items() if is_given]:
+            return f"the peers know nothing of {', '.join(found)}; pass --ibot-weight 0 --koleo-weight 0"
+        return None
 
     def supports_training(self, horizon: Horizon, global_batch: int) -> str | None:
         """As `Task.supports_training`, for KoLeo and the schedule of the weight decay."""
