@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 import pytest
 import torch
 from micro_batches import Loaded, load, loader_of
 from PIL import Image
 
-from ds_vit.config.augmentation import AugmentConfig
-from ds_vit.data.decode import ImageDecodeError
+from ds_vit.config.augmentation import AugmentConfig, MixConfig
+from ds_vit.data.decode import ImageDecodeError, undecodable
 from ds_vit.data.field import Field, RaggedField, Sample
 from ds_vit.data.fields import ImageField, LabelField
 from ds_vit.data.image_sizes import ImageSizes
@@ -21,18 +23,23 @@ from ds_vit.fault_tolerance.errors import UserError
 
 IMAGE, MOST = ImageConfig((16, 20)), 3
 AUGMENT = AugmentConfig(scale=(0.3, 1.0), vflip=0.5, color_jitter=0.0, train_interpolation="bilinear")
+MIX = MixConfig(mixup=0.8, cutmix=1.0)
+BROKEN = {3, 10, 17}
 WHOLE = Share(0, 1, 12)
 OTHERS = [(Share(0, 2, 3, 2), {"num_workers": 2}), (Share(0, 4, 1, 3), {}), (Share(0, 1, 6, 2), {"num_workers": 1})]
 
 
 class Scenes(Source):
-    """24 black images with 0 to 3 bright squares, which are their mask and their boxes; numbers, every fifth lost."""
+    """24 black images with 0 to 3 bright squares, which are their mask and their boxes; numbers, every fifth lost.
+
+    Images of `broken` cannot be decoded.
+    """
 
     class_names = ("few", "many")
     entries = ("image", "target", "mask", "boxes", "numbers")
 
-    def __init__(self) -> None:
-        corners, self.opened = np.random.default_rng(0).integers(0, 28, (24, MOST, 2)), 0
+    def __init__(self, broken: Collection[int] = ()) -> None:
+        corners, self.opened, self.broken = np.random.default_rng(0).integers(0, 28, (24, MOST, 2)), 0, broken
         self.corners = [corners[number, : number % (MOST + 1)] for number in range(24)]
 
     def __len__(self) -> int:
@@ -40,6 +47,8 @@ class Scenes(Source):
 
     def image(self, index: int) -> Image.Image:
         self.opened += 1
+        if index in self.broken:
+            raise undecodable(self.describe(index), ValueError("broken"))
         return Image.merge("RGB", [self.entry("mask", index).point(lambda value: 255 * value)] * 3)
 
     def target(self, index: int) -> int:
@@ -109,8 +118,9 @@ class Numbers(Field):
         return numbers
 
 
-def _load(fields: list[Field], share: Share = WHOLE, **options) -> Loaded:
-    return load(Scenes(), share, image=IMAGE, augment=AUGMENT, fields=fields, stop=4, **options)
+def _load(fields: list[Field], share: Share = WHOLE, source: Source | None = None, **options) -> Loaded:
+    source = Scenes() if source is None else source
+    return load(source, share, image=IMAGE, augment=AUGMENT, fields=fields, stop=4, **options)
 
 
 @pytest.mark.parametrize("flips", [True, False], ids=["with flips", "planted: without"])
@@ -154,29 +164,31 @@ def test_ragged_boxes_are_padded_to_their_declared_number():
 def test_an_image_is_opened_once_for_all_that_follow_it():
     """Would catch a file that is read for the image, and again for each field that asks for its geometry."""
     images, source = ImageField("images", IMAGE, AUGMENT), Scenes()
-    load(source, WHOLE, stop=2, image=IMAGE, fields=[images, Mask(images), Boxes(images)])
-    assert source.opened == 24
+    _load([images, Mask(images), Boxes(images)], source=source)
+    assert source.opened == 4 * 12
 
 
 @pytest.mark.parametrize("reads", [None, ["targets"], ["images"], ["numbers"]], ids=str)
 def test_a_damaged_member_replaces_the_whole_sample_on_every_rank(reads):
     """Would catch an image with the label or the numbers of another: a stage that keeps one of them must skip too."""
-    fields = [ImageField("images", IMAGE, AUGMENT), LabelField("targets", 2), Numbers()]
-    whole = _load(fields, on_bad_image="skip")
+    fields = [ImageField("images", IMAGE, AUGMENT), LabelField("targets", 2, mix=MIX), Numbers()]
+    options, lost = {"source": Scenes(BROKEN), "mix": MIX, "on_bad_image": "skip"}, {*BROKEN, 0, 5, 10, 15, 20}
+    whole = _load(fields, **options)
     expected = whole.tensors()
-    lost = sum(index % 5 == 0 for index in expected["indices"].flatten().tolist())
-    assert whole.num_skipped == lost > 5
-    assert {reason for batch in whole for _, reason in batch.skipped} == {"a number is missing"}
-    read = expected["numbers"][..., 0].long()
-    assert not (read % 5 == 0).any()
-    assert torch.equal(expected["targets"], torch.tensor([Scenes().target(n) for n in read.flatten()]).view(4, 12))
-    for share, options in OTHERS:
-        found = _load(fields, share, on_bad_image="skip", reads=reads, **options)
-        assert found.num_skipped == lost
+    num_lost = sum(index in lost for index in expected["indices"].flatten().tolist())
+    assert whole.num_skipped == num_lost > 8
+    assert {reason for batch in whole for _, reason in batch.skipped} > {"a number is missing"}
+    for batch in whole:
+        read = batch.packed["numbers"][:, 0].long().tolist()
+        assert not lost & {*read}
+        assert batch.packed["targets"].tolist() == [Scenes().target(index) for index in read]
+    for share, more in OTHERS:
+        found = _load(fields, share, reads=reads, **options, **more)
+        assert found.num_skipped == num_lost
         for name, tensor in found.tensors().items():
             assert torch.equal(tensor, expected[name]), name
-    rows = EvalRows(24, WHOLE)
-    seen = loader_of(Scenes(), fields, rows, reads=reads, on_bad_image="skip")
-    assert torch.cat([batch.rows.valid for batch in seen]).tolist() == [index % 5 > 0 for index in range(24)]
+    seen = [*loader_of(options["source"], fields, EvalRows(24, WHOLE), reads=reads, on_bad_image="skip")]
+    assert torch.cat([batch.rows.valid for batch in seen]).tolist() == [index not in lost for index in range(24)]
+    assert {index for batch in seen for index, _ in batch.skipped} == lost
     with pytest.raises(ImageDecodeError, match=r"^scene \d+: a number is missing; repair it, or pass --on-bad-image"):
         _load(fields)

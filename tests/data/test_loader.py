@@ -247,65 +247,19 @@ def test_invalid_settings_are_refused(source):
     _load(source, Share(0, 3, 3), stop=1, mix=MixConfig())
 
 
-@pytest.fixture(scope="module")
-def damaged(tmp_path_factory) -> Path:
-    """The data of `folder`, in noise, with every fourth file cut off."""
-    root = tmp_path_factory.mktemp("damaged")
-    for split in ("train", "val"):
-        for number in range(NUM_IMAGES):
-            path = made(root / split / f"class{number % 3}" / f"{number}.png")
-            path.write_bytes(encoded(number)[: 200 if number % 4 == 0 else None])
-    return root
-
-
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_bad_or_missing_image_ends_training_in_one_line(damaged, tmp_path, workers):
+def test_a_bad_or_missing_image_ends_training_in_one_line(tmp_path, workers):
     """Would catch a worker's traceback in place of the file's name, or a truncated image that is trained on."""
-    source = open_source("", str(damaged), "train")
-    with pytest.raises(ImageDecodeError, match=r"^\S+/class\d/\d+\.png: .* \(200 bytes; .*$") as error:
-        _load(source, LAYOUTS[0], num_workers=workers)
+    path, options = made(tmp_path / "train" / "a" / "0.png"), {"num_workers": workers, "mix": MixConfig()}
+    path.write_bytes(encoded(0)[:200])
+    source = open_source("", str(tmp_path), "train")
+    with pytest.raises(ImageDecodeError, match=r"^\S+/a/0\.png: .* \(200 bytes; .*$") as error:
+        _load(source, Share(0, 1, 1), **options)
     assert "\n" not in str(error.value)
-    Image.new("RGB", (8, 8)).save(made(tmp_path / "train" / "a" / "0.png"))
-    source = open_source("", str(tmp_path), "train")
-    (tmp_path / "train" / "a" / "0.png").unlink()
+    path.unlink()
     with pytest.raises(FileNotFoundError) as missing:
-        _load(source, Share(0, 1, 1), num_workers=workers, mix=MixConfig())
+        _load(source, Share(0, 1, 1), **options)
     assert missing.value.filename.endswith("0.png")
-
-
-def test_skipped_images_are_replaced_alike_in_every_layout_and_counted(damaged):
-    """Would catch a replacement that depends on the rank, a stage that keeps the bad image's label, a wrong count."""
-    source = open_source("", str(damaged), "train")
-    expected = _load(source, LAYOUTS[0], on_bad_image="skip").tensors()
-    bad = {i for i in range(NUM_IMAGES) if int(Path(source.describe(i)).stem) % 4 == 0}
-    used = expected["indices"].flatten().tolist()
-    for share, options in (
-        (LAYOUTS[4], {}),
-        (LAYOUTS[3], {"num_workers": 2}),
-        (LAYOUTS[4], {"reads": ["targets"]}),
-    ):
-        batches = _load(source, share, on_bad_image="skip", **options)
-        for name, tensor in batches.tensors().items():
-            assert torch.equal(tensor, expected[name]), name
-        assert batches.num_skipped == sum(index in bad for index in used) > 0
-
-
-@pytest.mark.parametrize("reads", [None, ["targets"]], ids=["images", "no images"])
-def test_a_replacement_brings_its_own_target(tmp_path, reads):
-    """Would catch the pixels of one class trained under the label of the bad image's class."""
-    for number in range(24):
-        path = made(tmp_path / "train" / f"class{number % 3}" / f"{number}.png")
-        Image.new("RGB", (8, 8), (100 * (number % 3), 0, 0)).save(path)
-        if number % 2:
-            path.write_bytes(b"no image")
-    source = open_source("", str(tmp_path), "train")
-    options = {"augment": PLAIN, "mix": MixConfig(), "stop": 2, "on_bad_image": "skip"}
-    batches = _load(source, Share(0, 1, 12), **options)
-    shown = torch.cat([batch.packed["images"].pixels[:, 0, 0, 0] // 100 for batch in batches])
-    told = _load(source, Share(0, 1, 12), reads=reads, **options).tensors()["targets"].flatten()
-    assert torch.equal(shown.long(), told)
-    asked = [source.target(index) for batch in batches for index in batch.rows.indices.tolist()]
-    assert told.tolist() != asked
 
 
 def test_a_source_of_bad_images_alone_ends_training(tmp_path):
@@ -323,22 +277,19 @@ def test_a_source_of_bad_images_alone_ends_training(tmp_path):
 @pytest.mark.parametrize(("dp_size", "batch"), [(1, 8), (4, 3)])
 def test_evaluation_sees_every_image_once_with_its_target(source, dp_size, batch):
     """Would catch images lost or doubled in the remainder, or an image with the target of another."""
-    seen: dict[int, tuple[bytes, int]] = {}
-    for rank in range(dp_size):
-        for part in _eval_loader(source, batch, rank, dp_size):
-            made = finished(fields_of(source, IMAGE), part, device="cpu")
-            assert len(made["images"]) == len(made["targets"]) == batch
-            for row in torch.nonzero(part.rows.valid).flatten().tolist():
-                assert part.rows.indices[row].item() not in seen
-                seen[part.rows.indices[row].item()] = (
-                    made["images"][row].numpy().tobytes(),
-                    made["targets"][row].item(),
-                )
-    assert sorted(seen) == list(range(NUM_IMAGES))
-    assert [seen[i][1] for i in range(NUM_IMAGES)] == [source.target(i) for i in range(NUM_IMAGES)]
-    (whole,) = _eval_loader(source, 41)
-    images = finished(fields_of(source, IMAGE), whole, device="cpu")["images"]
-    assert [seen[i][0] for i in range(41)] == [image.numpy().tobytes() for image in images]
+
+    def read(batch: int, dp_size: int) -> dict[str, torch.Tensor]:
+        parts = [part for rank in range(dp_size) for part in _eval_loader(source, batch, rank, dp_size)]
+        made = [{"index": p.rows.indices, **finished(fields_of(source, IMAGE), p, device="cpu")} for p in parts]
+        assert {len(tensor) for tensors in made for tensor in tensors.values()} == {batch}
+        valid = torch.cat([part.rows.valid for part in parts])
+        whole = {name: torch.cat([tensors[name] for tensors in made])[valid] for name in made[0]}
+        return {name: tensor[whole["index"].argsort()] for name, tensor in whole.items()}
+
+    found = read(batch, dp_size)
+    assert found["index"].tolist() == list(range(NUM_IMAGES))
+    assert found["targets"].tolist() == [source.target(i) for i in range(NUM_IMAGES)]
+    assert torch.equal(found["images"], read(41, 1)["images"])
 
 
 def test_an_evaluation_can_be_repeated_with_its_workers(source):
@@ -375,22 +326,6 @@ def test_a_worker_ends_nothing_of_its_parent(source, tmp_path):
         gc.enable()
     gc.collect()
     assert (tmp_path / "ended in").read_text() == f"{os.getpid()}\n"
-
-
-@pytest.mark.parametrize("reads", [None, ["targets"]], ids=["images", "no images"])
-def test_skipped_evaluation_images_do_not_count(damaged, reads):
-    """Would catch a bad image counted as a wrong answer, or by one stage only, and labels that decode."""
-    source = open_source("", str(damaged), "val")
-    batches = list(_eval_loader(source, 16, reads=reads, on_bad_image="skip"))
-    valid = torch.cat([batch.rows.valid for batch in batches])
-    indices = torch.cat([batch.rows.indices for batch in batches])[valid].tolist()
-    good = [i for i in range(NUM_IMAGES) if int(Path(source.describe(i)).stem) % 4]
-    assert indices == good
-    assert sum(len(batch.skipped) for batch in batches) == NUM_IMAGES - len(good)
-    with pytest.raises(ImageDecodeError):
-        list(_eval_loader(source, 16))
-    (labels,) = _eval_loader(_blind(source), 41, reads=["targets"])
-    assert labels.packed["targets"].tolist() == [source.target(i) for i in range(41)]
 
 
 def _killing(deadly: int) -> Callable[[int], object]:
