@@ -20,6 +20,22 @@ Predict = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
+class TextTower:
+    """The text tower of a model that compares images with texts.
+
+    Attributes:
+        tower: (ids int64 [M, L], keys int64 [M]) → features [M, E], and next to them in each row the logit scale (its
+            logarithm) and, of a sigmoid loss, the logit bias.
+        context_length: L.
+        width: E, of the images' features too.
+    """
+
+    tower: torch.nn.Module
+    context_length: int
+    width: int
+
+
+@dataclass(frozen=True)
 class Exported:
     """A model with its weights, and what another tool has to know about it.
 
@@ -32,6 +48,7 @@ class Exported:
         spec: how timm builds the main tower.
         bce: trained with binary cross-entropy: each logit is for its class only.
         tokenizer: of a task with text: --tokenizer.
+        text_tower: makes the text tower; None where the model has none.
     """
 
     model: TimmViT
@@ -42,6 +59,7 @@ class Exported:
     spec: ModelSpec
     bce: bool = False
     tokenizer: str = ""
+    text_tower: Callable[[], TextTower] | None = None
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from ds_vit.parallel.groups import Groups
 from ds_vit.parallel.tensor.collectives import TensorParallel
 from ds_vit.tasks.clip.zero_shot import ZERO_SHOT
 from ds_vit.tasks.evaluators import chosen_evaluators
-from ds_vit.tasks.exports import Exported, Format
+from ds_vit.tasks.exports import Exported, Format, TextTower
 from ds_vit.tasks.foreign_names import ForeignNames, vit_differences
 from ds_vit.tasks.metrics import Batch, Chart, Figure, Metrics
 from ds_vit.tasks.panels import Panel
@@ -521,6 +521,11 @@ class Task(Configurable, ABC):
             batch: with that field.
         """
         raise NotImplementedError(f"--task {self.name} compares no images with texts")
+
+    @classmethod
+    def text_tower(cls, model: TimmViT) -> TextTower:
+        """Of a task with text: the text tower of a model with weights, for `ds-vit predict` and `ds-vit embed`."""
+        raise UserError(f"--task {cls.name} has no text tower whose features are compared with those of images")
 
     def further_texts(self, source: Source) -> Sequence[tuple[int, str]]:
         """Texts that the task's metrics take in addition to the batches of a split, each after the number of its

@@ -40,11 +40,8 @@ from ds_vit.data.sources.folders import ImageFiles, find_images
 from ds_vit.data.text import build_tokenizer
 from ds_vit.fault_tolerance import exit_codes
 from ds_vit.fault_tolerance.errors import UserError, memory_errors, read_text, stripped_lines
-from ds_vit.models.layers import take_apart
-from ds_vit.models.sequential import SequentialViT
 from ds_vit.monitoring.metrics import make_console
-from ds_vit.tasks.clip.tower import ContrastiveModel
-from ds_vit.tasks.exports import Exported
+from ds_vit.tasks.exports import Exported, TextTower
 from ds_vit.weights.files import add_weights_arguments, find_weights, tokenizer_name, weights_line
 from ds_vit.weights.source import MODEL_FLAGS, load_source
 
@@ -107,7 +104,7 @@ def predict_each(
     texts, file = _texts_of(labels)
     exported = load_source(found, settings, file, with_text=True)
     forward = _Forward(batch_size, workers, device)
-    if isinstance(exported.model, ContrastiveModel):
+    if exported.text_tower is not None:
         return _predict_texts(exported, texts, files, top_k, forward)
     if texts and file is None:
         raise UserError(f"--labels takes one file of class names for weights with a classifier, not {len(texts)} words")
@@ -159,20 +156,19 @@ def embed(
     if not files and not words:
         raise UserError("there is nothing to embed: give images, or --texts FILE")
     exported = load_source(stored, settings, classifier=False, with_text=True)
-    model = exported.model
-    has_text = isinstance(model, ContrastiveModel)
-    if words and not has_text:
+    tower = exported.text_tower and exported.text_tower()
+    if words and tower is None:
         raise UserError(f"--texts: {source} has no text tower; drop it")
     forward = _Forward(batch_size, workers, device)
-    of_texts = forward.of_texts(exported, words)[0].numpy() if words else None
-    found = list(forward.of_images(exported, files, pre_logits=not has_text)) if files else []
+    of_texts = forward.of_texts(exported, tower, words)[0].numpy() if words and tower else None
+    found = list(forward.of_images(exported, files, pre_logits=tower is None)) if files else []
     unreadable = [one for one in found if isinstance(one, dict)]
     read = [one for one in found if not isinstance(one, dict)]
     if files and not read:
         raise UserError(f"none of {len(files)} images can be read; the first, {files[0]}: {unreadable[0]['reason']}")
-    width = model.common_dim if isinstance(model, ContrastiveModel) else model.num_features
+    width = tower.width if tower else exported.model.num_features
     rows = torch.stack([row for _, row in read]) if read else torch.empty(0, width)
-    rows = F.normalize(rows, dim=1) if has_text else rows
+    rows = F.normalize(rows, dim=1) if tower else rows
     result = {"images": [name for name, _ in read], "features": rows.numpy(), "unreadable": unreadable}
     return result | ({"texts": list(words), "text_features": of_texts} if words else {})
 
@@ -189,12 +185,17 @@ def _texts_of(labels: str | Path | Sequence[str] | None) -> tuple[tuple[str, ...
 
 
 def _predict_texts(
-    exported: Exported, texts: Sequence[str], files: Sequence[str], top_k: int | None, forward: _Forward
+    exported: Exported,
+    texts: Sequence[str],
+    files: Sequence[str],
+    top_k: int | None,
+    forward: _Forward,
 ) -> tuple[Exported, Iterator[Row]]:
     """Which of some texts each image resembles, by the model's own logit scale and bias."""
     if not texts:
         raise UserError(f'{exported.path} has no classes: give texts, --labels "a cat" "a dog", or a file')
-    features, (scale, *bias) = forward.of_texts(exported, texts)
+    assert exported.text_tower is not None, "the caller has seen it"
+    features, (scale, *bias) = forward.of_texts(exported, exported.text_tower(), texts)
     exported = replace(exported, labels=tuple(texts), bce=bool(bias))
     outputs = forward.of_images(exported, files)
 
@@ -229,20 +230,18 @@ class _Forward:
         self._batch_size, self._workers, self._device = batch_size, workers, _find_device(device)
 
     @torch.inference_mode()
-    def of_texts(self, exported: Exported, texts: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor]:
+    def of_texts(self, exported: Exported, texts: TextTower, words: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor]:
         """Features of texts float32 [M, E], of length 1; logit scale (its logarithm) and bias, [1 or 2]; on the CPU."""
-        model = exported.model
-        assert isinstance(model, ContrastiveModel)
-        tokenizer = build_tokenizer(exported.tokenizer, model.text.settings.context_length)
+        tokenizer = build_tokenizer(exported.tokenizer, texts.context_length)
         if (recorded := tokenizer_name(exported.path)) not in ("", tokenizer.name):
             raise UserError(
                 f"{exported.path} was trained with --tokenizer {recorded}, and {exported.tokenizer}, which the "
                 f"run's config.yaml names, is {tokenizer.name}: restore that file, or name the right one there"
             )
-        tower = SequentialViT(take_apart(model.text)).eval().to(self._device)
-        ids = torch.from_numpy(np.stack([tokenizer.encode(text) for text in texts]))
+        tower = texts.tower.to(self._device)
+        ids = torch.from_numpy(np.stack([tokenizer.encode(text) for text in words]))
         parts = [tower(part, torch.zeros_like(part[:, 0])) for part in ids.to(self._device).split(self._batch_size)]
-        features, logits = torch.cat(parts).cpu().tensor_split((model.common_dim,), 1)
+        features, logits = torch.cat(parts).cpu().tensor_split((texts.width,), 1)
         return F.normalize(features, dim=1), logits[0]
 
     @torch.inference_mode()

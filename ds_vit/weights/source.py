@@ -132,7 +132,8 @@ def load_whole(weights: StoredWeights, values: Mapping[str, Any], task: type[Tas
     checkpoint.load(model)
     image = ImageConfig(image_size(model), **resolve_pixels(values, model))
     tokenizer = str(values.get("tokenizer") or flags.RunConfig.default_of("tokenizer")) if task.has_text else ""
-    return Exported(model.eval(), image, (), weights.path, task.name, spec, tokenizer=tokenizer)
+    texts = partial(task.text_tower, model) if task.has_text else None
+    return Exported(model.eval(), image, (), weights.path, task.name, spec, tokenizer=tokenizer, text_tower=texts)
 
 
 def _names_of_timm(model: TimmViT) -> tuple[str, ...]:

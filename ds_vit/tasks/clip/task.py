@@ -29,8 +29,9 @@ from ds_vit.data.settings import ImageConfig
 from ds_vit.data.sources.source import Source
 from ds_vit.data.text import Tokenizer, build_tokenizer, default_context_length
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.models.layers import MAIN_TOWER, Layer, chain_towers
-from ds_vit.models.zoo import ModelSpec
+from ds_vit.models.layers import MAIN_TOWER, Layer, chain_towers, take_apart
+from ds_vit.models.sequential import SequentialViT
+from ds_vit.models.zoo import ModelSpec, TimmViT
 from ds_vit.tasks.clip.export import FORMATS, image_tower
 from ds_vit.tasks.clip.loss import clip_loss, siglip_loss
 from ds_vit.tasks.clip.peers import PEERS
@@ -38,7 +39,7 @@ from ds_vit.tasks.clip.report import pair_panels, write_pairs
 from ds_vit.tasks.clip.retrieval import DIRECTIONS, RANKS, Retrieval
 from ds_vit.tasks.clip.tower import ContrastiveModel, create_contrastive_model, text_settings
 from ds_vit.tasks.clip.weights import CLIP_NAMES, tower_differences
-from ds_vit.tasks.exports import Exported
+from ds_vit.tasks.exports import Exported, TextTower
 from ds_vit.tasks.metrics import Batch, Chart, Figure, Metrics
 from ds_vit.tasks.panels import Panel, sheet
 from ds_vit.tasks.task import Coupled, StepContext, Task
@@ -242,6 +243,12 @@ class Contrastive(Task):
         """As `Task.outputs`: normalised features of both towers, [B, 2E]."""
         features = self._features(context, batch)
         return torch.cat((features["images"], features["texts"]), dim=1)
+
+    @classmethod
+    def text_tower(cls, model: TimmViT) -> TextTower:
+        """As `Task.text_tower`."""
+        tower = SequentialViT(take_apart(model.text)).eval()
+        return TextTower(tower, model.text.settings.context_length, model.common_dim)
 
     def further_texts(self, source: Source) -> list[tuple[int, str]]:
         """As `Task.further_texts`: the captions after each image's first one, which is in the batches."""
