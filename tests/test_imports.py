@@ -57,9 +57,17 @@ def imports(source: str, package: str = "ds_vit") -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
 
 
+FLAGS_OF_A_TASK = re.compile(r"ds_vit\.tasks\.(\w+\.)?flags\b")
+
+
+def layer_of(name: str) -> str:
+    """The top-level module of a dotted name; the flags of a task, which the schema takes in, are of config."""
+    return "config" if FLAGS_OF_A_TASK.match(name) else name.split(".")[1]
+
+
 def wrong_imports(source: str, module: str, package: str) -> list[tuple[int, str]]:
     """The (line, module) that a file of top-level module `module` must not import."""
-    found = {(line, name.split(".")[1]) for line, name in imports(source, package) if name.startswith("ds_vit.")}
+    found = {(line, layer_of(name)) for line, name in imports(source, package) if name.startswith("ds_vit.")}
     return sorted((line, name) for line, name in found if name != module and DEPTH.get(name, -1) <= DEPTH[module])
 
 
@@ -81,7 +89,9 @@ def test_imports_go_downward(module):
     wrong = []
     for path in modules().get(module, []):
         package = ".".join(["ds_vit", *path.relative_to(PACKAGE).parent.parts])
-        found = wrong_imports(path.read_text(), module, package)
+        found = wrong_imports(
+            path.read_text(), layer_of(f"{package}.{path.stem}") if path.parent != PACKAGE else module, package
+        )
         wrong += [f"{path.relative_to(PACKAGE.parent)}:{line} imports ds_vit.{name}" for line, name in found]
     assert not wrong, f"upward imports: {wrong}"
 
@@ -98,6 +108,8 @@ def test_imports_go_downward(module):
         ("from ..data.order import Share", [(1, "data")]),
         ("from . import layers", []),
         ("def f():\n    from ds_vit.config import RunConfig", [(2, "config")]),
+        ("from ds_vit.tasks.mae import flags", [(1, "config")]),
+        ("from ds_vit.tasks.mae.task import MaskedAutoencoding", [(1, "tasks")]),
     ],
 )
 def test_the_rule_sees_every_way_to_import(source, wrong):
@@ -125,6 +137,15 @@ def test_importing_the_package_imports_nothing_heavy():
     code = "import sys; before = set(sys.modules); import ds_vit; print(*sorted(set(sys.modules) - before))"
     out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=PACKAGE.parent)
     assert out.stdout.split() == ["ds_vit"]
+
+
+def test_the_flags_of_a_task_import_nothing_heavy():
+    # Catches: a --help that waits for torch; flags that can only be imported after the schema.
+    for path in sorted(PACKAGE.glob("tasks/**/flags.py")):
+        name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+        code = f"import sys, {name}; print({{'torch', 'timm', 'deepspeed'}} & set(sys.modules))"
+        out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent)
+        assert out.stdout == "set()\n", (name, out.stdout, out.stderr)
 
 
 def import_graph() -> dict[str, set[str]]:

@@ -309,3 +309,6 @@ Pixels = Annotated[int, Field(ge=1, le=MOST_PIXELS)]
 Rate = Annotated[float, Field(ge=0, le=10**9)]
 Seconds = Annotated[float, Field(ge=0, le=MOST_SECONDS)]
 ASCENDING = checked("takes two numbers, the smaller first", lambda pair: pair[0] <= pair[1])
+Width = Annotated[int, Field(ge=1, le=2**16)]
+Blocks = Annotated[int, Field(ge=1, le=1000)]
+Weight = Annotated[float, Field(ge=0, le=10**6)]

@@ -14,7 +14,6 @@ from pydantic import BeforeValidator, Field, ValidationError
 
 from ds_vit.config.augmentation import AugmentConfig, MixConfig
 from ds_vit.config.flag import (
-    ASCENDING,
     EVALUATION,
     FREE,
     IDENTITY,
@@ -35,6 +34,7 @@ from ds_vit.config.flag import (
     Steps,
     StepsFrom1,
     UpTo1,
+    Weight,
     checked,
     flag,
     read_by,
@@ -51,18 +51,19 @@ from ds_vit.config.units import (
     parse_steps,
 )
 from ds_vit.fault_tolerance.errors import did_you_mean
+from ds_vit.tasks import flags as shared
+from ds_vit.tasks.bridgetower import flags as bridgetower
+from ds_vit.tasks.clip import flags as clip
+from ds_vit.tasks.dino import flags as dino
+from ds_vit.tasks.distillation import flags as distillation
+from ds_vit.tasks.mae import flags as mae
 
 PROGRAM_DATASET = "python"
 """The value of `dataset` in a run whose images a Python program passes (`ds_vit.api.train`)."""
 
 # Types that several flags share, and conditions that are too long for one line.
 Degree = Annotated[int, Field(ge=1, le=4096)]
-Width = Annotated[int, Field(ge=1, le=2**16)]
-Blocks = Annotated[int, Field(ge=1, le=1000)]
-Weight = Annotated[float, Field(ge=0, le=10**6)]
-Temperature = Annotated[float, Field(gt=0, le=100)]
 FOLDER_NAME = checked("must name a folder", lambda text: not text.isspace())
-ONE_CHARACTER = checked("must be one character", lambda text: len(text.replace("\\t", "\t")) <= 1)
 CHANNELS = checked("must be one number or three", lambda x: len(x) in (1, 3))
 SEVERAL_SIZES = checked("must be two sizes or more, each once", lambda x: not x or len({*x}) == len(x) > 1)
 RECOMPUTED = checked(
@@ -78,7 +79,6 @@ _NOTHING = "with --val-split '': nothing is evaluated"
 EVALUATES = ("eval_only or val_split or zeroshot", _NOTHING)
 RESIZES = ("no_aug or eval_only or val_split or zeroshot", _NOTHING)  # training without augmentation does, too
 NOT_ONLY_ZEROSHOT = (lambda c: c.val_split or not c.zeroshot, "with --val-split '': only --zeroshot is evaluated")
-WITH_TEACHER = ("kd_model_name or kd_checkpoint", "without a teacher: --kd-model-name or --kd-checkpoint")
 ONE_GRAPH = "--compile makes one graph of fixed shapes"
 
 
@@ -166,20 +166,6 @@ class EvaluationSettings(Settings, section="run", scope=NOTED, needs=EVALUATES):
     )
 
 
-class ZeroShotSettings(Settings, section="run", scope=NOTED | EVALUATION):
-    """Classification by captions."""
-
-    zeroshot: str = flag(
-        "", "data to classify by the names of its classes, as --dataset or --data-dir name it", metavar="NAME|DIR"
-    )
-    zeroshot_templates: str = flag(
-        "simple",
-        "--zeroshot: sentences of a class: none, simple, openai or a file",
-        needs="zeroshot",
-        metavar="none|simple|openai|FILE",
-    )
-
-
 class ModelSettings(Settings, section="model", scope=WEIGHTS):
     """The task and the model."""
 
@@ -196,56 +182,6 @@ class ModelSettings(Settings, section="model", scope=WEIGHTS):
     )
     num_classes: Annotated[int, Field(ge=1, le=10**7)] | None = flag(None, "classes of the head (default: the data's)")
     img_size: Pixels | None = flag(None, "image side in pixels (default: the model's)")
-
-
-class MaskedAutoencoderSettings(Settings, section="model", scope=RECORDED):
-    """The masks and the decoder of a masked autoencoder."""
-
-    mask_ratio: Share = flag(0.75, "share of the patches that are masked")
-    decoder_dim: Width = flag(512, "width of the decoder")
-    decoder_depth: Blocks = flag(8, "blocks of the decoder")
-    decoder_heads: Blocks = flag(16, "attention heads of the decoder")
-    norm_pix_loss: bool = flag(False, "predict pixels normalised per patch")
-
-
-class TextTowerSettings(Settings, section="model", scope=WEIGHTS):
-    """The text tower and the features of both towers."""
-
-    text_model: str = flag("", "text tower (clip_base, siglip_base)", metavar="NAME")
-    text_width: Width | None = flag(None, "width of the text tower")
-    text_depth: Blocks | None = flag(None, "blocks of the text tower")
-    text_heads: Blocks | None = flag(None, "attention heads of the text tower")
-    text_pool: Literal["", "end", "last", "map"] = flag(
-        "", "feature of a caption: its end token, its last token, or attention pooling"
-    )
-    embed_dim: Width | None = flag(None, "width of the features of both towers")
-
-
-class LockSettings(Settings, section="model"):
-    """Towers that are not trained."""
-
-    lock_image: bool = flag(False, "freeze the image tower except its projection")
-    lock_image_unlocked_groups: Annotated[int, Field(ge=0, le=10_000)] = flag(
-        0, "--lock-image: groups of layers at its end that are trained", needs="lock_image"
-    )
-    lock_text: bool = flag(False, "freeze the text tower")
-
-
-class TokenSettings(Settings, section="model", scope=WEIGHTS):
-    """Captions as tokens."""
-
-    tokenizer: str = flag("bytes", "bytes (UTF-8), clip or a tokenizer.json", metavar="bytes|clip|PATH")
-    context_length: Annotated[int, Field(ge=2, le=2**16)] | None = flag(
-        None, "tokens of a caption (bytes: 256, else 77, 64 and 50)"
-    )
-
-
-class HeadSettings(Settings, section="model", scope=WEIGHTS):
-    """The heads of DINO and iBOT, with the defaults of DINOv2 (facebookresearch/dinov2, dinov2/configs)."""
-
-    prototypes: Annotated[int, Field(ge=2, le=2**24)] = flag(65536, "prototypes of a head")
-    head_hidden_dim: Width = flag(2048, "hidden width of a head")
-    head_bottleneck_dim: Width = flag(256, "width before the prototypes")
 
 
 class TrainedModelSettings(Settings, section="model"):
@@ -356,29 +292,6 @@ class ReadingSettings(Settings, section="data", scope=FREE | RECORDED):
     )
 
 
-class TableSettings(Settings, section="data", scope=FREE | RECORDED):
-    """Columns of images and captions."""
-
-    csv_img_key: str = flag(
-        "",
-        "column of images (csv/: filepath)",
-        needs="dataset=csv/*|hfds/*|parquet/* or data_dir=csv/*|hfds/*|parquet/*",
-        metavar="NAME",
-    )
-    csv_caption_key: str = flag(
-        "",
-        "column of captions, or key in .json files (csv/: title)",
-        needs="dataset=csv/*|hfds/*|parquet/*|wds/* or data_dir=csv/*|hfds/*|parquet/*|wds/*",
-        metavar="NAME",
-    )
-    csv_separator: Annotated[str, ONE_CHARACTER] = flag(
-        "",
-        "--dataset csv/…: separator of the columns, such as \\t or , (default: the one in the header)",
-        needs="dataset=csv/* or data_dir=csv/*",
-        metavar="CHAR",
-    )
-
-
 class ImageSettings(Settings, section="augmentation", scope=NOTED | WEIGHTS):
     """The input of the model and of evaluation."""
 
@@ -392,82 +305,12 @@ class ImageSettings(Settings, section="augmentation", scope=NOTED | WEIGHTS):
     )
 
 
-class CropSettings(Settings, section="augmentation"):
-    """The crops of DINO."""
-
-    global_crops_scale: Annotated[tuple[UpTo1, UpTo1], ASCENDING] = flag((0.32, 1.0), "area of a global crop")
-    local_crops_scale: Annotated[tuple[UpTo1, UpTo1], ASCENDING] = flag((0.05, 0.32), "area of a local crop")
-    local_crops_number: Annotated[int, Field(ge=0, le=2**6)] = flag(8, "local crops of an image (0: none)")
-    local_crops_size: Pixels | None = flag(
-        None, "side of a local crop (default: the multiple of the patch size nearest 96)"
-    )
-
-
 class LossSettings(Settings, section="loss"):
     """The loss of a classifier."""
 
     bce_loss: bool = flag(False, "binary cross-entropy instead of softmax", WEIGHTS)
     bce_sum: bool = flag(False, "sum the binary cross-entropy over classes", needs="bce_loss")
     bce_target_thresh: Below1 | None = flag(None, "binarise soft targets above this", needs="bce_loss")
-
-
-class SelfDistillationSettings(Settings, section="loss"):
-    """The masks, teacher and losses of DINO and iBOT."""
-
-    mask_sample_probability: Probability = flag(0.5, "probability that a global crop has masked patches")
-    mask_ratio_min_max: Annotated[tuple[Probability, Probability], ASCENDING] = flag(
-        (0.1, 0.5), "smallest and largest share of a masked crop's patches"
-    )
-    centering: Literal["ema", "sinkhorn"] = flag(
-        "ema", "keep assignments balanced by a running mean or by Sinkhorn-Knopp"
-    )
-    ibot_weight: Weight = flag(1.0, "weight of the loss over masked patches (0: no masks)")
-    koleo_weight: Weight = flag(0.1, "weight of the KoLeo loss")
-    student_temp: Temperature = flag(0.1, "temperature of the student")
-    teacher_temp: Temperature = flag(0.07, "temperature of the teacher")
-    warmup_teacher_temp: Temperature = flag(0.04, "temperature of the teacher at the start")
-    warmup_teacher_temp_epochs: Epochs = flag(30, "epochs until the teacher reaches --teacher-temp")
-    teacher_momentum: Probability = flag(0.992, "share of its weights that the teacher keeps at a step")
-    teacher_momentum_end: Probability = flag(1.0, "--teacher-momentum at the end of the run")
-    freeze_last_layer_epochs: Epochs = flag(
-        1, "epochs in which the prototypes have a learning rate of 0", section="optimizer"
-    )
-    patch_embed_lr_mult: Rate = flag(0.2, "factor on the learning rate of the patch embedding", section="optimizer")
-    weight_decay_end: Rate | None = flag(
-        None, "weight decay at the end of the run, reached along a cosine", section="optimizer"
-    )
-
-
-class DistillationSettings(Settings, section="distillation", needs=WITH_TEACHER):
-    """A fixed teacher, and the loss against it."""
-
-    kd_model_name: str = flag("", "teacher to distil from: timm name, hf-hub:ORG/NAME or local-dir:FOLDER", NOTED)
-    kd_checkpoint: str = flag(
-        "", "weights of the teacher: a run, or a file for --kd-model-name", NOTED, metavar="RUN|FILE"
-    )
-    kd_distill_type: Literal["logit", "feature", "token"] = flag(
-        "logit",
-        "what the student learns from the teacher: its logits, its features, or its logits by a distillation token",
-    )
-    kd_loss_type: Literal["kl", "hard"] = flag(
-        "kl",
-        "--kd-distill-type logit: the teacher's probabilities (kl), or its most probable class (hard)",
-        needs="kd_distill_type=logit",
-    )
-    kd_temperature: Annotated[float, Field(gt=0, le=10_000)] = flag(
-        4.0,
-        "temperature of both softmaxes under kl",
-        idle_if="kd_distill_type=feature or kd_loss_type=hard or kd_token_distill_type=hard",
-    )
-    distill_loss_weight: Rate | None = flag(
-        None, "weight of the loss against the teacher (1, or 1 - --task-loss-weight)"
-    )
-    task_loss_weight: Rate | None = flag(None, "weight of the loss against the labels (1)")
-    kd_token_distill_type: Literal["soft", "hard"] = flag(
-        "soft",
-        "--kd-distill-type token: the teacher's probabilities (soft), or its most probable class (hard)",
-        needs="kd_distill_type=token",
-    )
 
 
 class OptimizerSettings(Settings, section="optimizer"):
@@ -544,25 +387,25 @@ class RunConfig(
     BatchSettings,
     StepSettings,
     OptimizerSettings,
-    DistillationSettings,
-    SelfDistillationSettings,
+    distillation.DistillationSettings,
+    dino.SelfDistillationSettings,
     LossSettings,
-    CropSettings,
+    dino.CropSettings,
     MixConfig,
     AugmentConfig,
     ImageSettings,
-    TableSettings,
+    shared.TableSettings,
     ReadingSettings,
     DataSettings,
     ComputationSettings,
     TrainedModelSettings,
-    HeadSettings,
-    TokenSettings,
-    LockSettings,
-    TextTowerSettings,
-    MaskedAutoencoderSettings,
+    dino.HeadSettings,
+    shared.TokenSettings,
+    clip.LockSettings,
+    clip.TextTowerSettings,
+    mae.MaskedAutoencoderSettings,
     ModelSettings,
-    ZeroShotSettings,
+    shared.ZeroShotSettings,
     EvaluationSettings,
     StartSettings,
     OutputSettings,
@@ -585,12 +428,12 @@ class RunConfig(
 
 
 TASK_SETTINGS: Mapping[str, Sequence[type[Settings]]] = {
-    "classification": (DistillationSettings,),
-    "mae": (MaskedAutoencoderSettings,),
-    "clip": (TextTowerSettings, LockSettings, TokenSettings, TableSettings, ZeroShotSettings),
-    "siglip": (TextTowerSettings, LockSettings, TokenSettings, TableSettings, ZeroShotSettings),
-    "bridgetower": (TokenSettings, TableSettings),
-    "dino": (HeadSettings, CropSettings, SelfDistillationSettings),
+    "classification": distillation.SETTINGS,
+    "mae": mae.SETTINGS,
+    "clip": clip.SETTINGS,
+    "siglip": clip.SETTINGS,
+    "bridgetower": bridgetower.SETTINGS,
+    "dino": dino.SETTINGS,
 }
 """Built-in task → the flags that it has in addition to those of every run."""
 KEY_OF_FLAG: Mapping[str, str] = {name: meta.key for name, meta in RunConfig.flags().items() if meta.key}

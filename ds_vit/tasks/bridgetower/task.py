@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from ds_vit.config import RunConfig
-from ds_vit.config.schema import TASK_SETTINGS
 from ds_vit.data.sources.source import Source
 from ds_vit.data.text import Tokenizer, build_tokenizer, default_context_length
 from ds_vit.models.layers import MAIN_TOWER
 from ds_vit.models.zoo import ModelSpec
+from ds_vit.tasks.bridgetower.flags import SETTINGS
 from ds_vit.tasks.bridgetower.tower import BridgeTower, create_bridge_tower, model_folder
 from ds_vit.tasks.bridgetower.weights import FORMATS
 from ds_vit.tasks.clip.loss import bridge_tower_loss
@@ -42,7 +42,7 @@ class BridgeTowerTask(Contrastive):
     takes_pairs = True
     export_formats: ClassVar = FORMATS
     not_replayed = "transformers' model has not been captured"
-    settings = TASK_SETTINGS["bridgetower"]
+    settings = SETTINGS
     refused_flags: ClassVar[Mapping[str, str]] = {
         **Contrastive.refused_flags,
         **dict.fromkeys(("tp", "pp"), f"{_ONE_LAYER}; ZeRO-3 partitions its parameters"),

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from ds_vit.config.run_folder import RunFolder
-from ds_vit.config.schema import TASK_SETTINGS
 from ds_vit.data.field import Field
 from ds_vit.data.fields import LabelField
 from ds_vit.data.sampler import evaluation_keys
@@ -21,6 +20,7 @@ from ds_vit.parallel.tensor.collectives import TensorParallel
 from ds_vit.tasks.classification.losses import build_loss, class_parallel_loss
 from ds_vit.tasks.classification.peers import PEERS
 from ds_vit.tasks.classification.report import class_panels, read_names, read_predictions, write_predictions
+from ds_vit.tasks.distillation.flags import SETTINGS
 from ds_vit.tasks.foreign_names import VIT_NAMES
 from ds_vit.tasks.metrics import Batch, Figure, Metrics
 from ds_vit.tasks.panels import Panel, sheet
@@ -38,7 +38,7 @@ class Classification(ChainTask):
     peers = PEERS
     foreign_names = (VIT_NAMES,)
     not_replayed = ""
-    settings = TASK_SETTINGS["classification"]
+    settings = SETTINGS
     figures: tuple[Figure, ...] = (
         Figure("top1", "top-1", "%"),
         Figure("top5", "top-5", "%"),

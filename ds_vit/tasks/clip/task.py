@@ -22,7 +22,6 @@ from torch import nn
 
 from ds_vit.config import RunConfig
 from ds_vit.config.run_folder import RunFolder
-from ds_vit.config.schema import TASK_SETTINGS
 from ds_vit.data.field import Field
 from ds_vit.data.fields import TextField
 from ds_vit.data.settings import ImageConfig
@@ -33,6 +32,7 @@ from ds_vit.models.layers import MAIN_TOWER, Layer, chain_towers, take_apart
 from ds_vit.models.sequential import SequentialViT
 from ds_vit.models.zoo import ModelSpec, TimmViT
 from ds_vit.tasks.clip.export import FORMATS, image_tower
+from ds_vit.tasks.clip.flags import SETTINGS
 from ds_vit.tasks.clip.loss import clip_loss, siglip_loss
 from ds_vit.tasks.clip.peers import PEERS
 from ds_vit.tasks.clip.report import pair_panels, write_pairs
@@ -58,7 +58,6 @@ class Contrastive(Task):
     has_classes = False
     has_text = True
     example_dataset = "glyphs"
-    settings = TASK_SETTINGS["clip"]
     refused_flags: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(("mixup", "cutmix", "cutmix_minmax"), _ONE_CAPTION),
         **dict.fromkeys(("smoothing", "bce_loss", "bce_sum", "bce_target_thresh", "num_classes"), _NO_CLASSES),
@@ -283,6 +282,7 @@ def _unit(features: torch.Tensor) -> torch.Tensor:
 class TwoTowers(Contrastive):
     """A contrastive task whose image tower is a model of timm's, next to a text tower."""
 
+    settings = SETTINGS
     parts: ClassVar = {"text.": "text tower"}
     tower_files: ClassVar = {"text": "text tower"}
     foreign_names = (CLIP_NAMES,)

@@ -25,7 +25,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from ds_vit.config import RunConfig
-from ds_vit.config.schema import TASK_SETTINGS
 from ds_vit.data.field import Field
 from ds_vit.data.settings import NUM_GLOBAL, CropConfig, ImageConfig
 from ds_vit.data.sources.source import Source
@@ -35,6 +34,7 @@ from ds_vit.models.sequential import check_sizes
 from ds_vit.models.zoo import ModelSpec
 from ds_vit.parallel.tensor.collectives import TensorParallel, stack_over_group
 from ds_vit.tasks.dino.fields import LOCAL_IMAGES, PatchMasks, crop_fields, keys_of_views
+from ds_vit.tasks.dino.flags import SETTINGS
 from ds_vit.tasks.dino.loss import (
     Assignment,
     Gauges,
@@ -110,7 +110,7 @@ class SelfDistillation(Task):
 
     name = "dino"
     peers = PEERS
-    settings = TASK_SETTINGS["dino"]
+    settings = SETTINGS
     refused_flags: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(("mixup", "cutmix", "cutmix_minmax"), _NO_LABELS),
         **dict.fromkeys(("smoothing", "bce_loss", "bce_sum", "bce_target_thresh", "num_classes"), _NO_CLASSES),

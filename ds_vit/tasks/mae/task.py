@@ -14,12 +14,12 @@ from torchvision.utils import make_grid
 
 from ds_vit.config import RunConfig
 from ds_vit.config.run_folder import RunFolder
-from ds_vit.config.schema import TASK_SETTINGS
 from ds_vit.data.field import Derived, Field
 from ds_vit.data.sampler import evaluation_keys
 from ds_vit.data.settings import ImageConfig
 from ds_vit.models.zoo import ModelSpec
 from ds_vit.parallel.tensor.collectives import TensorParallel
+from ds_vit.tasks.mae.flags import SETTINGS
 from ds_vit.tasks.mae.loss import MaskedPatchLoss
 from ds_vit.tasks.mae.towers import AutoencoderSettings, MaskedAutoencoder, create_autoencoder, decoder_names
 from ds_vit.tasks.metrics import Batch, Figure, Metrics
@@ -45,7 +45,7 @@ class MaskedAutoencoding(ChainTask):
 
     name = "mae"
     not_replayed = ""
-    settings = TASK_SETTINGS["mae"]
+    settings = SETTINGS
     refused_flags: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(("mixup", "cutmix", "cutmix_minmax"), _NO_LABELS),
         **dict.fromkeys(("smoothing", "bce_loss", "bce_sum", "bce_target_thresh", "num_classes"), _NO_CLASSES),
