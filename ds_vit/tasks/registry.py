@@ -11,11 +11,11 @@ from ds_vit.config.outside import is_outside, load_class
 from ds_vit.config.schema import names_in, tasks_of
 from ds_vit.fault_tolerance.errors import UserError, did_you_mean
 from ds_vit.tasks.classification.task import Classification
-from ds_vit.tasks.clip.zero_shot import ZERO_SHOT
 from ds_vit.tasks.distillation.task import Distillation
 from ds_vit.tasks.evaluators import KNN, LINEAR
 from ds_vit.tasks.metrics import Figure
 from ds_vit.tasks.task import Task
+from ds_vit.tasks.zero_shot import ZERO_SHOT
 
 TASKS: Mapping[str, str] = {
     "classification": "ds_vit.tasks.classification.task:Classification",

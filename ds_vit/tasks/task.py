@@ -38,13 +38,13 @@ from ds_vit.models.layers import MAIN_TOWER, Layer, take_apart_towers, tower_of
 from ds_vit.models.zoo import ModelSpec, TimmViT, create_model, require_supported_name
 from ds_vit.parallel.groups import Groups
 from ds_vit.parallel.tensor.collectives import TensorParallel
-from ds_vit.tasks.clip.zero_shot import ZERO_SHOT
 from ds_vit.tasks.evaluators import chosen_evaluators
 from ds_vit.tasks.exports import Exported, Format, TextTower
 from ds_vit.tasks.foreign_names import ForeignNames, vit_differences
 from ds_vit.tasks.metrics import Batch, Chart, Figure, Metrics
 from ds_vit.tasks.panels import Panel
 from ds_vit.tasks.peers import Peer
+from ds_vit.tasks.zero_shot import ZERO_SHOT
 
 Loss = Callable[[torch.Tensor, Batch], torch.Tensor]
 """(outputs of the last layer, batch) → fp32 scalar."""

@@ -31,9 +31,9 @@ from ds_vit.monitoring.progress import Line
 from ds_vit.optim.ema import Ema
 from ds_vit.parallel.groups import Groups
 from ds_vit.planner.counting import count_flops
-from ds_vit.tasks.clip.zero_shot import ZeroShotAccuracy
 from ds_vit.tasks.evaluators import FeatureBank
 from ds_vit.tasks.metrics import Batch, Metrics
+from ds_vit.tasks.zero_shot import ZeroShotAccuracy
 from ds_vit.training.build_engine import build_engine
 from ds_vit.training.inputs import EvaluationInputs, InputPipeline
 from ds_vit.training.run import Run

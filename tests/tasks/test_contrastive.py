@@ -28,10 +28,10 @@ from ds_vit.models.param_groups import frozen_names
 from ds_vit.models.zoo import ModelSpec
 from ds_vit.tasks.clip import loss as contrastive_loss
 from ds_vit.tasks.clip.loss import ROWS_AT_ONCE, clip_loss, siglip_loss
-from ds_vit.tasks.clip.retrieval import places_of_partners
 from ds_vit.tasks.clip.task import Clip, SigLip
 from ds_vit.tasks.clip.tower import TextSettings, create_contrastive_model
 from ds_vit.tasks.clip.weights import CLIP_NAMES
+from ds_vit.tasks.retrieval import places_of_partners
 from ds_vit.training.resolve.record import identity_of
 
 LOSSES = {

@@ -36,12 +36,12 @@ from ds_vit.tasks.clip.flags import SETTINGS
 from ds_vit.tasks.clip.loss import clip_loss, siglip_loss
 from ds_vit.tasks.clip.peers import PEERS
 from ds_vit.tasks.clip.report import pair_panels, write_pairs
-from ds_vit.tasks.clip.retrieval import DIRECTIONS, RANKS, Retrieval
 from ds_vit.tasks.clip.tower import ContrastiveModel, create_contrastive_model, text_settings
 from ds_vit.tasks.clip.weights import CLIP_NAMES, tower_differences
 from ds_vit.tasks.exports import Exported, TextTower
 from ds_vit.tasks.metrics import Batch, Chart, Figure, Metrics
 from ds_vit.tasks.panels import Panel, sheet
+from ds_vit.tasks.retrieval import DIRECTIONS, RANKS, Retrieval
 from ds_vit.tasks.task import Coupled, StepContext, Task
 
 _NO_CLASSES = "its loss compares images with captions, and its model has no classes"

@@ -29,8 +29,8 @@ from ds_vit.data.sources.source import (
 from ds_vit.engine.settings import EngineSettings
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.parallel.layout import Layout
-from ds_vit.tasks.clip.zero_shot import open_zero_shot
 from ds_vit.tasks.registry import task_named
+from ds_vit.tasks.zero_shot import open_zero_shot
 from ds_vit.training.resume import Resume, check_micro_batch, keep_global_batch
 from ds_vit.training.run import World
 from ds_vit.weights.files import find_weights

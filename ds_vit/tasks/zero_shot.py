@@ -22,8 +22,8 @@ from ds_vit.data.sources.combined import mixed
 from ds_vit.data.sources.datasets import open_source
 from ds_vit.data.sources.source import Source
 from ds_vit.fault_tolerance.errors import UserError, did_you_mean, first_line, read_text, stripped_lines
-from ds_vit.tasks.clip.retrieval import places_of_partners
 from ds_vit.tasks.metrics import Batch, Figure, Metrics
+from ds_vit.tasks.retrieval import places_of_partners
 
 ZERO_SHOT = (
     Figure("zeroshot_top1", "zero-shot top-1", "%"),
