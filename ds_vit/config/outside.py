@@ -100,7 +100,7 @@ def load_class(word: str, source: str = "") -> type[Configurable]:
             f"--task {word}: the class is defined in {program}, and only that program finds it: use the run there by "
             "ds_vit.api, or move the class into a module for the next run"
         )
-    return _checked(found, word, vars(module))
+    return _checked(found, word, module)
 
 
 def _why_not(name: str, error: BaseException) -> str:
@@ -113,13 +113,17 @@ def _why_not(name: str, error: BaseException) -> str:
     return f"importing {name} fails at {file}, line {line}: {type(error).__name__}: {first_line(error)}"
 
 
-def _checked(found: Any, word: str, among: Mapping[str, Any] | None = None) -> type[Configurable]:
-    """The class if it is a complete task, else a `UserError` that names those in a module."""
+def _checked(found: Any, word: str, module: types.ModuleType | None = None) -> type[Configurable]:
+    """The class if it is a complete task, else a `UserError` that names those of its module."""
     if not (isinstance(found, type) and issubclass(found, Configurable)):
-        name = word.partition(":")[2]
-        tasks = [key for key, one in (among or {}).items() if isinstance(one, type) and issubclass(one, Configurable)]
-        what = "there is no such class" if found is None else f"{name} is no subclass of ds_vit.tasks.task.Task"
-        raise UserError(f"--task {word}: {what}{did_you_mean(name, tasks, cutoff=0.3) or '; the module has no task'}")
+        name, members = word.partition(":")[2], vars(module) if module else {}
+        classes = [key for key, one in members.items() if getattr(one, "__module__", "") == members["__name__"]]
+        tasks = [key for key in classes if isinstance(members[key], type) and issubclass(members[key], Configurable)]
+        what = f"{name} is no subclass of ds_vit.tasks.task.Task"
+        if found is None:
+            what = f"there is no such class in {members.get('__file__', 'that module')}"
+        there = f"; its tasks are {', '.join(tasks)}" if tasks else ", which has no task"
+        raise UserError(f"--task {word}: {what}{did_you_mean(name, tasks) or there}")
     if missing := getattr(found, "__abstractmethods__", ()):
         raise UserError(f"--task {word}: the class does not define {', '.join(sorted(missing))}")
     return found

@@ -215,8 +215,8 @@ def help_of(name: str, config: type[RunConfig] = RunConfig, *, show_default: boo
 
 
 @functools.cache
-def _print_once(line: str) -> None:
-    """Print a line to stderr if it has not been printed yet: a recipe is read more than once."""
+def print_once(line: str) -> None:
+    """Print a line to stderr if it has not been printed yet, as where a recipe is read more than once."""
     print(line, file=sys.stderr)
 
 
@@ -281,7 +281,7 @@ def load_recipe(path: str, given: Mapping[str, Any] | None = None) -> dict[str, 
     for name in _REMOVED.keys() & values:
         default, instead = _REMOVED[name]
         if values.pop(name) != default:
-            _print_once(f"{path}: {name} was removed and is ignored: {instead}")
+            print_once(f"{path}: {name} was removed and is ignored: {instead}")
     out, problems = read_values(values, f"{path}: ", config_class({**values, **(given or {})}))
     if problems:
         raise UserError(*problems)

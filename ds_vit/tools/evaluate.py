@@ -24,6 +24,7 @@ from ds_vit import config as flags
 from ds_vit.config import config_class
 from ds_vit.config.deepspeed_json import MONITORS
 from ds_vit.config.flag import Scope
+from ds_vit.config.outside import source_changes
 from ds_vit.config.run_folder import RunFolder, write_json
 from ds_vit.config.schema import LAYOUT_FLAGS, RunConfig
 from ds_vit.data.sources.source import TRAIN_NAMES, VAL_NAMES, Source
@@ -144,7 +145,7 @@ def evaluate_weights(
         raise UserError(f"{file.parent} is not a folder that can be written to; name a file with --output")
     if process.rank == 0:
         found.verify()
-        print(f"weights: {found}", flush=True)
+        print("\n".join((f"weights: {found}", *source_changes(dict(config)))), flush=True)
     with doing("importing DeepSpeed", shown=process.rank == 0):
         quiet_deepspeed(config.verbose)
         from deepspeed.accelerator import get_accelerator

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -14,6 +13,7 @@ from timm.data import ImageNetInfo, infer_imagenet_subset
 from ds_vit import config as flags
 from ds_vit.config.flag import Scope
 from ds_vit.config.outside import config_class, source_changes
+from ds_vit.config.parser import print_once
 from ds_vit.config.run_folder import BEST
 from ds_vit.data.settings import ImageConfig, resolve_pixels
 from ds_vit.fault_tolerance.errors import UserError, did_you_mean, read_text, stripped_lines
@@ -61,7 +61,7 @@ def settings_of(weights: StoredWeights, settings: Mapping[str, Any]) -> tuple[di
     weights.verify()
     values = {**{name: stored[name] for name in of_run if name in stored}, **typed}
     for line in source_changes(values):
-        print(line, file=sys.stderr, flush=True)
+        print_once(line)
     return values, task_of(values)
 
 
