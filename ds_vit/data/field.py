@@ -16,7 +16,6 @@ import copy
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
 
-import numpy as np
 import torch
 
 from ds_vit.data.augment.mixing import PairMix
@@ -26,6 +25,8 @@ from ds_vit.data.sources.source import Source
 from ds_vit.fault_tolerance.errors import UserError
 
 T = TypeVar("T")
+Made = Callable[[torch.Tensor], torch.Tensor]
+Shape = tuple[int, ...]
 Stage = Literal["first", "last"]
 
 
@@ -123,13 +124,7 @@ class Field:
     mixes: bool = False
 
     def __init__(
-        self,
-        name: str,
-        shape: tuple[int, ...] = (),
-        dtype: torch.dtype | None = None,
-        *,
-        stage: Stage = "first",
-        entry: str = "",
+        self, name: str, shape: Shape = (), dtype: torch.dtype | None = None, *, stage: Stage = "first", entry: str = ""
     ) -> None:
         self.name, self.shape, self.dtype, self.stage, self.entry = name, shape, dtype, stage, entry
 
@@ -141,14 +136,9 @@ class Field:
         """
         return sample[self.entry] if self.entry else None
 
-    def blank(self) -> Any:
-        """The value of a row that is not valid."""
+    def blank(self) -> torch.Tensor:
+        """The value of a row that is not valid. The loader's shared memory has room for rows of its size."""
         return torch.zeros(self.shape, dtype=self.dtype or torch.float32)
-
-    @property
-    def most_bytes(self) -> int:
-        """The most bytes that `collate` sends of a row, for which the loader's shared memory has room; 0 if unknown."""
-        return self.blank().nbytes if self.entry else 0
 
     def collate(self, values: Sequence[Any], rows: Rows) -> Any:
         """The values of R rows as they are sent: tensors, also in a NamedTuple, a dict or a list.
@@ -189,42 +179,17 @@ class Field:
 
 
 class RaggedField(Field):
-    """A number of items per sample, padded on the device: [B, most, *item]. Only the items themselves are sent.
+    """Any number of items per sample, padded on the device: [B, most, *item]. Only the items themselves are sent.
 
-    `read` returns an array or tensor [n, *item] with n at most `most`.
-
-    Args:
-        name: as for `Field`.
-        most: items of a sample.
-        item: shape of one.
-        dtype: of the items, as for `Field`; they are sent in the type that `read` gives.
-        padding: the value that fills the places without an item.
-        stage: as for `Field`.
-        entry: as for `Field`.
+    `read` returns [n, *item] with n at most `most`; `shape` is (most, *item).
     """
 
-    def __init__(
-        self,
-        name: str,
-        most: int,
-        item: tuple[int, ...] = (),
-        dtype: torch.dtype | None = None,
-        *,
-        padding: float = 0.0,
-        stage: Stage = "last",
-        entry: str = "",
-    ) -> None:
-        super().__init__(name, (most, *item), dtype, stage=stage, entry=entry)
-        self.padding = padding
+    padding: float = 0.0
+    """The value of the places without an item."""
 
     def blank(self) -> torch.Tensor:
         """No item."""
         return super().blank()[:0]
-
-    @property
-    def most_bytes(self) -> int:
-        """As `Field.most_bytes`: of `most` items in 64 bits."""
-        return 8 * int(np.prod(self.shape))
 
     def collate(self, values: Sequence[Any], rows: Rows) -> dict[str, torch.Tensor]:
         """The items of all rows one after the other, and the number of each row's.
@@ -232,27 +197,22 @@ class RaggedField(Field):
         Raises:
             UserError: a sample has too many.
         """
-        counts = [len(value) for value in values]
-        if max(counts) > self.shape[0]:
-            sample = int(rows.indices[int(np.argmax(counts))])
+        items = [torch.as_tensor(value, dtype=self.dtype or torch.float32) for value in values]
+        counts = torch.tensor([len(of_row) for of_row in items])
+        if counts.max() > self.shape[0]:
+            sample = f"sample {rows.indices[counts.argmax()]} has {counts.max()}"
             raise UserError(
-                f"the field {self.name} holds {self.shape[0]} items of a sample, and sample {sample} has "
-                f"{max(counts)}; give the field more room, or read fewer"
+                f"{self.name} has room for {self.shape[0]} items of a sample, and {sample}; raise its maximum"
             )
-        tensors = [torch.as_tensor(value) for value in values]
-        kind = next((tensor.dtype for tensor in tensors if len(tensor)), tensors[0].dtype)
-        items = empty((sum(counts), *self.shape[1:]), kind)
-        torch.cat([tensor.to(kind) for tensor in tensors], out=items)
-        return {"items": items, "counts": torch.tensor(counts)}
+        return {"items": torch.cat(items), "counts": counts}
 
     def to_device(self, packed: Mapping[str, torch.Tensor], rows: Rows, device: torch.device) -> torch.Tensor:
         """As `Field.to_device`."""
-        counts = packed["counts"][: rows.num_rows]
-        first = counts.cumsum(0) - counts
-        row = torch.repeat_interleave(torch.arange(len(counts)), counts)
-        place = row * self.shape[0] + torch.arange(len(row)) - first[row]  # on the CPU: the device is not waited for
+        counts, most = packed["counts"][: rows.num_rows], self.shape[0]
+        row = torch.repeat_interleave(torch.arange(len(counts)), counts)  # on the CPU: the device is not waited for
+        place = row * most + torch.arange(len(row)) - (counts.cumsum(0) - counts)[row]
         items = packed["items"][: len(row)].to(device, non_blocking=True)
-        padded = items.new_full((len(counts) * self.shape[0], *self.shape[1:]), self.padding)
+        padded = items.new_full((len(counts) * most, *self.shape[1:]), self.padding)
         padded[place.to(device, non_blocking=True)] = items
         return padded.view(len(counts), *self.shape)
 
@@ -272,7 +232,7 @@ class Derived(Field):
         self,
         name: str,
         of: Field,
-        function: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        function: Made | None = None,
         *,
         dtype: torch.dtype | None = None,
         stage: Stage = "first",
@@ -299,11 +259,7 @@ def origins(fields: Iterable[Field]) -> list[Field]:
 
 
 def finished(
-    fields: Sequence[Field],
-    batch: MicroBatch,
-    *,
-    device: torch.device | str,
-    dtype: torch.dtype = torch.float32,
+    fields: Sequence[Field], batch: MicroBatch, *, device: torch.device | str, dtype: torch.dtype = torch.float32
 ) -> dict[str, torch.Tensor]:
     """The tensors of a micro-batch's own rows on the device, by the names of the fields.
 

@@ -21,9 +21,9 @@ from ds_vit.config.augmentation import AugmentConfig, MixConfig
 from ds_vit.data.augment.mixing import ErasingBoxes, erase, mix_images, mix_targets
 from ds_vit.data.augment.on_device import Crops, Cut, CuttingTransform, augmented, bytes_of_photo, packed
 from ds_vit.data.augment.steps import Operation, RandomResizedCrop, uniform
-from ds_vit.data.augment.transforms import TrainTransform, eval_transform, train_transform
-from ds_vit.data.decode import Box, Jpeg, open_image
-from ds_vit.data.field import Field, Rows, Sample, Stage, stacked
+from ds_vit.data.augment.transforms import FixedTransform, eval_transform, train_transform
+from ds_vit.data.decode import Jpeg, open_image
+from ds_vit.data.field import Field, Rows, Sample, stacked
 from ds_vit.data.settings import ImageConfig
 from ds_vit.data.slots import empty
 from ds_vit.data.text import Tokenizer
@@ -54,8 +54,6 @@ class ImageField(Field):
         name: as for `Field`.
         image: size and normalisation.
         augment: of training; None for evaluation's transform.
-        dtype: as for `Field`.
-        stage: as for `Field`.
         entry: bytes of a file, or pixels.
 
     Attributes:
@@ -70,16 +68,9 @@ class ImageField(Field):
     mixes = True
 
     def __init__(
-        self,
-        name: str,
-        image: ImageConfig,
-        augment: AugmentConfig | None = None,
-        *,
-        dtype: torch.dtype | None = None,
-        stage: Stage = "first",
-        entry: str = "image",
+        self, name: str, image: ImageConfig, augment: AugmentConfig | None = None, *, entry: str = "image"
     ) -> None:
-        super().__init__(name, (3, *image.img_size), dtype, stage=stage, entry=entry)
+        super().__init__(name, (3, *image.img_size), entry=entry)
         self.image, self.augment = image, augment
         self.decoder = augment.decode if augment else "exact"
         self.decoded: Counter[str] = Counter()
@@ -111,32 +102,31 @@ class ImageField(Field):
         """The pixels uint8 [3, H, W], or how the device makes them (`Cut`)."""
         return self.transform(self.opened(sample), sample.key)
 
-    def geometry(self, sample: Sample) -> tuple[Box, tuple[int, int], Sequence[Operation]]:
-        """What training does to a sample's image, for fields that follow it: drawn again by its key, nothing decoded.
+    def geometry(
+        self, sample: Sample
+    ) -> tuple[tuple[float, float, float, float], tuple[int, int], Sequence[Operation]]:
+        """The place of a sample's pixels in its image, for fields that follow it. Nothing is decoded for it.
 
         Returns:
-            The crop's (top, left, height, width), the (height, width) of the image that it is in, and the operations
-            that follow the resize of the crop.
+            The crop's (top, left, height, width) and the image's (height, width), in pixels of the file, and the
+            operations that follow the resize of the crop: those that the sample's key draws in training.
 
         Raises:
-            UserError: the training images have no random-resized crop.
+            UserError: the crop of training is not --train-crop-mode rrc.
         """
         transform = self.transform.drawn if isinstance(self.transform, CuttingTransform) else self.transform
-        if not isinstance(transform, TrainTransform) or not isinstance(transform.crop, RandomResizedCrop):
-            raise UserError(f"a field that follows {self.name} needs its random-resized crop: --train-crop-mode rrc")
         image = self.opened(sample)
         size = image.height, image.width
+        if isinstance(transform, FixedTransform):
+            return transform.box(size), size, ()
+        if not isinstance(transform.crop, RandomResizedCrop):
+            raise UserError(f"{self.name} has fields that follow it: they need --train-crop-mode rrc")
         (box, _), operations = transform.draw(sample.key, size)
         return box, size, operations
 
-    def blank(self) -> Any:
-        """Black."""
-        return torch.zeros(self.shape, dtype=torch.uint8)
-
-    @property
-    def most_bytes(self) -> int:
-        """As `Field.most_bytes`."""
-        return 0 if self.transform.cuts else super().most_bytes
+    def blank(self) -> torch.Tensor:
+        """Black; nothing where images have files of any size, which are in no evaluation."""
+        return torch.zeros(0 if self.transform.cuts else self.shape, dtype=torch.uint8)
 
     def collate(self, values: Sequence[Any], rows: Rows) -> Pictures:
         """As `Field.collate`; boxes are drawn by the keys."""
@@ -219,7 +209,7 @@ class LabelField(Field):
         target = super().read(sample)
         return np.pad(target, (0, self._num_classes - len(target))) if self._multi_label else target
 
-    def blank(self) -> Any:
+    def blank(self) -> torch.Tensor:
         """No class, or the first one."""
         return torch.zeros(self._num_classes) if self._multi_label else torch.zeros((), dtype=torch.int64)
 

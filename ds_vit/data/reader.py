@@ -59,7 +59,7 @@ class Reader(Dataset):
     def most_bytes(self) -> int:
         """Of the tensors of the largest micro-batch, as far as their size is known."""
         return max(
-            sum(aligned(self.rows.most * field.most_bytes) for field in fields if field.name in self.needed)
+            sum(aligned(self.rows.most * field.blank().nbytes) for field in fields if field.name in self.needed)
             for fields in self._fields.values()
         )
 

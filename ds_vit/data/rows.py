@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import numpy as np
 import torch
 
 from ds_vit.config.augmentation import MixConfig
 from ds_vit.data.augment.mixing import PairDraws, PairMix
 from ds_vit.data.field import Rows
 from ds_vit.data.image_sizes import ImageSizes
-from ds_vit.data.sampler import SampleOrder, Share, evaluation_keys, evaluation_rows, num_evaluation_batches
+from ds_vit.data.sampler import SampleOrder, Share, evaluation_keys
 from ds_vit.fault_tolerance.errors import UserError
 
 
@@ -93,7 +94,10 @@ class TrainRows:
 
 @dataclass(frozen=True)
 class EvalRows:
-    """By the number of a rank's batch of an evaluation; each sample is valid on one rank, once.
+    """By the number of a rank's batch of an evaluation; the rows that pad the end are not valid.
+
+    Over all ranks and batches each sample is valid once. Every rank has the same number of batches, because evaluation
+    holds collectives.
 
     Attributes:
         num_samples: of the split.
@@ -105,7 +109,7 @@ class EvalRows:
     sides = (0,)
 
     def __len__(self) -> int:
-        return num_evaluation_batches(self.num_samples, self.share)
+        return -(-self.num_samples // self.share.global_batch)
 
     @property
     def most(self) -> int:
@@ -114,7 +118,9 @@ class EvalRows:
 
     def at(self, number: int) -> Rows:
         """The rows of a batch."""
-        indices, valid = evaluation_rows(self.num_samples, self.share, number)
+        places = number * self.share.global_batch + np.asarray(self.share.rows(0), dtype=np.int64)
+        valid = places < self.num_samples
+        indices = np.where(valid, places, 0)
         keys = evaluation_keys(indices)
         return Rows(
             torch.from_numpy(keys), torch.from_numpy(indices), self.most, torch.from_numpy(valid), training=False

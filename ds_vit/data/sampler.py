@@ -146,21 +146,3 @@ class Share:
 def evaluation_keys(indices: np.ndarray) -> np.ndarray:
     """The keys that samples have in every evaluation, int64 [B]: no seed, no epoch."""
     return randomness.sample_keys(0, 0, indices)
-
-
-def num_evaluation_batches(num_samples: int, share: Share) -> int:
-    """How many batches each rank evaluates; the same on every rank, because evaluation holds collectives."""
-    return -(-num_samples // share.global_batch)
-
-
-def evaluation_rows(num_samples: int, share: Share, index: int) -> tuple[np.ndarray, np.ndarray]:
-    """The samples of a rank's `index`-th evaluation batch of `share.micro_batch` rows.
-
-    Over all ranks and batches each sample occurs once as a valid row; the rows that pad the end are not valid.
-
-    Returns:
-        Sample indices, int64 [B] (0 where padded), and validity, bool [B].
-    """
-    positions = index * share.global_batch + np.asarray(share.rows(0), dtype=np.int64)
-    valid = positions < num_samples
-    return np.where(valid, positions, 0), valid

@@ -66,12 +66,11 @@ class Slots:
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
         """The next part of the current place; None if it is full."""
-        first, place = self._used, self._memory[self._worker, self._turn]
-        last = first + math.prod(shape) * dtype.itemsize
-        if last > len(place):
+        first, (_, places, size) = self._used, self._memory.shape
+        if (last := aligned(first + math.prod(shape) * dtype.itemsize)) > size:
             return None
-        self._used = aligned(last)
-        return place[first:last].view(dtype).view(*shape)
+        self._used = last
+        return self.part((self._worker * places + self._turn) * size + first, shape, dtype)
 
     def hold(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in one of the places, in one piece."""
@@ -80,13 +79,12 @@ class Slots:
 
     def sent(self, tensor: torch.Tensor) -> InSlot:
         """A tensor that they hold in the form in which a worker sends it."""
-        offset = tensor.storage_offset() * tensor.dtype.itemsize
-        return InSlot(self._number, offset, tuple(tensor.shape), tensor.dtype)
+        return InSlot(self._number, tensor.storage_offset() * tensor.dtype.itemsize, tensor.shape, tensor.dtype)
 
-    def part(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def part(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A view of a place, valid until it is reused."""
         num_bytes = math.prod(shape) * dtype.itemsize
-        return self._memory.view(-1)[offset : offset + num_bytes].view(dtype).view(shape)
+        return self._memory.view(-1)[offset : offset + num_bytes].view(dtype).view(*shape)
 
 
 _of_process: Slots | None = None  # those of this worker process
@@ -121,7 +119,7 @@ def shared_memory_advice() -> str:
 class InSlot:
     """Where a tensor lies in the slots of an iteration: sent through a worker's pipe in place of it."""
 
-    def __init__(self, slots: int, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    def __init__(self, slots: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> None:
         self._slots, self._where = slots, (offset, shape, dtype)
 
     def _part(self) -> torch.Tensor:

@@ -90,8 +90,10 @@ class Mask(Field):
 class Boxes(RaggedField):
     """(left, top, right, bottom) of the squares as far as they are in the crop, float32 [B, most, 4]; -1: none."""
 
+    padding = -1.0
+
     def __init__(self, follows: ImageField, most: int = MOST) -> None:
-        super().__init__("boxes", most, (4,), torch.float32, padding=-1.0, entry="boxes")
+        super().__init__("boxes", (most, 4), torch.float32, stage="last", entry="boxes")
         self.follows = follows
 
     def read(self, sample: Sample) -> np.ndarray:
@@ -157,8 +159,26 @@ def test_ragged_boxes_are_padded_to_their_declared_number():
         for left, top, right, bottom in own[:count].round().int().tolist():
             inside[top:bottom, left:right] = True
         assert ((pixels > 0) == inside).double().mean() > 0.9
-    with pytest.raises(UserError, match=r"the field boxes holds 2 items of a sample, and sample \d+ has 3; "):
+    with pytest.raises(UserError, match=r"boxes has room for 2 items of a sample, and sample \d+ has 3; "):
         _load([images, Boxes(images, most=2)])
+
+
+@pytest.mark.parametrize("mode", ["center", "squash", "border", "no_aug"])
+def test_a_follower_finds_the_place_of_evaluations_pixels(mode):
+    """Would catch a box that is off by the crop's margin: each pixel of a ramp says where it was."""
+    high, wide = 90, 140
+    rows, columns = np.mgrid[:high, :wide]
+    ramp = Image.fromarray(np.stack([rows, columns, 0 * rows], axis=2).astype(np.uint8))
+    augment, crop_mode = (AugmentConfig(no_aug=True), None) if mode == "no_aug" else (None, mode)
+    images = ImageField("images", ImageConfig((30, 40), crop_pct=0.75, crop_mode=crop_mode), augment)
+    found = images.transform(ramp, 0).double()
+    sample = Sample(Scenes(), 0, 0)
+    sample.once((images.entry, "exact", False, False), lambda: ramp)
+    (top, left, height, width), size, operations = images.geometry(sample)
+    assert (size, operations) == ((high, wide), ())
+    for pixels, first, length in ((found[0].mean(1), top, height), (found[1].mean(0), left, width)):
+        places = first + (torch.arange(len(pixels)) + 0.5) * length / len(pixels) - 0.5
+        assert (pixels - places)[5:-5].abs().max() < 1.5
 
 
 def test_an_image_is_opened_once_for_all_that_follow_it():

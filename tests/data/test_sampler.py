@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_vit import randomness
-from ds_vit.data.sampler import SampleOrder, Share, evaluation_rows, num_evaluation_batches
+from ds_vit.data.rows import EvalRows
+from ds_vit.data.sampler import SampleOrder, Share
 
 ORDERS = st.builds(
     lambda batch, extra, seed: SampleOrder(batch + extra, batch, seed),
@@ -126,11 +127,12 @@ def test_copies_are_no_mixing_partners(repeats):
 @given(num_samples=st.integers(1, 300), batch=st.integers(1, 20), dp_size=st.integers(1, 6))
 def test_evaluation_counts_every_sample_exactly_once(num_samples, batch, dp_size):
     """Would catch samples lost or counted twice where the ranks do not divide the validation split."""
-    batches = num_evaluation_batches(num_samples, Share(0, dp_size, batch))
+    batches = len(EvalRows(num_samples, Share(0, dp_size, batch)))
     seen = []
     for rank in range(dp_size):
         for number in range(batches):
-            indices, valid = evaluation_rows(num_samples, Share(rank, dp_size, batch), number)
+            rows = EvalRows(num_samples, Share(rank, dp_size, batch)).at(number)
+            indices, valid = rows.indices, rows.valid
             assert len(indices) == len(valid) == batch  # the same shape everywhere: there are collectives behind it
             assert 0 <= indices.min() <= indices.max() < num_samples
             seen += indices[valid].tolist()

@@ -19,7 +19,8 @@ from sklearn.preprocessing import StandardScaler
 from vits import timm_state_dict
 
 from ds_vit import config as flags
-from ds_vit.data.sampler import Share, evaluation_rows, num_evaluation_batches
+from ds_vit.data.rows import EvalRows
+from ds_vit.data.sampler import Share
 from ds_vit.data.sources.datasets import open_source
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.keyed_init import initialise
@@ -34,10 +35,9 @@ CLASSES, ROWS = 5, 7
 
 def dealt(features, targets, rank, world):
     """A split as evaluation deals it: (features, batch) of each batch; padding repeats the first image."""
-    share = Share(rank, world, ROWS)
-    for number in range(num_evaluation_batches(len(features), share)):
-        indices, valid = evaluation_rows(len(features), share, number)
-        yield features[indices], {"targets": targets[indices], "valid": torch.from_numpy(valid)}
+    rows = EvalRows(len(features), Share(rank, world, ROWS))
+    for batch in map(rows.at, range(len(rows))):
+        yield features[batch.indices], {"targets": targets[batch.indices], "valid": batch.valid}
 
 
 def judge_on_rank(kind, train, validation, numbers_at_once, arguments):

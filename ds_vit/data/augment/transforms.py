@@ -6,7 +6,7 @@ Normalisation, erasing and mixing follow on the batch (fields.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -66,8 +66,16 @@ class FixedTransform:
 
     cuts = False
 
-    def __init__(self, transform: Callable[[Image.Image], torch.Tensor]) -> None:
+    def __init__(self, transform: transforms.Compose) -> None:
         self._transform = transform
+
+    def box(self, size: Size) -> tuple[float, float, float, float]:
+        """The part of an image of `size` that is in the result: (top, left, height, width)."""
+        resize, crop = self._transform.transforms[:2]
+        resized = resize(torch.empty((3, *size), device="meta")).shape[1:]
+        scale = [before / after for before, after in zip(size, resized, strict=True)]
+        first = [round((length - kept) / 2) for length, kept in zip(resized, crop.size, strict=True)]
+        return first[0] * scale[0], first[1] * scale[1], crop.size[0] * scale[0], crop.size[1] * scale[1]
 
     def __call__(self, image: Image.Image | Jpeg, key: int) -> torch.Tensor:
         """The pixels of an RGB image, uint8 [3, H, W]; the key is not used."""
