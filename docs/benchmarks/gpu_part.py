@@ -71,7 +71,7 @@ def marked_tests(rehearse: bool, *, file: str = "", only: str = "") -> dict[str,
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         words = ["-m", "pytest", "-v", "-m", "gpu", "-k", only, "-p", "no:cacheprovider", f"--junitxml={report}"]
-        words += ["-n", min(8, os.cpu_count() or 1)]  # most of a test is the start of a process, far from the GPU
+        words += ["-n", str(min(8, os.cpu_count() or 1))]  # most of a test is the start of a process, far from the GPU
         run(*words, *files, codes=(0, 1))  # a test that fails is a result
         cases = {}
         for case in ElementTree.parse(report).iter("testcase"):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -17,6 +18,9 @@ from typing import Any
 
 FOLDER = Path(__file__).resolve().parent
 PAGE = FOLDER.parent / "performance.md"
+SHOWN = ("base", "large", "huge", "mae", "clip", "dino")
+"""Workloads of gpu_steps.py, in the table's order."""
+NAMES = {"mae": "MAE, ", "clip": "CLIP, ", "dino": "DINO, "}
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -52,44 +56,29 @@ def print_or_write(about: str | None, page: Path, name: str, text: Callable[[], 
 
 
 def read(folder: Path) -> dict[str, dict[str, Any]]:
-    """The results by part; each workload of gpu_steps.py is a part, also while others have no result yet."""
+    """The results by part; the cases of gpu_steps.py are one part, also while others have no result yet."""
     parts = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
     parts.pop("steps", None)
-    cases = [json.loads(path.read_text()) for path in sorted((folder / "steps").glob("*.json"))]
-    for name in dict.fromkeys(case["workload"] for case in cases):
-        own = [case for case in cases if case["workload"] == name]
-        parts[f"steps-{name}"] = {**own[0], "benches": [bench_of(own)]}
+    measured = [json.loads(path.read_text()) for path in sorted((folder / "steps").glob("*.json"))]
+    if measured:
+        parts["steps"] = {**measured[0], "sides": measured}
     return parts
-
-
-def bench_of(cases: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Cases of a workload, as `ds-vit bench step` gives them; the sides had their turns one after the other."""
-    ours, peers = ({case["side"]: case for case in cases if case["is_peer"] == kind} for kind in (False, True))
-    ratios = {
-        name: {
-            peer: {
-                "images_per_second": min(theirs["seconds"]) / min(side["seconds"]),
-                "low": min(theirs["seconds"]) / max(side["seconds"]),
-                "high": max(theirs["seconds"]) / min(side["seconds"]),
-            }
-            for peer, theirs in peers.items()
-        }
-        for name, side in ours.items()
-    }
-    return {**cases[0], "ours": ours, "peers": peers, "ratios": ratios}
 
 
 # ---- a table a kind of part ------------------------------------------------------------------------------------------
 
 
 def of_tests(parts: Sequence[dict[str, Any]]) -> str:
-    """How many tests passed."""
-    rows = []
+    """How many tests passed, which did not, and why."""
+    rows, lines = [], []
     for part in parts:
         outcomes = Counter(part["cases"].values())
-        rows.append([part["part"], outcomes["passed"], outcomes["failed"], outcomes["skipped"], part["seconds"]])
-    failed = [f"- `{case}` failed" for part in parts for case, outcome in part["cases"].items() if outcome == "failed"]
-    return "\n".join([table(("tests", "passed", "failed", "skipped", "seconds"), rows), "", *failed]).rstrip()
+        counts = [outcomes[kind] for kind in ("passed", "failed", "skipped", "not run")]
+        rows.append([part["part"], part["date"], *counts, part["seconds"]])
+        lines += [f"- `{case}`: {what}" for case, what in part["cases"].items() if what in ("failed", "not run")]
+        lines += [f"- {note}" for note in part.get("notes", ())]
+    header = ("tests", "date", "passed", "failed", "skipped", "not run", "seconds")
+    return "\n".join([table(header, rows), "", *lines]).rstrip()
 
 
 def of_ranks(part: dict[str, Any]) -> str:
@@ -98,20 +87,31 @@ def of_ranks(part: dict[str, Any]) -> str:
     return table(columns, [[row[column] for column in columns] for row in part["layouts"]])
 
 
-def of_steps(parts: Sequence[dict[str, Any]]) -> str:
-    """The sides of all benches, each of ours with its ratio to each peer."""
-    benches = [bench for part in parts for bench in part["benches"]]
-    peers = list(dict.fromkeys(peer for bench in benches for peer in bench["peers"]))
+def of_steps(part: dict[str, Any]) -> str:
+    """All sides, those of a model together: the peers, then ours by ZeRO stage, each with its ratio to a peer."""
+    sides = sorted(part["sides"], key=lambda side: (SHOWN.index(side["workload"]), not side["is_peer"], side["side"]))
     rows = []
-    for bench in benches:
-        for name, side in {**bench["peers"], **bench["ours"]}.items():
-            ratios = bench["ratios"].get(name, {})
-            row = [f"{bench['model']}, {side['images']} images, {bench['precision']}", name, *figures_of(side)]
-            rows.append([*row, *times_of(side), *(of_ratio(ratios.get(peer)) for peer in peers)])
-    columns = ["model", "side", "images/s", "MFU", "GB at the peak", "wall / host / device, ms"]
-    if not any(row[5] for row in rows):
-        rows, columns = [[*row[:5], *row[6:]] for row in rows], columns[:5]
-    return table((*columns, *(f"of {peer}" for peer in peers)), rows)
+    for side in sides:
+        speed, mfu, memory = figures_of(side)
+        wall = f"{1e3 * min(side['seconds']):.1f} ({1e3 * statistics.median(side['seconds']):.1f})"
+        times = [f"{1e3 * seconds:.1f}" for seconds in (min(side["host_seconds"]), side["device_seconds"])]
+        planned = f"{side['planned_bytes'] / 1e9:.1f}" if side.get("planned_bytes") else ""
+        model = f"{side['model']}, {NAMES.get(side['workload'], '')}{side['images']}"
+        rows.append([model, side["side"], speed, wall, *times, mfu, memory, planned, of_peer(side, sides)])
+    header = ("model, images", "side", "images/s", "wall (median), ms", "host, ms", "device, ms", "MFU", "GB")
+    return table((*header, "planned GB", "of the compiled peer"), rows)
+
+
+def of_peer(side: dict[str, Any], sides: Sequence[dict[str, Any]]) -> str:
+    """The ratio to the peer: FSDP2's to ZeRO-3 where it is there, else that of the loop without sharding."""
+    own = [peer for peer in sides if peer["workload"] == side["workload"] and peer["is_peer"]]
+    own = [peer for peer in own if peer["side"].endswith("-compiled") and not peer["side"].startswith("ddp")]
+    if side["is_peer"] or not own:
+        return ""
+    sharded = [peer for peer in own if peer["side"].startswith("fsdp2")]
+    whole = [peer for peer in own if peer not in sharded]
+    [peer] = (sharded or whole if "zero3" in side["side"] else whole)[:1]
+    return f"{min(peer['seconds']) / min(side['seconds']):.2f} of {peer['side'].removesuffix('-compiled')}"
 
 
 def figures_of(side: dict[str, Any]) -> list[str]:
@@ -122,14 +122,6 @@ def figures_of(side: dict[str, Any]) -> list[str]:
         f"{mfu:.1%}" if mfu else "",
         f"{memory / 1e9:.1f}" if memory else "",
     ]
-
-
-def times_of(side: dict[str, Any]) -> list[str]:
-    """Milliseconds of a step; "" for a side whose kernels were not profiled."""
-    if not side.get("device_seconds"):
-        return [""]
-    times = (min(side["seconds"]), min(side["host_seconds"]), side["device_seconds"])
-    return [" / ".join(f"{1e3 * each:.1f}" for each in times)]
 
 
 def of_ratio(ratio: dict[str, float] | None) -> str:
@@ -172,7 +164,7 @@ def tables(parts: dict[str, dict[str, Any]]) -> str:
         of_kind, what = KINDS[kind]
         blocks += [f"{what}, {date_of(part)}:\n\n{of_kind(part)}" for part in found]
     if found := [part for part in parts.values() if "cases" in part]:
-        blocks.insert(0, f"Tests marked `gpu`, {date_of(found[0])}:\n\n{of_tests(found)}")
+        blocks.insert(0, f"Tests marked `gpu`:\n\n{of_tests(found)}")
     return "\n\n".join(blocks)
 
 
@@ -185,8 +177,7 @@ def date_of(part: dict[str, Any]) -> str:
 KINDS = {
     "ranks": (of_ranks, "Ranks that share one GPU, deviations from one reference"),
     "decode": (lambda part: part["markdown"], "JPEG files decoded on the device"),
-    "step": (lambda part: of_steps([part]), "A training step, fastest turn"),
-    "steps": (lambda part: of_steps([part]), "A training step, each side in its own process, fastest turn"),
+    "steps": (of_steps, "A training step, each side in its own process, fastest turn"),
     "ladder": (of_ladder, "The ladder"),
     "amp": (lambda part: part["markdown"], "A run in each number format, on the digits"),
     "layout": (lambda part: part["markdown"], "A block with tokens first, next to timm's"),

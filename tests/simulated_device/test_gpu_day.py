@@ -44,7 +44,7 @@ def test_no_case_is_rejected(ranks, device_library):
 
 def test_a_step_is_measured_on_the_device(ranks, device_library):
     # Catches: a measurement that asks the CPU, and one that only a real accelerator would refuse.
-    for side, is_peer in (("zero1_bf16", False), ("ddp", True)):
+    for side, is_peer in (("zero1_bf16", False), ("timm-blocks", True)):
         [measured] = ranks.run(1, rehearse, device_library, "base", side, is_peer)
         assert measured["device"] != "cpu"
         assert measured["memory_bytes"] > 0
