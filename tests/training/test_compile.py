@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from timm.models import save_for_hf
 
 from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.tasks.classification.task import Classification
 from ds_vit.training.resolve import engine
 
 RTOL = 1e-5
@@ -160,11 +161,15 @@ def test_graphs_are_refused_where_they_cannot_be(capsys):
         assert not resolved(words, world=2, on_cpu=False).engine.graphs
     assert resolved([*argv, "--cuda-graph", "on"], on_cpu=False).engine.graphs
     assert not resolved(argv, on_cpu=False).engine.graphs
-    with mock.patch.object(engine, "RECORDED_GRAPHS", {("classification", 1, "fp32", False)}):
+    with mock.patch.object(engine, "RECORDED_GRAPHS", {("classification", 1, "fp32", False, False)}):
         assert resolved(argv, on_cpu=False).engine.graphs
         assert not resolved(argv, on_cpu=True).engine.graphs
         assert not resolved(argv, world=2, on_cpu=False).engine.graphs, "another row"
         assert not resolved([*argv, "--cuda-graph", "off"], on_cpu=False).engine.graphs
+        with mock.patch.object(engine, "_missing_for_compiling", return_value=""):
+            assert not resolved([*argv, "--compile"], on_cpu=False).engine.graphs, "another row"
+        with mock.patch.object(Classification, "fixed_towers", ("teacher",)):
+            assert not resolved(argv, on_cpu=False).engine.graphs, "a distilled step"
 
 
 def test_refused(tmp_path, capsys):

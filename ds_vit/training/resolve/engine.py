@@ -15,9 +15,10 @@ from ds_vit.parallel.layout import Layout, check_tp_inside_hosts
 from ds_vit.tasks.task import Task
 from ds_vit.training.run import World
 
-RECORDED_GRAPHS: frozenset[tuple[str, int, str, bool]] = frozenset()
-"""(task, ZeRO stage, precision, whether dp > 1) for which a recorded run on a GPU has shown that replayed steps are
-right and faster: where --cuda-graph auto is on. None has run."""
+RECORDED_GRAPHS: frozenset[tuple[str, int, str, bool, bool]] = frozenset()
+"""(task, ZeRO stage, precision, whether dp > 1, whether --compile) for which recorded runs on a GPU have shown that
+replayed steps are right and faster: where --cuda-graph auto is on. docs/performance.md has those that are faster; no
+recorded run has shown that one is right."""
 
 
 def resolve_layout(config: RunConfig, process: Process, engine: EngineSettings) -> Layout:
@@ -102,8 +103,9 @@ def replays_steps(config: RunConfig, engine: EngineSettings, layout: Layout, tas
     found = next((words for is_so, words in obstacles if is_so), "")
     if config.cuda_graph == "on" and found:
         raise UserError(f"--cuda-graph on: {found}; drop it")
-    row = (task.name, engine.zero_stage, engine.precision.name, layout.dp > 1)
-    return not found and (config.cuda_graph == "on" or (config.cuda_graph == "auto" and row in RECORDED_GRAPHS))
+    row = (task.name, engine.zero_stage, engine.precision.name, layout.dp > 1, config.compile)
+    recorded = row in RECORDED_GRAPHS and not task.fixed_towers  # a distilled step has its student's name
+    return not found and (config.cuda_graph == "on" or (config.cuda_graph == "auto" and recorded))
 
 
 def _missing_for_compiling(*, on_cpu: bool) -> str:
