@@ -9,15 +9,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-
-from ds_vit.models.zoo import TimmViT
+from torch import nn
 
 # Hugging Face's `hidden_act` → the class of timm's activation.
 ACTIVATIONS = {"gelu": "GELU", "gelu_pytorch_tanh": "GELUTanh", "quick_gelu": "QuickGELU"}
 
 Reshape = Callable[[torch.Tensor], torch.Tensor]
+Shapes = Mapping[str, torch.Size]
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
@@ -68,19 +69,24 @@ SCALAR = (lambda t: t.reshape(()), lambda t: t.reshape(1))
 VECTOR = (_same, lambda t: t.reshape(1))
 
 
-_VIT_LAYER = "vit.encoder.layer.*"
+def block_rules(ours: str, theirs: str, names: Sequence[str | tuple[str, ...]]) -> list[Rule]:
+    """Of the modules of the blocks, by their names there in the order of those here."""
+    modules = ("norm1", "attn.qkv", "attn.proj", "norm2", "mlp.fc1", "mlp.fc2")
+    found = []
+    for mine, other in zip(modules, names, strict=True):
+        others = (other,) if isinstance(other, str) else other
+        found += module_rules(f"{ours}.*.{mine}", tuple(f"{theirs}.*.{name}" for name in others))
+    return found
+
+
+_VIT_ATTENTION = tuple(f"attention.attention.{name}" for name in ("query", "key", "value"))
+_VIT_MLP = ("intermediate.dense", "output.dense")
+_VIT_BLOCK = ("layernorm_before", _VIT_ATTENTION, "attention.output.dense", "layernorm_after", *_VIT_MLP)
 HF_VIT = (
     Rule(("cls_token",), ("vit.embeddings.cls_token",)),
     Rule(("pos_embed",), ("vit.embeddings.position_embeddings",)),
     *module_rules("patch_embed.proj", "vit.embeddings.patch_embeddings.projection"),
-    *module_rules("blocks.*.norm1", f"{_VIT_LAYER}.layernorm_before"),
-    *module_rules(
-        "blocks.*.attn.qkv", tuple(f"{_VIT_LAYER}.attention.attention.{n}" for n in ("query", "key", "value"))
-    ),
-    *module_rules("blocks.*.attn.proj", f"{_VIT_LAYER}.attention.output.dense"),
-    *module_rules("blocks.*.norm2", f"{_VIT_LAYER}.layernorm_after"),
-    *module_rules("blocks.*.mlp.fc1", f"{_VIT_LAYER}.intermediate.dense"),
-    *module_rules("blocks.*.mlp.fc2", f"{_VIT_LAYER}.output.dense"),
+    *block_rules("blocks", "vit.encoder.layer", _VIT_BLOCK),
     *module_rules("norm", "vit.layernorm"),
     *module_rules("head", "classifier"),
 )
@@ -142,11 +148,15 @@ class ForeignNames:
         marks: a regular expression of names, or of how they begin, that files of these models have.
         translate: the tensors of a file under the names here, and under their own those without a counterpart; None
             for a file of another kind.
+        differences: of a task's model, the shapes of a file's tensors under the names here, and a function that gives
+            the contents of a JSON file beside it (empty if there is none): where the tool's config says what no tensor
+            shows and the model has otherwise, for people, each with the way out.
         files: of weights in a folder that the tool writes, if they are not called model.safetensors.
     """
 
     marks: str
     translate: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor] | None]
+    differences: Callable[[nn.Module, Shapes, Callable[[str], dict[str, Any]]], Iterator[str]]
     files: tuple[str, ...] = ()
 
 
@@ -165,16 +175,9 @@ def _from_vit(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor] | Non
     return None
 
 
-VIT_NAMES = ForeignNames(
-    r"(?:vit\.|deit\.)?embeddings\.patch_embeddings\.projection\.weight$", _from_vit, ("pytorch_model.bin",)
-)
-
-
-def vit_differences(config: Mapping[str, object], model: TimmViT) -> Iterator[str]:
-    """What a Hugging Face config.json says, and no tensor's shape shows, that a model has otherwise: heads, activation.
-
-    Each is worded for people, with the way out.
-    """
+def _vit_differences(model: nn.Module, shapes: Shapes, config_of: Callable[[str], dict[str, Any]]) -> Iterator[str]:
+    """As `ForeignNames.differences`: heads and activation."""
+    config = config_of("config.json") if hasattr(model, "blocks") else {}
     heads, act = config.get("num_attention_heads"), config.get("hidden_act")
     if heads is not None and heads != (own := model.blocks[0].attn.num_heads):
         yield f"it has {heads} heads and the model {own}; give --model-kwargs num_heads={heads}"
@@ -182,3 +185,11 @@ def vit_differences(config: Mapping[str, object], model: TimmViT) -> Iterator[st
         own := type(getattr(model.blocks[0].mlp, "act", None)).__name__
     ):
         yield f"its hidden_act is {act} and the model's MLP has {own}"
+
+
+VIT_NAMES = ForeignNames(
+    r"(?:vit\.|deit\.)?embeddings\.patch_embeddings\.projection\.weight$",
+    _from_vit,
+    _vit_differences,
+    ("pytorch_model.bin",),
+)

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -39,8 +39,8 @@ from ds_vit.models.zoo import ModelSpec, TimmViT, create_model, require_supporte
 from ds_vit.parallel.groups import Groups
 from ds_vit.parallel.tensor.collectives import TensorParallel
 from ds_vit.tasks.evaluators import chosen_evaluators
-from ds_vit.tasks.exports import Exported, Format, TextTower
-from ds_vit.tasks.foreign_names import ForeignNames, vit_differences
+from ds_vit.tasks.exports import Format, TextTower
+from ds_vit.tasks.foreign_names import VIT_NAMES, ForeignNames
 from ds_vit.tasks.metrics import Batch, Chart, Figure, Metrics
 from ds_vit.tasks.panels import Panel
 from ds_vit.tasks.peers import Peer
@@ -221,11 +221,11 @@ class Task(Configurable, ABC):
     tower_files: ClassVar[Mapping[str, str]] = {}
     """Files of `weight_files` without which `model.safetensors` is incomplete → what they hold, in words. They are read
     with it."""
-    foreign_names: ClassVar[tuple[ForeignNames, ...]] = ()
+    foreign_names: ClassVar[tuple[ForeignNames, ...]] = (VIT_NAMES,)
     """The names of other tools for the tensors of the task's models."""
     export_formats: ClassVar[Mapping[str, Format]] = {}
     """Other tools' forms of the whole model, by the words of `ds-vit export --to`. A tool that has none here gets the
-    main tower as a model of timm's (`timm_model`)."""
+    main tower as a model of timm's."""
     peers: ClassVar[Mapping[str, Peer]] = {}
     """Steps without DeepSpeed that train the same, by the name for `ds-vit bench step --against`, the default first; a
     derived class has none unless it sets them again."""
@@ -368,25 +368,6 @@ class Task(Configurable, ABC):
     def initial_model(cls, model: nn.Module) -> nn.Module:
         """The part of a whole model that files of initial weights describe: the main tower."""
         return tower_of(model, MAIN_TOWER)
-
-    @classmethod
-    def config_differences(
-        cls, model: nn.Module, shapes: Mapping[str, torch.Size], config_of: Callable[[str], Mapping[str, Any]]
-    ) -> Iterator[str]:
-        """Where another tool's config says that its model computes something else than this one, with the ways out.
-
-        Args:
-            model: `initial_model`.
-            shapes: of the file's tensors, under the names here.
-            config_of: the contents of a JSON file beside the weights, by its name; empty if there is none.
-        """
-        if isinstance(model, get_args(TimmViT)):
-            yield from vit_differences(config_of("config.json"), model)
-
-    @classmethod
-    def timm_model(cls, exported: Exported) -> Exported:
-        """The main tower of a model with `export_formats`, as a model of timm's."""
-        raise UserError(f"--task {cls.name} has no image tower that timm builds")
 
     # ---- a batch ---------------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,16 +17,8 @@ from timm.models._hub import save_config_for_hf
 from ds_vit.checkpoint.tensors import WEIGHT_BYTES, save_weights
 from ds_vit.data.settings import PIXEL_FLAGS
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.tasks.exports import (
-    TRANSFORMERS,
-    Exported,
-    Format,
-    Predict,
-    Tool,
-    Written,
-    quiet,
-    read_transformers,
-)
+from ds_vit.models.zoo import create_model
+from ds_vit.tasks.exports import TRANSFORMERS, Exported, Format, Predict, Tool, Written, quiet, read_transformers
 from ds_vit.tasks.registry import all_tasks
 from ds_vit.weights.files import StoredWeights, find_weights, names_as_metadata
 from ds_vit.weights.source import load_source, load_whole, settings_of
@@ -173,7 +165,17 @@ def _load(
     if not task.export_formats:
         return load_source(stored, settings, labels), _OF_TIMM[to]
     exported = load_whole(stored, values, task)
-    return (exported, form) if form else (task.timm_model(exported), _OF_TIMM[to])
+    return (exported, form) if form else (_main_tower(exported), _OF_TIMM[to])
+
+
+def _main_tower(exported: Exported) -> Exported:
+    """The main tower as timm's model: its features are the logits of a classifier with a bias of zeros."""
+    classes = exported.model.num_classes
+    spec = replace(exported.spec, num_classes=classes)
+    tower = create_model(spec, for_training=False, classifier=False, device="cpu")
+    state = {"head.bias": torch.zeros(classes), **exported.model.state_dict()}
+    tower.load_state_dict({name: state[name] for name in tower.state_dict()})
+    return replace(exported, model=tower.eval())
 
 
 def export(

@@ -165,7 +165,8 @@ class InitialCheckpoint:
         self.tokenizer = tokenizer_name(path) if task.has_text else ""
         shapes = {name: tensor.shape for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
         try:
-            if found := [*task.config_differences(model, shapes, partial(config_beside, path))]:
+            config_of = partial(config_beside, path)
+            if found := [x for names in task.foreign_names for x in names.differences(model, shapes, config_of)]:
                 raise UserError("; ".join(found))
             self._fit(
                 model, {name: tensors[name] for name in tensors if name not in self.left_out}, resample_patch_embed

@@ -96,20 +96,16 @@ def load_source(
     if not task.has_classes:
         values["num_classes"] = 0  # only the encoder, which has no classifier
     spec = model_spec(values)
-    create = partial(create_model, spec, for_training=False, classifier=spec.num_classes > 0)
-    checkpoint = InitialCheckpoint(weights.path, create())
+    model = create_model(spec, for_training=False, classifier=spec.num_classes > 0)
+    checkpoint = InitialCheckpoint(weights.path, model)
     if checkpoint.newly_initialised and classifier:
         raise UserError(
             f"{weights.path} has no classifier of {spec.num_classes} classes "
             f"({', '.join(checkpoint.newly_initialised)}): give the --num-classes that it has"
         )
-    torch.manual_seed(0)  # timm draws initial values; all of them are overwritten
-    model = create(device="cpu")
-    checkpoint.load(model)
-    image = ImageConfig(image_size(model), **resolve_pixels(values, model))
     names = _labels(labels, weights, model) if classifier else ()
-    bce = bool(values.get("bce_loss"))
-    return Exported(model.eval(), image, names, weights.path, task.name, spec, bce=bce)
+    image, bce = _filled(model, checkpoint, values), bool(values.get("bce_loss"))
+    return Exported(model, image, names, weights.path, task.name, spec, bce=bce)
 
 
 def load_whole(weights: StoredWeights, values: Mapping[str, Any], task: type[Task]) -> Exported:
@@ -128,12 +124,17 @@ def load_whole(weights: StoredWeights, values: Mapping[str, Any], task: type[Tas
             f"{weights.path} lacks {enumerate_some(checkpoint.newly_initialised)}: a run writes that into {files} in "
             f"the same folder (of {BEST}.safetensors into {of_best}); a checkpoint has all of it"
         )
-    materialise(model, torch.device("cpu"))
-    checkpoint.load(model)
-    image = ImageConfig(image_size(model), **resolve_pixels(values, model))
+    image = _filled(model, checkpoint, values)
     tokenizer = str(values.get("tokenizer") or flags.RunConfig.default_of("tokenizer")) if task.has_text else ""
     texts = partial(task.text_tower, model) if task.has_text else None
-    return Exported(model.eval(), image, (), weights.path, task.name, spec, tokenizer=tokenizer, text_tower=texts)
+    return Exported(model, image, (), weights.path, task.name, spec, tokenizer=tokenizer, text_tower=texts)
+
+
+def _filled(model: TimmViT, checkpoint: InitialCheckpoint, values: Mapping[str, Any]) -> ImageConfig:
+    """Load the weights into a model on the meta device, in place, and resolve how its images are prepared."""
+    materialise(model, torch.device("cpu"))
+    checkpoint.load(model.eval())
+    return ImageConfig(image_size(model), **resolve_pixels(values, model))
 
 
 def _names_of_timm(model: TimmViT) -> tuple[str, ...]:

@@ -40,6 +40,7 @@ class BridgeTowerTask(Contrastive):
 
     name = "bridgetower"
     takes_pairs = True
+    foreign_names = ()
     export_formats: ClassVar = FORMATS
     not_replayed = "transformers' model has not been captured"
     settings = SETTINGS

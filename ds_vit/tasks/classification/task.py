@@ -21,7 +21,6 @@ from ds_vit.tasks.classification.losses import build_loss, class_parallel_loss
 from ds_vit.tasks.classification.peers import PEERS
 from ds_vit.tasks.classification.report import class_panels, read_names, read_predictions, write_predictions
 from ds_vit.tasks.distillation.flags import SETTINGS
-from ds_vit.tasks.foreign_names import VIT_NAMES
 from ds_vit.tasks.metrics import Batch, Figure, Metrics
 from ds_vit.tasks.panels import Panel, sheet
 from ds_vit.tasks.task import ChainTask, Loss
@@ -36,7 +35,6 @@ class Classification(ChainTask):
 
     name = "classification"
     peers = PEERS
-    foreign_names = (VIT_NAMES,)
     not_replayed = ""
     settings = SETTINGS
     figures: tuple[Figure, ...] = (

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,18 +43,6 @@ _NUM_CAPTIONS = 4
 
 
 # ---- the towers ----------------------------------------------------------------------------------------------------
-
-
-def image_tower(exported: Exported) -> Exported:
-    """The image tower as timm's model: its features are the logits of a classifier with a bias of zeros."""
-    model = _of(exported)
-    spec = replace(exported.spec, num_classes=model.num_classes)
-    tower = create_model(spec, for_training=False, classifier=False, device="cpu")
-    state = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith("text.")}
-    if model.num_classes:
-        state["head.bias"] = torch.zeros(model.num_classes)
-    tower.load_state_dict(state)
-    return replace(exported, model=tower.eval())
 
 
 def _of(exported: Exported) -> ContrastiveModel:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -31,14 +31,14 @@ from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.layers import MAIN_TOWER, Layer, chain_towers, take_apart
 from ds_vit.models.sequential import SequentialViT
 from ds_vit.models.zoo import ModelSpec, TimmViT
-from ds_vit.tasks.clip.export import FORMATS, image_tower
+from ds_vit.tasks.clip.export import FORMATS
 from ds_vit.tasks.clip.flags import SETTINGS
 from ds_vit.tasks.clip.loss import clip_loss, siglip_loss
 from ds_vit.tasks.clip.peers import PEERS
 from ds_vit.tasks.clip.report import pair_panels, write_pairs
 from ds_vit.tasks.clip.tower import ContrastiveModel, create_contrastive_model, text_settings
-from ds_vit.tasks.clip.weights import CLIP_NAMES, tower_differences
-from ds_vit.tasks.exports import Exported, TextTower
+from ds_vit.tasks.clip.weights import CLIP_NAMES
+from ds_vit.tasks.exports import TextTower
 from ds_vit.tasks.metrics import Batch, Chart, Figure, Metrics
 from ds_vit.tasks.panels import Panel, sheet
 from ds_vit.tasks.retrieval import DIRECTIONS, RANKS, Retrieval
@@ -292,20 +292,6 @@ class TwoTowers(Contrastive):
     def initial_model(cls, model: nn.Module) -> nn.Module:
         """As `Task.initial_model`: both towers."""
         return model
-
-    @classmethod
-    def config_differences(
-        cls, model: nn.Module, shapes: Mapping[str, torch.Size], config_of: Callable[[str], Mapping[str, Any]]
-    ) -> Iterator[str]:
-        """As `Task.config_differences`, of open_clip's and transformers' configs."""
-        assert isinstance(model, ContrastiveModel)
-        of_open_clip = config_of("open_clip_config.json").get("model_cfg", {})
-        yield from tower_differences(model, shapes, config_of("config.json"), of_open_clip)
-
-    @classmethod
-    def timm_model(cls, exported: Exported) -> Exported:
-        """As `Task.timm_model`."""
-        return image_tower(exported)
 
     def weight_files(self) -> dict[str, frozenset[str]]:
         """As `Task.weight_files`: the text tower has its own file, so that the other is timm's model."""

@@ -6,10 +6,11 @@ and read the same names.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from ds_vit.tasks.clip.tower import ContrastiveModel
 from ds_vit.tasks.foreign_names import (
@@ -19,29 +20,19 @@ from ds_vit.tasks.foreign_names import (
     VECTOR,
     ForeignNames,
     Rule,
+    Shapes,
+    block_rules,
     matrix,
     module_rules,
     positions,
     translate,
 )
 
-
-def _open_clip_blocks(ours: str, theirs: str) -> list[Rule]:
-    """The blocks of open_clip's Transformer."""
-    return [
-        *module_rules(f"{ours}.*.norm1", f"{theirs}.*.ln_1"),
-        *module_rules(f"{ours}.*.attn.qkv", f"{theirs}.*.attn.in_proj_"),
-        *module_rules(f"{ours}.*.attn.proj", f"{theirs}.*.attn.out_proj"),
-        *module_rules(f"{ours}.*.norm2", f"{theirs}.*.ln_2"),
-        *module_rules(f"{ours}.*.mlp.fc1", f"{theirs}.*.mlp.c_fc"),
-        *module_rules(f"{ours}.*.mlp.fc2", f"{theirs}.*.mlp.c_proj"),
-    ]
-
-
+_OPEN_CLIP_BLOCK = ("ln_1", "attn.in_proj_", "attn.out_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")
 OPEN_CLIP_TEXT = (
     Rule(("text.token_embed.weight",), ("text.token_embedding.weight",)),
     positions("text.pos_embed", "text.positional_embedding"),
-    *_open_clip_blocks("text.blocks", "text.transformer.resblocks"),
+    *block_rules("text.blocks", "text.transformer.resblocks", _OPEN_CLIP_BLOCK),
     *module_rules("text.norm", "text.ln_final"),
     Rule(("text.logit_scale",), ("logit_scale",), *SCALAR),
     Rule(("text.logit_bias",), ("logit_bias",), *SCALAR),
@@ -57,34 +48,22 @@ OPEN_CLIP_VISION = (
     positions("pos_embed", "visual.positional_embedding"),
     Rule(("patch_embed.proj.weight",), ("visual.conv1.weight",)),
     *module_rules("norm_pre", "visual.ln_pre"),
-    *_open_clip_blocks("blocks", "visual.transformer.resblocks"),
+    *block_rules("blocks", "visual.transformer.resblocks", _OPEN_CLIP_BLOCK),
     *module_rules("norm", "visual.ln_post"),
     matrix("head.weight", "visual.proj"),
 )
 """Of open_clip's own `VisionTransformer`; that of a timm model is timm's, after `visual.trunk.`."""
 OPEN_CLIP_TRUNK, OPEN_CLIP_PROJECTION = "visual.trunk.", "visual.head.proj.weight"
-
-
-def _hf_blocks(ours: str, theirs: str) -> list[Rule]:
-    attention = f"{theirs}.*.self_attn"
-    return [
-        *module_rules(f"{ours}.*.norm1", f"{theirs}.*.layer_norm1"),
-        *module_rules(f"{ours}.*.attn.qkv", tuple(f"{attention}.{name}_proj" for name in "qkv")),
-        *module_rules(f"{ours}.*.attn.proj", f"{attention}.out_proj"),
-        *module_rules(f"{ours}.*.norm2", f"{theirs}.*.layer_norm2"),
-        *module_rules(f"{ours}.*.mlp.fc1", f"{theirs}.*.mlp.fc1"),
-        *module_rules(f"{ours}.*.mlp.fc2", f"{theirs}.*.mlp.fc2"),
-    ]
-
-
+_HF_ATTENTION = tuple(f"self_attn.{name}_proj" for name in "qkv")
+_HF_BLOCK = ("layer_norm1", _HF_ATTENTION, "self_attn.out_proj", "layer_norm2", "mlp.fc1", "mlp.fc2")
 _HF_SHARED = (
     Rule(("text.token_embed.weight",), ("text_model.embeddings.token_embedding.weight",)),
     positions("text.pos_embed", "text_model.embeddings.position_embedding.weight"),
-    *_hf_blocks("text.blocks", "text_model.encoder.layers"),
+    *block_rules("text.blocks", "text_model.encoder.layers", _HF_BLOCK),
     *module_rules("text.norm", "text_model.final_layer_norm"),
     positions("pos_embed", "vision_model.embeddings.position_embedding.weight"),
     Rule(("patch_embed.proj.weight",), ("vision_model.embeddings.patch_embedding.weight",)),
-    *_hf_blocks("blocks", "vision_model.encoder.layers"),
+    *block_rules("blocks", "vision_model.encoder.layers", _HF_BLOCK),
     *module_rules("norm", "vision_model.post_layernorm"),
 )
 HF_CLIP = (
@@ -132,13 +111,6 @@ def _from_foreign(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor] |
     if OPEN_CLIP_PROJECTION in rest:
         rest["head.weight"] = rest.pop(OPEN_CLIP_PROJECTION)
     return found | {name.removeprefix(OPEN_CLIP_TRUNK): tensor for name, tensor in rest.items()}
-
-
-CLIP_NAMES = ForeignNames(
-    r"visual\.(?:trunk\.|class_embedding$)|vision_model\.embeddings\.",
-    _from_foreign,
-    ("open_clip_model.safetensors", "open_clip_pytorch_model.bin"),
-)
 
 
 # What transformers leaves out of a config.json: heads and activation of the text and of the image tower.
@@ -199,23 +171,10 @@ def _facts_of_open_clip(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def tower_differences(
-    model: ContrastiveModel,
-    shapes: Mapping[str, torch.Size],
-    config: Mapping[str, Any],
-    of_open_clip: Mapping[str, Any],
-) -> Iterator[str]:
-    """Differences between a model and the text that weights were trained on, or what no shape shows.
-
-    Args:
-        model: the description of both towers.
-        shapes: of the file's tensors under the names here.
-        config: the config.json next to the file, {} if there is none.
-        of_open_clip: the "model_cfg" of the open_clip_config.json next to it, {} if there is none.
-
-    Yields:
-        Another vocabulary, context length, end or padding token, mask, activation, or number of heads; and the remedy.
-    """
+def _differences(model: nn.Module, shapes: Shapes, config_of: Callable[[str], dict[str, Any]]) -> Iterator[str]:
+    """As `ForeignNames.differences`, of open_clip's and transformers' configs."""
+    assert isinstance(model, ContrastiveModel)
+    config, of_open_clip = config_of("config.json"), config_of("open_clip_config.json").get("model_cfg")
     settings, block = model.text.settings, model.blocks[0]
     if (words := shapes.get("text.token_embed.weight")) and words[0] != settings.vocab_size:
         yield (
@@ -252,3 +211,11 @@ def tower_differences(
             f"its captions are padded with the id {pad_id} and the tokenizer pads with {settings.pad_id}; give "
             "its tokenizer.json in a folder with its tokenizer_config.json"
         )
+
+
+CLIP_NAMES = ForeignNames(
+    r"visual\.(?:trunk\.|class_embedding$)|vision_model\.embeddings\.",
+    _from_foreign,
+    _differences,
+    ("open_clip_model.safetensors", "open_clip_pytorch_model.bin"),
+)
