@@ -7,7 +7,19 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import BeforeValidator, Field
 
-from ds_vit.config.flag import ASCENDING, NOTED, Below1, Epochs, Probability, Settings, UpTo1, checked, flag, read_by
+from ds_vit.config.flag import (
+    ASCENDING,
+    IDENTITY,
+    NOTED,
+    Below1,
+    Epochs,
+    Probability,
+    Settings,
+    UpTo1,
+    checked,
+    flag,
+    read_by,
+)
 from ds_vit.fault_tolerance.errors import UserError
 
 Interpolation = Literal["nearest", "bilinear", "bicubic", "box", "hamming", "lanczos"]
@@ -57,7 +69,7 @@ _BOTH = "unless --mixup and --cutmix are both on"
 _MIXES = "mixup or cutmix or cutmix_minmax"
 
 
-class AugmentConfig(Settings, section="augmentation", idle_if="no_aug"):
+class AugmentConfig(Settings, section="augmentation", scope=IDENTITY, idle_if="no_aug"):
     """Augmentation of a single training image; each field means the same as timm's flag."""
 
     decode: Literal["exact", "fast"] = flag(
@@ -94,7 +106,7 @@ class AugmentConfig(Settings, section="augmentation", idle_if="no_aug"):
     recount: Annotated[int, Field(ge=1, le=1000)] = flag(1, "random erasing count", needs="reprob")
 
 
-class MixConfig(Settings, section="augmentation"):
+class MixConfig(Settings, section="augmentation", scope=IDENTITY):
     """Mixup (Zhang et al. 2017) and CutMix (Yun et al. 2019) of pairs, and label smoothing; timm's flags."""
 
     mixup: _Alpha = flag(0.0, "mixup alpha")

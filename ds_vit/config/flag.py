@@ -57,7 +57,7 @@ class Flag:
 
     Attributes:
         text: its help.
-        scope: see `Scope`.
+        scope: see `Scope`; by default a resumed run keeps the value, and each reader of the run takes it.
         section: its group in --help and in config.yaml, of `SECTIONS`.
         needs: conditions that must all hold for it to have an effect.
         idle_if: conditions of which none may hold.
@@ -71,7 +71,7 @@ class Flag:
     """
 
     text: str
-    scope: Scope = IDENTITY
+    scope: Scope = WEIGHTS
     section: str = "task"
     needs: Sequence[Condition] = ()
     idle_if: Sequence[Condition] = ()

@@ -184,7 +184,7 @@ class ModelSettings(Settings, section="model", scope=WEIGHTS):
     img_size: Pixels | None = flag(None, "image side in pixels (default: the model's)")
 
 
-class TrainedModelSettings(Settings, section="model"):
+class TrainedModelSettings(Settings, section="model", scope=IDENTITY):
     """The model as it is trained."""
 
     img_size_schedule: Annotated[str, read_by(parse_schedule)] = flag(
@@ -305,7 +305,7 @@ class ImageSettings(Settings, section="augmentation", scope=NOTED | WEIGHTS):
     )
 
 
-class LossSettings(Settings, section="loss"):
+class LossSettings(Settings, section="loss", scope=IDENTITY):
     """The loss of a classifier."""
 
     bce_loss: bool = flag(False, "binary cross-entropy instead of softmax", WEIGHTS)
@@ -313,7 +313,7 @@ class LossSettings(Settings, section="loss"):
     bce_target_thresh: Below1 | None = flag(None, "binarise soft targets above this", needs="bce_loss")
 
 
-class OptimizerSettings(Settings, section="optimizer"):
+class OptimizerSettings(Settings, section="optimizer", scope=IDENTITY):
     """The numbers of the optimizer."""
 
     lr: Rate | None = flag(None, "base learning rate (default: the JSON's)", key="optimizer.params.lr")

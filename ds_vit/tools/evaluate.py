@@ -69,17 +69,12 @@ def _config_of(argv: Sequence[str] | None) -> type[RunConfig]:
     return flags.config_of_words(argv, next((str(recipe) for recipe in recipes if recipe), None))
 
 
-def _from_run(config: type[RunConfig]) -> tuple[str, ...]:
-    """What evaluation takes from the run's config.yaml; not the layout: the ranks are other ones."""
-    return config.names_with(Scope.RECORDED)
-
-
 def build_parser(program: str, config: type[RunConfig] = RunConfig) -> flags.Parser:
     """The command line of `launch/eval.py` and `ds-vit eval`."""
     parser = flags.build_parser(
         program,
         "Exact figures of weights (top-1 and top-5 of a classifier), whatever the layout.",
-        (*_from_run(config), *_FLAGS),
+        (*config.names_with(Scope.RECORDED), *_FLAGS),
         show_defaults=False,
         examples=_EXAMPLES,
         config=config,
@@ -128,7 +123,7 @@ def evaluate_weights(
     process = process or discover()
     found = find_weights(source, weights, checkpoint)
     stored = flags.load_recipe(str(found.recipe), settings) if found.recipe else {}
-    kept = _from_run(config_class({**stored, **settings}))
+    kept = config_class({**stored, **settings}).names_with(Scope.RECORDED)  # not the layout: the ranks are other ones
     stored = {name: value for name, value in stored.items() if name in kept}
     settings |= {"initial_checkpoint": str(found.path), "eval_only": True, **_only_split(settings)}
     values = flags.over_recipe(stored, settings)

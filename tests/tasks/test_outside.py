@@ -18,11 +18,11 @@ from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.tasks.classification.task import Classification
 
 SOURCE = """
-from ds_vit.config.flag import RECORDED, Settings, flag
+from ds_vit.config.flag import Settings, flag
 from ds_vit.tasks.classification.task import Classification
 
 
-class PullSettings(Settings, section="loss", scope=RECORDED):
+class PullSettings(Settings, section="loss"):
     pull: float = flag(0.5, "weight of the squares of the logits")
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ds_vit.config.flag import WEIGHTS, Blocks, Settings, Width, flag
+from ds_vit.config.flag import IDENTITY, WEIGHTS, Blocks, Settings, Width, flag
 from ds_vit.tasks.flags import TableSettings, TokenSettings, ZeroShotSettings
 
 
@@ -23,7 +23,7 @@ class TextTowerSettings(Settings, section="model", scope=WEIGHTS):
     embed_dim: Width | None = flag(None, "width of the features of both towers")
 
 
-class LockSettings(Settings, section="model"):
+class LockSettings(Settings, section="model", scope=IDENTITY):
     """Towers that are not trained."""
 
     lock_image: bool = flag(False, "freeze the image tower except its projection")

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from ds_vit.config.flag import (
     ASCENDING,
+    IDENTITY,
     WEIGHTS,
     Epochs,
     Pixels,
@@ -31,7 +32,7 @@ class HeadSettings(Settings, section="model", scope=WEIGHTS):
     head_bottleneck_dim: Width = flag(256, "width before the prototypes")
 
 
-class CropSettings(Settings, section="augmentation"):
+class CropSettings(Settings, section="augmentation", scope=IDENTITY):
     """The crops of DINO."""
 
     global_crops_scale: Annotated[tuple[UpTo1, UpTo1], ASCENDING] = flag((0.32, 1.0), "area of a global crop")
@@ -42,7 +43,7 @@ class CropSettings(Settings, section="augmentation"):
     )
 
 
-class SelfDistillationSettings(Settings, section="loss"):
+class SelfDistillationSettings(Settings, section="loss", scope=IDENTITY):
     """The masks, teacher and losses of DINO and iBOT."""
 
     mask_sample_probability: Probability = flag(0.5, "probability that a global crop has masked patches")

@@ -6,12 +6,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ds_vit.config.flag import NOTED, Rate, Settings, flag
+from ds_vit.config.flag import IDENTITY, NOTED, Rate, Settings, flag
 
 WITH_TEACHER = ("kd_model_name or kd_checkpoint", "without a teacher: --kd-model-name or --kd-checkpoint")
 
 
-class DistillationSettings(Settings, section="distillation", needs=WITH_TEACHER):
+class DistillationSettings(Settings, section="distillation", scope=IDENTITY, needs=WITH_TEACHER):
     """A fixed teacher, and the loss against it."""
 
     kd_model_name: str = flag("", "teacher to distil from: timm name, hf-hub:ORG/NAME or local-dir:FOLDER", NOTED)
