@@ -132,11 +132,11 @@ def turn(meeting: Path | None, name: str) -> Iterator[None]:
 def measure(case: Case, meeting: Path | None, rehearse: bool) -> dict[str, Any]:
     """What is recorded of a case; the first call in a process decides on its device."""
     import torch
+    from ds_vit.tasks.peers import Peer
 
     from ds_vit.launching.process import Process
     from ds_vit.models import compiled
     from ds_vit.tasks.classification import peers
-    from ds_vit.tasks.peers import Peer
     from ds_vit.tools import bench
     from ds_vit.training.cost import Cost
 

@@ -105,6 +105,12 @@ class RunFolder:
         rows = [json.loads(line) for line in self.metrics.read_text().splitlines()]
         return [row for row in rows if not kinds or row["kind"] in kinds]
 
+    def read_classes(self) -> tuple[str, ...]:
+        """The names in classes.json; none without a whole file."""
+        with contextlib.suppress(OSError, ValueError):
+            return tuple(map(str, json.loads(self.classes.read_text())))
+        return ()
+
     def read_summary(self) -> dict[str, Any]:
         """The contents of summary.json.
 

@@ -43,7 +43,6 @@ from ds_vit.tasks.exports import Format, TextTower
 from ds_vit.tasks.foreign_names import VIT_NAMES, ForeignNames
 from ds_vit.tasks.metrics import Batch, Chart, Figure, Metrics
 from ds_vit.tasks.panels import Panel
-from ds_vit.tasks.peers import Peer
 from ds_vit.tasks.zero_shot import ZERO_SHOT
 
 Loss = Callable[[torch.Tensor, Batch], torch.Tensor]
@@ -226,9 +225,9 @@ class Task(Configurable, ABC):
     export_formats: ClassVar[Mapping[str, Format]] = {}
     """Other tools' forms of the whole model, by the words of `ds-vit export --to`. A tool that has none here gets the
     main tower as a model of timm's."""
-    peers: ClassVar[Mapping[str, Peer]] = {}
-    """Steps without DeepSpeed that train the same, by the name for `ds-vit bench step --against`, the default first; a
-    derived class has none unless it sets them again."""
+    peers: ClassVar[tuple[str, ...]] = ()
+    """The names in tools/peers.py of steps without DeepSpeed that train the same, the default first; a derived class
+    has none unless it sets them again."""
     has_classes: ClassVar[bool] = True
     """Whether the model has a classifier; else `num_classes` is 0, whatever the data has."""
     has_text: ClassVar[bool] = False
@@ -533,13 +532,10 @@ class Task(Configurable, ABC):
         return
 
     @classmethod
-    def panels(cls, folder: RunFolder) -> list[tuple[str, Panel]]:
-        """The panels that the report of a run adds to its own, from the files in the run's folder.
-
-        Returns:
-            (heading of its section, panel from tasks/panels.py) each.
-        """
-        return []
+    def panels(cls, folder: RunFolder) -> Mapping[str, Sequence[Panel]]:
+        """The panels (tasks/panels.py) that the report of a run adds to its own, from the files in the run's folder, by
+        the heading of their section."""
+        return {}
 
 
 def _best_first(figures: Sequence[Figure], name: str) -> tuple[Figure, ...]:

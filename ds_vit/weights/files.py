@@ -235,8 +235,7 @@ class StoredWeights:
         """The names of the classes in the order of the logits: the weights', else the run's classes.json, else none."""
         if names := class_names(self.path):
             return names
-        classes = RunFolder(self.recipe.parent).classes if self.recipe else None
-        return tuple(json.loads(classes.read_text())) if classes and classes.is_file() else ()
+        return RunFolder(self.recipe.parent).read_classes() if self.recipe else ()
 
     def __str__(self) -> str:
         header = _header(self.path)

@@ -152,10 +152,8 @@ class Boxes(Task):
     def panels(cls, folder):
         """As `Task.panels`."""
         lines = [("dog", folder.path.name)]
-        return [
-            ("Boxes", table("Boxes by class", ("class", "run"), lines)),
-            ("Images", {"kind": "remark", "text": "12 boxes"}),
-        ]
+        of_images = {"kind": "remark", "text": "12 boxes"}
+        return {"Boxes": [table("Boxes by class", ("class", "run"), lines)], "Images": [of_images]}
 
 
 def test_a_task_from_outside_has_its_own_panels(monkeypatch, tmp_path):
@@ -200,7 +198,7 @@ def test_steps_that_were_taken_back_are_not_drawn(tmp_path):
 def test_a_name_that_is_not_utf8(evil, tmp_path):
     """A file of a Latin-1 machine that ends the training at its first evaluation."""
     names, image = [os.fsdecode(b"caf\xe9.jpg"), "b.jpg"], Image.new("RGB", (8, 8))
-    source = SimpleNamespace(target=[0, 1].__getitem__, describe=names.__getitem__, opened=lambda at, **_: image)
+    source = SimpleNamespace(target=[0, 1].__getitem__, describe=names.__getitem__, entry=lambda entry, at: image)
     folder = RunFolder(tmp_path)
     write_predictions(
         folder, torch.tensor([[2.0, 0.9], [2.0, 0.8]]), source, ["a", os.fsdecode(b"\xe9")], ImageConfig()

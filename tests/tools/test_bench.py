@@ -15,12 +15,10 @@ from runs import run_quietly
 
 from ds_vit.cli import main
 from ds_vit.launching.process import Process
-from ds_vit.tasks.clip.peers import open_clip_model
-from ds_vit.tasks.dino.peers import MultiCrop
 from ds_vit.tools import counting
 from ds_vit.tools.bench import Ratio, _random_batch, resolve_engine, table
 from ds_vit.tools.counting import count_calls, count_step
-from ds_vit.tools.peers import peer_run, peer_step
+from ds_vit.tools.peers import _MultiCrop, _open_clip_model, peer_step
 
 
 def test_operations_waits_and_bytes_are_counted():
@@ -228,7 +226,7 @@ def test_open_clips_towers_are_ours(tmp_path, task):
     pytest.importorskip("open_clip")
     words = ["--deepspeed_config", str(config_of(tmp_path / "zero1.json", "fp32 ZeRO-1")), *PAIRS, "--task", task]
     engine = resolve_engine(words, Process("env", 0, 1, 0, 1))
-    theirs = sum(parameter.numel() for parameter in open_clip_model(peer_run(engine, compiles=False)).parameters())
+    theirs = sum(parameter.numel() for parameter in _open_clip_model(engine).parameters())
     assert theirs == sum(parameter.numel() for parameter in engine.model.whole.parameters())
 
 
@@ -255,7 +253,7 @@ def test_lightlys_student_is_ours(tmp_path):
     model = resolve_engine(words, Process("env", 0, 1, 0, 1)).model
     lengths = model.whole.settings.prototypes  # parameters of lightly's, fixed at 1
     theirs = (
-        sum(parameter.numel() for parameter in MultiCrop(model.task.config, model.spec.img_size, 0.0).parameters())
+        sum(parameter.numel() for parameter in _MultiCrop(model.task.config, model.spec.img_size, 0.0).parameters())
         - lengths
     )
     ours = {name: parameter.numel() for name, parameter in model.whole.named_parameters()}

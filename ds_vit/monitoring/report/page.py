@@ -107,8 +107,8 @@ def _one(record: Record) -> dict[str, Any]:
     if isinstance(record.task, str):
         sections["The task"] = [{"kind": "remark", "text": f"The panels of the task are left out: {record.task}."}]
     else:
-        for section, panel in record.task.panels(record.folder):
-            (images if section == IMAGES else sections.setdefault(section, [])).append(panel)
+        for section, panels in record.task.panels(record.folder).items():
+            (images if section == IMAGES else sections.setdefault(section, [])).extend(panels)
     sections[IMAGES] = [*images, *_token_maps(record, shows_images=bool(images))]
     sections["Layout"] = [card for card in (_launches(record), _layout(record)) if card]
     return {

@@ -107,7 +107,7 @@ class Record:
             summary=_json(folder.summary, {}),
             rows={kind: [rows[step] for step in sorted(rows)] for kind, rows in by_kind.items()},
             starts=_json_lines(folder.starts),
-            classes=[str(each) for each in _json(folder.classes, [])],
+            classes=folder.read_classes(),
         )
 
     @cached_property

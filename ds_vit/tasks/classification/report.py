@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -67,13 +66,6 @@ def read_predictions(path: Path) -> list[dict[str, str]]:
     """The rows of predictions.csv, one per validation image, the most confident first; none without the file."""
     with contextlib.suppress(OSError), path.open(newline="", encoding="utf-8", errors="surrogateescape") as file:
         return sorted(csv.DictReader(file), key=lambda row: -float(row["probability"]))
-    return []
-
-
-def read_names(path: Path) -> list[str]:
-    """The names in classes.json; none without the file."""
-    with contextlib.suppress(OSError, ValueError):
-        return [str(name) for name in json.loads(path.read_text())]
     return []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -18,8 +19,7 @@ from ds_vit.data.sampler import evaluation_keys
 from ds_vit.data.sources.source import Source
 from ds_vit.parallel.tensor.collectives import TensorParallel
 from ds_vit.tasks.classification.losses import build_loss, class_parallel_loss
-from ds_vit.tasks.classification.peers import PEERS
-from ds_vit.tasks.classification.report import class_panels, read_names, read_predictions, write_predictions
+from ds_vit.tasks.classification.report import class_panels, read_predictions, write_predictions
 from ds_vit.tasks.distillation.flags import SETTINGS
 from ds_vit.tasks.metrics import Batch, Figure, Metrics
 from ds_vit.tasks.panels import Panel, sheet
@@ -34,7 +34,7 @@ class Classification(ChainTask):
     """
 
     name = "classification"
-    peers = PEERS
+    peers = ("timm", "ddp", "fsdp2")
     not_replayed = ""
     settings = SETTINGS
     figures: tuple[Figure, ...] = (
@@ -92,11 +92,13 @@ class Classification(ChainTask):
             write_predictions(folder, metrics.by_sample, source, self.class_names, self.image)
 
     @classmethod
-    def panels(cls, folder: RunFolder) -> list[tuple[str, Panel]]:
+    def panels(cls, folder: RunFolder) -> Mapping[str, Sequence[Panel]]:
         """As `Task.panels`: the predictions by class, and the most confident mistakes."""
         mistakes = sheet(folder.mistakes, "The most confident mistakes of the last evaluation")
-        of_classes = class_panels(read_predictions(folder.predictions), read_names(folder.classes))
-        return [*(("Classes", panel) for panel in of_classes), *(("Images", panel) for panel in mistakes)]
+        return {
+            "Classes": class_panels(read_predictions(folder.predictions), folder.read_classes()),
+            "Images": mistakes,
+        }
 
 
 class Accuracy(Metrics):

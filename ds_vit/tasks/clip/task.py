@@ -34,7 +34,6 @@ from ds_vit.models.zoo import ModelSpec, TimmViT
 from ds_vit.tasks.clip.export import FORMATS
 from ds_vit.tasks.clip.flags import SETTINGS
 from ds_vit.tasks.clip.loss import clip_loss, siglip_loss
-from ds_vit.tasks.clip.peers import PEERS
 from ds_vit.tasks.clip.report import pair_panels, write_pairs
 from ds_vit.tasks.clip.tower import ContrastiveModel, create_contrastive_model, text_settings
 from ds_vit.tasks.clip.weights import CLIP_NAMES
@@ -266,11 +265,10 @@ class Contrastive(Task):
             write_pairs(folder, metrics.pairs, source, self.image)
 
     @classmethod
-    def panels(cls, folder: RunFolder) -> list[tuple[str, Panel]]:
+    def panels(cls, folder: RunFolder) -> Mapping[str, Sequence[Panel]]:
         """As `Task.panels`: the same."""
         title = "The most similar pairs of the last evaluation, then the least similar: similarity, place"
-        pairs = sheet(folder.pairs, title)
-        return [*(("Pairs", panel) for panel in pair_panels(folder)), *(("Images", panel) for panel in pairs)]
+        return {"Pairs": pair_panels(folder), "Images": sheet(folder.pairs, title)}
 
 
 def _unit(features: torch.Tensor) -> torch.Tensor:
@@ -303,7 +301,7 @@ class Clip(TwoTowers):
     """`--task clip`: softmax over the captions of the global batch for each image, and the reverse."""
 
     name = "clip"
-    peers = PEERS
+    peers = ("open_clip",)
     not_replayed = ""
     text_model = "clip_base"
     initial_logits = (math.log(1 / 0.07),)
@@ -315,7 +313,7 @@ class SigLip(TwoTowers):
     """`--task siglip`: for each pair of the global batch a sigmoid loss on whether the caption belongs to the image."""
 
     name = "siglip"
-    peers = PEERS
+    peers = ("open_clip",)
     not_replayed = ""
     text_model = "siglip_base"
     initial_logits = (math.log(10.0), -10.0)

@@ -48,7 +48,6 @@ from ds_vit.tasks.dino.loss import (
     patch_weights,
     sinkhorn,
 )
-from ds_vit.tasks.dino.peers import PEERS
 from ds_vit.tasks.dino.towers import (
     HEAD,
     TEACHER,
@@ -109,7 +108,7 @@ class SelfDistillation(Task):
     """
 
     name = "dino"
-    peers = PEERS
+    peers = ("lightly",)
     settings = SETTINGS
     refused_flags: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(("mixup", "cutmix", "cutmix_minmax"), _NO_LABELS),

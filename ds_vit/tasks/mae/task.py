@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import ClassVar
 
@@ -103,9 +103,9 @@ class MaskedAutoencoding(ChainTask):
         return {"decoder": decoder_names(self.model)}
 
     @classmethod
-    def panels(cls, folder: RunFolder) -> list[tuple[str, Panel]]:
+    def panels(cls, folder: RunFolder) -> Mapping[str, Sequence[Panel]]:
         """As `Task.panels`: the pictures of the reconstruction."""
-        return [("Images", panel) for panel in pictures(folder, _PICTURES)]
+        return {"Images": pictures(folder, _PICTURES)}
 
 
 class Reconstruction(Metrics):
