@@ -22,11 +22,12 @@ from ds_vit.data.augment import on_device
 from ds_vit.data.augment.on_device import OPERATIONS, Crop, Cut, CuttingTransform
 from ds_vit.data.augment.steps import Operation, apply, as_pixels, draw, recording
 from ds_vit.data.augment.transforms import train_transform
-from ds_vit.data.fields import ImageField
+from ds_vit.data.fields import ImageField, LabelField
 from ds_vit.data.sampler import Share
-from ds_vit.data.settings import ImageConfig
+from ds_vit.data.settings import CropConfig, ImageConfig
 from ds_vit.data.sources.datasets import open_source
 from ds_vit.planner.counting import most_allocated
+from ds_vit.tasks.dino.fields import crop_fields
 
 SIZE = (40, 52)
 GPU = pytest.param(
@@ -212,23 +213,26 @@ def folder(tmp_path_factory) -> Path:
     return root
 
 
+@pytest.mark.parametrize("crops", [None, CropConfig(16, num_local=3)], ids=["an image", "crops"])
 @pytest.mark.parametrize("device", ["cpu", GPU])
-def test_all_of_it_is_within_its_bound(folder, device):
+def test_all_of_it_is_within_its_bound(folder, device, crops):
     """Would catch erasing, mixing or a replaced image on other rows than on the CPU."""
     source, share = open_source("", str(folder), "train"), Share(0, 1, 12)
     found = []
     for on in ("cpu", "device"):
-        augment, pin_memory = AugmentConfig(**AUGMENT, augment_on=on), on == "device" and device == "cuda"
-        options = {"image": IMAGE, "augment": augment, "mix": MIX, "on_bad_image": "skip", "pin_memory": pin_memory}
+        augment, mix = AugmentConfig(**({} if crops else AUGMENT), augment_on=on), MixConfig() if crops else MIX
+        fields = [*(crop_fields(IMAGE, crops, augment) if crops else [ImageField("images", IMAGE, augment)])]
+        fields.append(LabelField("targets", 3, mix=mix))
+        options = {"fields": fields, "image": IMAGE, "mix": mix, "on_bad_image": "skip", "pin_memory": device == "cuda"}
         batches = load(source, share, 0, 4, **options)
-        made = batches.tensors(device if on == "device" else "cpu")
-        found.append((made["images"], made["targets"], batches.num_skipped))
-    (images, targets, skipped), there = found
-    assert torch.equal(targets, there[1])
-    assert skipped == there[2] > 0
-    apart = (images - there[0]).abs() * 255 * torch.tensor(IMAGE.std)[:, None, None]
-    assert 0.0 < apart.mean() <= PIPELINE_BOUND
-    assert apart.mean(dim=(2, 3, 4)).max() <= 8 * PIPELINE_BOUND
+        found.append((batches.tensors(device if on == "device" else "cpu"), batches.num_skipped))
+    (here, skipped), (there, skipped_there) = found
+    assert torch.equal(here.pop("targets"), there["targets"])
+    assert skipped == skipped_there > 0
+    for name in [name for name in here if "images" in name]:
+        apart = (here[name] - there[name]).abs() * 255 * torch.tensor(IMAGE.std)[:, None, None]
+        assert 0.0 < apart.mean() <= PIPELINE_BOUND
+        assert apart.mean(dim=(-3, -2, -1)).max() <= 8 * PIPELINE_BOUND
 
 
 @pytest.mark.parametrize(
