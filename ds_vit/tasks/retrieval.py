@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from ds_vit.data.sampler import evaluation_keys
-from ds_vit.tasks.clip.report import Pairs
 from ds_vit.tasks.metrics import Batch, Metrics
+from ds_vit.tasks.pairs import Pairs
 
 RANKS = (1, 5, 10)
 DIRECTIONS = ("image_to_text", "text_to_image")

@@ -34,11 +34,11 @@ from ds_vit.models.zoo import ModelSpec, TimmViT
 from ds_vit.tasks.clip.export import FORMATS
 from ds_vit.tasks.clip.flags import SETTINGS
 from ds_vit.tasks.clip.loss import clip_loss, siglip_loss
-from ds_vit.tasks.clip.report import pair_panels, write_pairs
 from ds_vit.tasks.clip.tower import ContrastiveModel, create_contrastive_model, text_settings
 from ds_vit.tasks.clip.weights import CLIP_NAMES
 from ds_vit.tasks.exports import TextTower
 from ds_vit.tasks.metrics import Batch, Chart, Figure, Metrics
+from ds_vit.tasks.pairs import pair_panels, write_pairs
 from ds_vit.tasks.panels import Panel, sheet
 from ds_vit.tasks.retrieval import DIRECTIONS, RANKS, Retrieval
 from ds_vit.tasks.task import Coupled, StepContext, Task
