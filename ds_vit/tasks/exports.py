@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from ds_vit.models.zoo import ModelSpec, TimmViT
 
 Predict = Callable[[torch.Tensor], torch.Tensor]
 """A model: images [B, 3, H, W] → logits [B, C]."""
+Save = Callable[..., None]
+"""`ds_vit.checkpoint.tensors.save_weights`."""
 
 
 @dataclass(frozen=True)
@@ -63,25 +65,6 @@ class Exported:
 
 
 @dataclass(frozen=True)
-class Written:
-    """What remains to be written of an export, next to what is in its folder.
-
-    Attributes:
-        tensors: of the model, under the tool's names.
-        name: of their file, without its suffix.
-        in_one_file: however large they are.
-        metadata: entries of the file's header.
-        notes: lines for people.
-    """
-
-    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    name: str = "model"
-    in_one_file: bool = False
-    metadata: Mapping[str, str] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
 class Tool:
     """Another tool that reads weights.
 
@@ -107,14 +90,14 @@ class Format:
 
     Attributes:
         tool: the tool.
-        write: writes everything except the tensors into an empty folder. It raises UserError for a model that the tool
-            cannot represent, before it writes anything.
+        write: writes a model into an empty folder, its tensors by `Save`, and gives lines for people. It raises
+            UserError for a model that the tool cannot represent, before it writes anything.
         load: that folder as the tool loads it.
         predict: the model with the outputs that `load` gives.
     """
 
     tool: Tool
-    write: Callable[[Exported, Path], Written]
+    write: Callable[[Exported, Path, Save], tuple[str, ...]]
     load: Callable[[Path], Predict]
     predict: Callable[[Exported], Predict] = lambda exported: exported.model
 

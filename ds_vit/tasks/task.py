@@ -34,7 +34,7 @@ from ds_vit.data.settings import ImageConfig
 from ds_vit.data.sources.source import Source
 from ds_vit.data.text import Tokenizer
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.models.layers import MAIN_TOWER, Layer, take_apart_towers, tower_of
+from ds_vit.models.layers import MAIN_TOWER, Layer, take_apart_towers
 from ds_vit.models.zoo import ModelSpec, TimmViT, create_model, require_supported_name
 from ds_vit.parallel.groups import Groups
 from ds_vit.parallel.tensor.collectives import TensorParallel
@@ -219,7 +219,7 @@ class Task(Configurable, ABC):
     has all of a part or nothing of it; a model without the part leaves it out."""
     tower_files: ClassVar[Mapping[str, str]] = {}
     """Files of `weight_files` without which `model.safetensors` is incomplete → what they hold, in words. They are read
-    with it."""
+    with it. If one holds a tower, files of initial weights are of the whole model, else of the main tower."""
     foreign_names: ClassVar[tuple[ForeignNames, ...]] = (VIT_NAMES,)
     """The names of other tools for the tensors of the task's models."""
     export_formats: ClassVar[Mapping[str, Format]] = {}
@@ -360,13 +360,6 @@ class Task(Configurable, ABC):
         name of the file; the first is the one to use. None for `ema.safetensors`, and teachers as `weight_files` says.
         """
         return None
-
-    # ---- weights of other runs and tools ---------------------------------------------------------------------------
-
-    @classmethod
-    def initial_model(cls, model: nn.Module) -> nn.Module:
-        """The part of a whole model that files of initial weights describe: the main tower."""
-        return tower_of(model, MAIN_TOWER)
 
     # ---- a batch ---------------------------------------------------------------------------------------------------
 

@@ -14,11 +14,11 @@ import timm
 import torch
 from timm.models._hub import save_config_for_hf
 
-from ds_vit.checkpoint.tensors import WEIGHT_BYTES, save_weights
+from ds_vit.checkpoint.tensors import save_weights
 from ds_vit.data.settings import PIXEL_FLAGS
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.zoo import create_model
-from ds_vit.tasks.exports import TRANSFORMERS, Exported, Format, Predict, Tool, Written, quiet, read_transformers
+from ds_vit.tasks.exports import TRANSFORMERS, Exported, Format, Predict, Save, Tool, quiet, read_transformers
 from ds_vit.tasks.registry import all_tasks
 from ds_vit.weights.files import StoredWeights, find_weights, names_as_metadata
 from ds_vit.weights.source import load_source, load_whole, settings_of
@@ -72,14 +72,14 @@ def _write_timm_config(exported: Exported, path: Path) -> None:
     path.write_text(json.dumps(config, indent=2))
 
 
-def _write_timm(exported: Exported, folder: Path) -> Written:
-    """Write config.json; the weights follow in one file, however large: timm reads no shards.
+def _write_timm(exported: Exported, folder: Path, save: Save) -> tuple[str, ...]:
+    """Write config.json and model.safetensors (one file, however large: timm reads no shards).
 
     transformers' `AutoModelForImageClassification` reads the same folder, its `AutoModel` one without a classifier.
     """
-    state = exported.model.state_dict()
+    save(folder, exported.model.state_dict(), max_bytes=2**62, metadata=names_as_metadata(exported.labels))
     _write_timm_config(exported, folder / "config.json")
-    return Written(state, in_one_file=True, metadata=names_as_metadata(exported.labels))
+    return ()
 
 
 def _load_timm(folder: Path) -> Predict:
@@ -95,7 +95,7 @@ def _load_hf(folder: Path) -> Predict:
     return lambda images: encoder(pixel_values=images).pooler_output
 
 
-def _write_onnx(exported: Exported, folder: Path) -> Written:
+def _write_onnx(exported: Exported, folder: Path, save: Save) -> tuple[str, ...]:
     """Write model.onnx (input `images` float32 [batch, 3, H, W], output `logits`) and timm's config.json.
 
     Its metadata has `class_names`, a JSON list, if the names are known. Weights above ONNX's limit of 2 GB go into
@@ -116,7 +116,7 @@ def _write_onnx(exported: Exported, folder: Path) -> Written:
     program.model.metadata_props.update(names_as_metadata(exported.labels))
     program.save(folder / "model.onnx", external_data=large)
     _write_timm_config(exported, folder / "config.json")
-    return Written()
+    return ()
 
 
 def _load_onnx(folder: Path) -> Predict:
@@ -126,20 +126,13 @@ def _load_onnx(folder: Path) -> Predict:
     return lambda images: torch.from_numpy(session.run(["logits"], {"images": images.numpy()})[0])
 
 
+_TIMM = Tool("timm", loaded_with="timm.create_model('local-dir:{}', pretrained=True)")
+_ONNX_PACKAGES = ("onnx", "onnxruntime", "onnxscript")
+_ONNX = Tool("onnxruntime", _ONNX_PACKAGES, loaded_with="onnxruntime.InferenceSession('{}/model.onnx')")
 _OF_TIMM = {
-    "timm": Format(
-        Tool("timm", loaded_with="timm.create_model('local-dir:{}', pretrained=True)"), _write_timm, _load_timm
-    ),
+    "timm": Format(_TIMM, _write_timm, _load_timm),
     "hf": Format(TRANSFORMERS, _write_timm, _load_hf),
-    "onnx": Format(
-        Tool(
-            "onnxruntime",
-            ("onnx", "onnxruntime", "onnxscript"),
-            loaded_with="onnxruntime.InferenceSession('{}/model.onnx')",
-        ),
-        _write_onnx,
-        _load_onnx,
-    ),
+    "onnx": Format(_ONNX, _write_onnx, _load_onnx),
 }
 _OF_TASKS = {to: form for task in all_tasks() for to, form in task.export_formats.items()}
 TOOLS = {to: form.tool for to, form in {**_OF_TIMM, **_OF_TASKS}.items()}
@@ -229,13 +222,10 @@ def export(
     except OSError as error:
         raise UserError(f"--output {folder}: {error.strerror}") from None
     try:
-        written = form.write(exported, partial)
-        if written.tensors:
-            most = 2**62 if written.in_one_file else WEIGHT_BYTES
-            save_weights(partial, written.tensors, max_bytes=most, name=written.name, metadata=written.metadata)
+        notes += form.write(exported, partial, save_weights)
         largest, scale = _compare(form.predict(exported), form.load(partial), exported.image.img_size)
         reader = f"{tool.reader} {version(tool.reader)}"
-        difference = Difference(folder, reader, largest, scale, (*notes, *written.notes))
+        difference = Difference(folder, reader, largest, scale, notes)
         if difference.within:
             partial.replace(folder)
         return difference

@@ -145,7 +145,7 @@ class InitialCheckpoint:
             resample_patch_embed: let kernels of another patch size be resampled, as positions are.
             classes: names of the model's classes; if the file names the same in another order, its classifier follows.
             tower: of which `model` is the description.
-            task: whose model that is, `Task.initial_model`; without one, a ViT of timm's.
+            task: whose main tower or whole model that is; without one, a ViT of timm's.
 
         Raises:
             UserError: the file cannot be read, its patch size is another one, or names or shapes differ in more than

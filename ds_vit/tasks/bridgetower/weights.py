@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 from ds_vit.tasks.bridgetower.tower import BridgeTower
-from ds_vit.tasks.exports import TRANSFORMERS, Exported, Format, Predict, Written, read_transformers
+from ds_vit.tasks.exports import TRANSFORMERS, Exported, Format, Predict, Save, read_transformers
 
 _TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt")
 _IMAGE_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
-def _write(exported: Exported, folder: Path) -> Written:
-    """Write config.json, and copy what prepares images and captions from the folder of --model.
+def _write(exported: Exported, folder: Path, save: Save) -> tuple[str, ...]:
+    """Write config.json and the weights, and copy what prepares images and captions from the folder of --model.
 
     Attention dropout in config.json is what it was before training.
     """
@@ -32,7 +32,8 @@ def _write(exported: Exported, folder: Path) -> Written:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
     state = model.state_dict()
-    return Written({name: value.view(()) if name in model.scalars else value for name, value in state.items()})
+    save(folder, {name: value.view(()) if name in model.scalars else value for name, value in state.items()})
+    return ()
 
 
 def _load(folder: Path) -> Predict:

@@ -23,18 +23,10 @@ from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.layers import take_apart
 from ds_vit.models.zoo import ModelSpec, create_model, image_size
 from ds_vit.tasks.clip import hugging_face as hf
+from ds_vit.tasks.clip import weights as names
 from ds_vit.tasks.clip.hugging_face import activation, write_tokenizer
 from ds_vit.tasks.clip.tower import ContrastiveModel, TextSettings
-from ds_vit.tasks.clip.weights import (
-    HF_CLIP,
-    HF_SIGLIP,
-    OPEN_CLIP_PROJECTION,
-    OPEN_CLIP_PROJECTIONS,
-    OPEN_CLIP_TEXT,
-    OPEN_CLIP_TRUNK,
-    OPEN_CLIP_VISION,
-)
-from ds_vit.tasks.exports import TRANSFORMERS, Exported, Format, Predict, Tool, Written, quiet, read_transformers
+from ds_vit.tasks.exports import TRANSFORMERS, Exported, Format, Predict, Save, Tool, quiet, read_transformers
 from ds_vit.tasks.foreign_names import Rule, general, to_theirs
 
 _OPEN_CLIP_INTERPOLATIONS = ("bicubic", "bilinear")
@@ -107,7 +99,7 @@ def _refuse_hf(exported: Exported) -> None:
     model = _of(exported)
     siglip = _is_siglip(model)
     # CLIPModel adds no bias to its patches: ours is added to their positions.
-    rules, optional = (HF_SIGLIP, ()) if siglip else (HF_CLIP, ("patch_embed.proj.bias",))
+    rules, optional = (names.HF_SIGLIP, ()) if siglip else (names.HF_CLIP, ("patch_embed.proj.bias",))
     name = "SiglipModel" if siglip else "CLIPModel"
     missing = [
         *_text_obstacles(model.text.settings, causal=not siglip, pool="last" if siglip else "end"),
@@ -133,8 +125,8 @@ def _with_bias_in_positions(state: dict[str, torch.Tensor], num_prefix_tokens: i
     return state
 
 
-def _write_hf(exported: Exported, folder: Path) -> Written:
-    """Write config.json, preprocessor_config.json and the tokenizer's files, or note why there is no tokenizer.
+def _write_hf(exported: Exported, folder: Path, save: Save) -> tuple[str, ...]:
+    """Write the model, preprocessor_config.json and the tokenizer's files, or note why there is no tokenizer.
 
     Raises:
         UserError: neither class represents the model or its images; nothing is written.
@@ -166,7 +158,8 @@ def _write_hf(exported: Exported, folder: Path) -> Written:
     config.save_pretrained(str(folder))
     hf.write_processor(exported, folder)
     missing = write_tokenizer(exported.tokenizer, settings, folder)
-    return Written(to_theirs(state, HF_SIGLIP if siglip else HF_CLIP), notes=(missing,) if missing else ())
+    save(folder, to_theirs(state, names.HF_SIGLIP if siglip else names.HF_CLIP))
+    return (missing,) if missing else ()
 
 
 def _load_hf(folder: Path) -> Predict:
@@ -231,7 +224,7 @@ def _refuse_own_vision(exported: Exported) -> None:
     model = _of(exported)
     optional = ("patch_embed.proj.bias", "norm_pre.weight", "norm_pre.bias")
     of_text = [Rule((general(name),), ("",)) for name in model.state_dict() if name.startswith("text.")]
-    missing = [*hf.obstacles(model, "token", (*OPEN_CLIP_VISION, *of_text), optional)]
+    missing = [*hf.obstacles(model, "token", (*names.OPEN_CLIP_VISION, *of_text), optional)]
     if not missing and "quick_gelu" in (acts := (activation(model), activation(model.text))) and acts[0] != acts[1]:
         missing = [f"the activations {acts[0]} and {acts[1]} of the two towers"]
     if missing:
@@ -246,8 +239,8 @@ def _refuse_own_vision(exported: Exported) -> None:
         )
 
 
-def _write_open_clip(exported: Exported, folder: Path) -> Written:
-    """Write open_clip_config.json.
+def _write_open_clip(exported: Exported, folder: Path, save: Save) -> tuple[str, ...]:
+    """Write open_clip_config.json and open_clip_model.safetensors.
 
     The image tower is timm's by its name where that gives the same model, else open_clip's own ViT.
 
@@ -266,16 +259,16 @@ def _write_open_clip(exported: Exported, folder: Path) -> Written:
             f"--interpolation {image.interpolation}: open_clip knows {' and '.join(_OPEN_CLIP_INTERPOLATIONS)}"
         )
     state = model.state_dict()
-    rules: tuple[Rule, ...] = (*OPEN_CLIP_TEXT, *OPEN_CLIP_PROJECTIONS[settings.projection_bias])
+    rules: tuple[Rule, ...] = (*names.OPEN_CLIP_TEXT, *names.OPEN_CLIP_PROJECTIONS[settings.projection_bias])
     if by_name := _is_timms_own(exported.spec, model):
         vision = _timm_vision(model, exported.spec)
         trunk = {name: state.pop(name) for name in [*state] if not name.startswith("text.")}
-        named = {f"{OPEN_CLIP_TRUNK}{name}": tensor for name, tensor in trunk.items()}
-        if (head := named.pop(f"{OPEN_CLIP_TRUNK}head.weight", None)) is not None:
-            named[OPEN_CLIP_PROJECTION] = head
+        named = {f"{names.OPEN_CLIP_TRUNK}{name}": tensor for name, tensor in trunk.items()}
+        if (head := named.pop(f"{names.OPEN_CLIP_TRUNK}head.weight", None)) is not None:
+            named[names.OPEN_CLIP_PROJECTION] = head
     else:
         _refuse_own_vision(exported)
-        vision, named, rules = _own_vision(model), {}, (*rules, *OPEN_CLIP_VISION)
+        vision, named, rules = _own_vision(model), {}, (*rules, *names.OPEN_CLIP_VISION)
         state = _with_bias_in_positions(hf.with_all_positions(model), 1)
     config = {
         "embed_dim": model.common_dim,
@@ -294,8 +287,8 @@ def _write_open_clip(exported: Exported, folder: Path) -> Written:
     }
     text = json.dumps({"model_cfg": config, "preprocess_cfg": pixels}, indent=2)
     (folder / "open_clip_config.json").write_text(text + "\n")
-    named |= to_theirs(state, rules)
-    return Written(named, name="open_clip_model", in_one_file=True, notes=tuple(_notes(exported)))
+    save(folder, named | to_theirs(state, rules), max_bytes=2**62, name="open_clip_model")
+    return tuple(_notes(exported))
 
 
 def open_clip_text(model: ContrastiveModel) -> dict[str, Any]:

@@ -286,11 +286,6 @@ class TwoTowers(Contrastive):
     foreign_names = (CLIP_NAMES,)
     export_formats: ClassVar = FORMATS
 
-    @classmethod
-    def initial_model(cls, model: nn.Module) -> nn.Module:
-        """As `Task.initial_model`: both towers."""
-        return model
-
     def weight_files(self) -> dict[str, frozenset[str]]:
         """As `Task.weight_files`: the text tower has its own file, so that the other is timm's model."""
         names = [name for name, _ in self.model.named_parameters()]

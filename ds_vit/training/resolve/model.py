@@ -13,7 +13,7 @@ from ds_vit.data.sources.source import Source
 from ds_vit.data.text import describe_cut_captions
 from ds_vit.engine.settings import EngineSettings
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.models.layers import BlockLayer, tower_names, tower_of
+from ds_vit.models.layers import MAIN_TOWER, BlockLayer, tower_names, tower_of
 from ds_vit.models.param_groups import frozen_names
 from ds_vit.models.sequential import check_sizes
 from ds_vit.models.zoo import ModelSpec, TimmViT, image_size
@@ -123,7 +123,8 @@ def _initial_weights(
     config: RunConfig, task_type: type[Task], whole: TimmViT, classes: Sequence[str]
 ) -> tuple[InitialCheckpoint | None, list[str]]:
     """The source of the weights, and lines for people about it; None for random weights."""
-    whole = task_type.initial_model(whole)
+    if not task_type.tower_files.keys() & {*tower_names(whole)}:
+        whole = tower_of(whole, MAIN_TOWER)
     if not config.pretrained and not config.initial_checkpoint:
         if not {".", ":"}.intersection(config.model):
             return None, []
