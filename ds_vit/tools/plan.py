@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_vit.config import from_values, load_recipe
+from ds_vit.config import RunConfig, from_values, load_recipe
 from ds_vit.config.deepspeed_json import load_json
 from ds_vit.config.deepspeed_rules import Checkpointing, precision
 from ds_vit.config.parser import at_least, or_shipped
@@ -33,7 +33,6 @@ from ds_vit.planner.counting import LayerWork, count_flops
 from ds_vit.planner.hardware import accelerator, link
 from ds_vit.planner.memory import PARTS, LayerMemory, MemoryRules, unaligned_matrices
 from ds_vit.planner.search import Candidate, Planned, PlanRequest, Search, json_at_stage
-from ds_vit.tasks.classification.task import Classification
 from ds_vit.tasks.registry import find_task
 
 if TYPE_CHECKING:
@@ -106,7 +105,8 @@ def with_recipe(arguments: argparse.Namespace) -> None:
     else:
         recipe = load_recipe(arguments.recipe)
         has_teacher = any(recipe.get(name) for name in ("kd_model_name", "kd_checkpoint"))
-        arguments.of_task = recipe.get("task", Classification.name) != Classification.name or has_teacher
+        default = RunConfig.default_of("task")
+        arguments.of_task = recipe.get("task", default) != default or has_teacher
         for key in _OF_RECIPE:
             if key in recipe and not getattr(arguments, key):
                 setattr(arguments, key, recipe[key])
