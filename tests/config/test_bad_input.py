@@ -155,12 +155,12 @@ def test_a_bug_in_a_loaders_worker_is_none_of_the_image(ranks, tmp_path, folder)
 
 def with_a_broken_sampler(argv):
     """On a rank: main, with batches that raise what code raises, not people."""
-    from ds_vit.data import batches
+    from ds_vit.data.reader import Reader
 
-    def broken(self, number):
+    def broken(self, rows):
         raise ValueError("planted")
 
-    batches.TrainBatches.load = broken
+    Reader.read = broken
     return run_quietly(argv)
 
 

@@ -21,7 +21,7 @@ from accidents import spoil_batches
 from curves import read_rows
 
 import simulated_device
-from ds_vit.data import device as inputs
+from ds_vit.data import fields as inputs
 from ds_vit.engine.flat_gradient import FlatGradient
 from ds_vit.engine.plain import PlainEngine
 from ds_vit.engine.step_guard import HostScalar

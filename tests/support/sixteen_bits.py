@@ -319,8 +319,7 @@ def _averages(engine: Any) -> list[tuple[Any, torch.Tensor]]:
 def _rows(batch: Tensors, rows: range, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """A micro-batch as the input path gives it."""
     own = {name: tensor[rows.start : rows.stop] for name, tensor in batch.items()}
-    own |= {name: own[name].to(dtype) for name in ("images", "local_images") if name in own}
-    return {**own, "keys_on_host": own["keys"]}
+    return own | {name: own[name].to(dtype) for name in ("images", "local_images") if name in own}
 
 
 def _whole(parts: Iterable[tuple[Any, torch.Tensor]]) -> dict[str, torch.Tensor]:
