@@ -19,6 +19,7 @@ from torch import nn
 
 from ds_vit.device import capture, count_pool, graph_pool
 from ds_vit.engine.flat_gradient import FlatGradient
+from ds_vit.engine.patches import replaced
 from ds_vit.fault_tolerance.errors import first_line
 from ds_vit.tasks.task import StepContext
 
@@ -130,16 +131,12 @@ class StepGraphs:
     @contextlib.contextmanager
     def _reading_scalars(self) -> Iterator[None]:
         """Within it, the pass reads scheduled values and the loss scale from the device."""
-        context, scaler = self._context, self._engine.optimizer.loss_scaler if self._engine.fp16_enabled() else None
-        schedules, context.schedules = context.schedules, self._scalars
-        if scaler is not None:
-            scaler.scale_loss = lambda loss: (loss.double() * self._scalars[LOSS_SCALE]).to(loss.dtype)
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(replaced(self._context, "schedules", self._scalars))
+            if self._engine.fp16_enabled():
+                scaled = lambda loss: (loss.double() * self._scalars[LOSS_SCALE]).to(loss.dtype)  # noqa: E731
+                stack.enter_context(replaced(self._engine.optimizer.loss_scaler, "scale_loss", scaled))
             yield
-        finally:
-            context.schedules = schedules
-            if scaler is not None:
-                del scaler.scale_loss
 
     def _capture(self, function: Pass, inputs: Sequence[Given]) -> tuple[Any, Any] | None:
         """A graph of the pass, and its outputs; None where it cannot be captured: the state is then as before."""

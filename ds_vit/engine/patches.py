@@ -37,34 +37,31 @@ def version_warnings() -> list[str]:
     ]
 
 
+_ABSENT = object()
+
+
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Replace an attribute of a module or a class for the block."""
-    original = vars(owner)[name]
+    """Set an attribute of a module, a class or an object itself for the block; one that it lacks is then removed."""
+    original = vars(owner).get(name, _ABSENT)
     setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(owner, name, original)
+        if original is _ABSENT:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, original)
 
 
-@contextlib.contextmanager
-def without_compiled_collectives() -> Iterator[None]:
+def without_compiled_collectives() -> contextlib.AbstractContextManager[None]:
     """Keep `deepspeed.init_distributed` on a CPU from compiling a collective: 50 s, and an error without ninja.
 
     DeepSpeed fills its table of operators by trying the compiler on all of them; the replacement saves that too.
     """
     import deepspeed
 
-    made = vars(deepspeed.ops).get("__compatible_ops__")
-    deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
-    try:
-        yield
-    finally:
-        if made is None:
-            del deepspeed.ops.__compatible_ops__
-        else:
-            deepspeed.ops.__compatible_ops__ = made
+    return replaced(deepspeed.ops, "__compatible_ops__", {"deepspeed_shm_comm": False})
 
 
 def import_muon_uncompiled() -> None:
@@ -123,15 +120,10 @@ def shared_grid(grid: Any) -> contextlib.AbstractContextManager[None]:
     return replaced(module, "PipelineParallelGrid", lambda *_, **__: grid)
 
 
-@contextlib.contextmanager
-def keep_training_mode(module: torch.nn.Module) -> Iterator[None]:
+def keep_training_mode(module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
     """Keep the modules in training mode through `eval_batch`, which switches to evaluation: drop-path stays on."""
     module.train()
-    module.eval = lambda: module  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        del module.eval
+    return replaced(module, "eval", lambda: module)
 
 
 def autocast_scaler(engine: Any) -> torch.amp.GradScaler | None:
