@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -206,17 +207,6 @@ def hold_scheduler_on_skipped_steps(scheduler: Any, applied: Callable[[], bool])
 # ---- collectives on a CPU --------------------------------------------------------------------------------------------
 
 
-class _Works:
-    """Several collectives that are waited for as one."""
-
-    def __init__(self, works: Sequence[dist.Work]) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-
-
 def gather_in_place(backend: Any) -> None:
     """Have DeepSpeed gather CPU tensors in place: a third of the time, the same bits.
 
@@ -240,8 +230,13 @@ def gather_in_place(backend: Any) -> None:
         if mine.data_ptr() != input_tensor.data_ptr():
             mine.copy_(input_tensor.view(-1))
         # Each part's way to all ranks begins at once: over gloo no slower than one collective, also of small tensors.
-        works = _Works([dist.broadcast(part, group=group, group_src=r, async_op=True) for r, part in enumerate(parts)])
-        return works if async_op else works.wait()
+        works = [dist.broadcast(part, group=group, group_src=r, async_op=True) for r, part in enumerate(parts)]
+
+        def wait() -> None:
+            for work in works:
+                work.wait()
+
+        return SimpleNamespace(wait=wait) if async_op else wait()
 
     backend.all_gather_function = all_gather_into_tensor
 
