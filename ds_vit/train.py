@@ -182,7 +182,7 @@ def train(
         # ---- the loop ------------------------------------------------------------------------------------------------
         log = StepLog(engine, inputs, flops, peak, reporter)
         callbacks = build_callbacks(run, engine, ema, clock, log, watchdog, reporter, folder.profile)
-        average, received = engine.teachers or ema, signals or Signals()
+        average, received = engine.context.teachers or ema, signals or Signals()
         checkpoints = CheckpointManager(run, folder.checkpoints, engine, average, throughput, received, reporter)
         trainer = Trainer(run.schedule, engine, inputs, evaluations, callbacks, checkpoints, watchdog, folder)
         with phase("reading the checkpoint") if run.output.resume else contextlib.nullcontext():

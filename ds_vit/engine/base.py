@@ -57,6 +57,7 @@ class RankContext(StepContext):
 
     Attributes:
         zero_map: of this rank; None in evaluation only.
+        teachers: of the task, in training, which a checkpoint holds in fp32; None without any.
     """
 
     groups: Groups
@@ -64,6 +65,7 @@ class RankContext(StepContext):
     class_parallel: TensorParallel | None
     accumulation: int
     zero_map: ZeroMap | None = None
+    teachers: TeacherAverage | None = None
     step: int = 0
     schedules: Mapping[str, float] = field(default_factory=dict)
     measures: bool = False
@@ -76,6 +78,11 @@ class RankContext(StepContext):
         """As `StepContext.masters`."""
         assert self.zero_map is not None, "there is no optimizer"
         return self.zero_map.values(names)
+
+    def update_teachers(self, momentum: float) -> None:
+        """As `StepContext.update_teachers`."""
+        assert self.teachers is not None, "the task has no teachers"
+        self.teachers.update_by(momentum)
 
 
 class Engine(ABC):
@@ -256,11 +263,6 @@ class Engine(ABC):
             if self.graphs is not None:
                 self.graphs.clear()
         self._sizes.set(size)
-
-    @property
-    def teachers(self) -> TeacherAverage | None:
-        """The task's teachers, which a checkpoint holds in fp32; None without any."""
-        return None
 
     def begin_step(self, step: int, schedules: Mapping[str, float], held: frozenset[str] = frozenset()) -> None:
         """Set the scheduled values of the next step.

@@ -44,10 +44,6 @@ class StageContext(RankContext):
         """As `StepContext.forward`."""
         return self.outputs[tower] if grad else self.outputs[tower].detach()
 
-    def update_teachers(self, momentum: float) -> None:
-        """As `StepContext.update_teachers`."""
-        raise NotImplementedError("resolve_model rejects teachers in a pipeline")
-
 
 class StagedViT(PipelineModule):
     """The layers of one stage, run in order; its blocks may be recomputed in the backward pass.

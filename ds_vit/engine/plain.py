@@ -25,11 +25,9 @@ class PlainContext(RankContext):
 
     Attributes:
         towers: of this rank; may only be called within a forward call of DeepSpeed's engine.
-        teachers: of the task, in training; None without any.
     """
 
     towers: Towers
-    teachers: TeacherAverage | None = None
 
     def forward(
         self, tower: str, inputs: Sequence[torch.Tensor | None], batch: Batch, *, grad: bool = True
@@ -38,11 +36,6 @@ class PlainContext(RankContext):
         first, *others = inputs
         with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
             return self.towers[tower](first, batch["keys"], *others)
-
-    def update_teachers(self, momentum: float) -> None:
-        """As `StepContext.update_teachers`."""
-        assert self.teachers is not None, "the task has no teachers"
-        self.teachers.update_by(momentum)
 
 
 class PlainEngine(Engine):
@@ -79,11 +72,6 @@ class PlainEngine(Engine):
                 pairs += [(parameter, students[name]) for name, parameter in model[teacher].named_parameters()]
             context.teachers = TeacherAverage(self.zero_map, pairs)
         return context
-
-    @property
-    def teachers(self) -> TeacherAverage | None:
-        """As `Engine.teachers`."""
-        return self.context.teachers
 
     def train_step(self, batches: Iterator[Batch], meanwhile: Callable[[], object] = lambda: None) -> StepResult:
         """As `Engine.train_step`; `meanwhile` is called after the first forward pass, with graphs after the first

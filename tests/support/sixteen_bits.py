@@ -305,10 +305,10 @@ def _held_by(engine: Any) -> list[tuple[Any, torch.Tensor]]:
 
 def _averages(engine: Any) -> list[tuple[Any, torch.Tensor]]:
     """The same of the teachers' weights, which are averages, by the teachers' names."""
-    if engine.teachers is None:
+    if engine.context.teachers is None:
         return []
     found = []
-    for shard, average in zip(engine.zero_map.shards, engine.teachers.tensors, strict=True):
+    for shard, average in zip(engine.zero_map.shards, engine.context.teachers.tensors, strict=True):
         for segment, view in zip(shard.segments, shard.views(average), strict=True):
             name = f"teacher.{segment.name}".replace("teacher.dino_head", "teacher_head")
             if segment.name != "mask_token":  # which only the student has
