@@ -98,11 +98,14 @@ class TeacherAverage(Ema):
     Args:
         zero_map: the map of this rank.
         pairs: (teacher's, student's) parameters of this rank, of the same shapes.
+
+    Attributes:
+        write: copies the average into the teachers (a collective).
     """
 
     def __init__(self, zero_map: ZeroMap, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         super().__init__(zero_map, decay=0.0)
-        self._copies = zero_map.teacher_copies(pairs, self.tensors)
+        self.write = zero_map.teacher_writer(pairs, self.tensors)
         self.write()
 
     @torch.no_grad()
@@ -111,7 +114,3 @@ class TeacherAverage(Ema):
         self.updates += 1
         self._move(1.0 - momentum)
         self.write()
-
-    def write(self) -> None:
-        """Copy the average into the teachers (a collective)."""
-        self._copies.write()

@@ -94,25 +94,6 @@ def flat_groups(optimizer: Any) -> list[FlatGroup]:
     ]
 
 
-@dataclass(frozen=True, eq=False)
-class TeacherCopies:
-    """Frozen parameters that hold averages of trained ones; see `ZeroMap.teacher_copies`.
-
-    Attributes:
-        copies: (memory of a teacher's parameter on this rank, its value).
-        gather: sends the copied values to the other ranks.
-    """
-
-    copies: Sequence[tuple[torch.Tensor, torch.Tensor]]
-    gather: Callable[[], None]
-
-    @torch.no_grad()
-    def write(self) -> None:
-        """Copy the values into the teachers (a collective)."""
-        torch._foreach_copy_(*map(list, zip(*self.copies, strict=True)))
-        self.gather()
-
-
 @dataclass
 class ZeroMap:
     """All flat tensors of this rank.
@@ -218,17 +199,17 @@ class ZeroMap:
             optimizer._reassign_or_swap_out_partitioned_parameters(sub_group)
         optimizer._partition_all_parameters()  # what stays gathered between steps is old
 
-    def teacher_copies(
+    def teacher_writer(
         self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], values: Sequence[torch.Tensor]
-    ) -> TeacherCopies:
-        """Frozen parameters of a teacher that hold averages of trained ones, in the model's type.
+    ) -> Callable[[], None]:
+        """A function that copies averages of trained parameters into a teacher's frozen ones, in the model's type.
 
-        Below ZeRO-3 they move into flat memory that is laid out like that of the trained ones.
+        It is a collective. Below ZeRO-3 the teacher's move into flat memory that is laid out like the trained ones'.
 
         Args:
             pairs: (teacher's, student's) parameters of this rank, of the same shapes; where the student's is not
                 trained, it is the value itself.
-            values: laid out like the shards; each `write` reads them.
+            values: laid out like the shards; each call reads them.
         """
         teachers = {id(parameter): teacher for teacher, parameter in pairs}
         assert len(teachers) == len(pairs), "a parameter with two teachers"
@@ -240,15 +221,15 @@ class ZeroMap:
                     number, offset, _ = position[self._optimizer.get_param_id(parameter)]
                     _, length = _zero3_share(parameter)
                     copies.append((_stored(teacher).view(-1)[:length], values[number].narrow(0, offset, length)))
-            return TeacherCopies(copies, self._optimizer._partition_all_parameters)
+            return partial(_write, copies, self._optimizer._partition_all_parameters)
         own_flats = [_laid_out_like(group, teachers) for group in self._flats]
         self.frozen = [replace(shard, tensor=shard.parameter.detach().view(-1)) for shard in self.frozen]
         if self.stage == 0:
-            return TeacherCopies([*copies, *zip(own_flats, values, strict=True)], lambda: None)
+            return partial(_write, [*copies, *zip(own_flats, values, strict=True)], lambda: None)
         shares = [flat.split(len(value)) for flat, value in zip(own_flats, values, strict=True)]
         ranks = [dist.get_rank(group) for group in self._optimizer.real_dp_process_group]
         copies += [(share[rank], value) for share, rank, value in zip(shares, ranks, values, strict=True)]
-        return TeacherCopies(copies, partial(_gather_flats, self._optimizer, own_flats, shares))
+        return partial(_write, copies, partial(_gather_flats, self._optimizer, own_flats, shares))
 
     def on_overflow(self, callback: Callable[[list[torch.Tensor | None]], None]) -> None:
         """Have ZeRO call `callback` when it is about to drop gradients that are not finite and skip a step.
@@ -384,6 +365,13 @@ def _laid_out_like(group: FlatGroup, teachers: Mapping[int, torch.Tensor]) -> to
         if (teacher := teachers.get(id(parameter))) is not None:
             teacher.data = own.narrow(0, start, teacher.numel()).view_as(teacher)
     return own
+
+
+@torch.no_grad()
+def _write(copies: Sequence[tuple[torch.Tensor, torch.Tensor]], gather: Callable[[], None]) -> None:
+    """Copy values into memory of this rank's parameters, then send it to the other ranks."""
+    torch._foreach_copy_(*map(list, zip(*copies, strict=True)))
+    gather()
 
 
 def _gather_flats(optimizer: Any, flats: Sequence[torch.Tensor], shares: Sequence[Sequence[torch.Tensor]]) -> None:
