@@ -28,6 +28,10 @@ SquareNorms = Callable[[], Iterable[tuple[str, float]]]
 """Gives the timm name of a parameter and the squared norm of a part of its gradient, for each part on this rank."""
 
 
+_LAST_VALUES, _LEAST_VALUES = 100, 10
+"""Losses and norms whose mean a spike exceeds: at most so many, and with fewer nothing is a spike."""
+
+
 class CountedGradients:
     """The parts of a rank's flat gradients that the global norm counts.
 
@@ -93,32 +97,10 @@ class SkippedStep:
         return f"a spike: loss {self.loss:.4g}, gradient norm {self.grad_norm:.3g}, usually {self.usual:.3g}; {where}"
 
 
-class Recent:
-    """The last values of a quantity, to detect a spike.
-
-    Args:
-        factor: a value above so many times their mean is a spike.
-        size: how many values are remembered.
-        least: with fewer values nothing is a spike.
-    """
-
-    def __init__(self, factor: float, size: int = 100, least: int = 10) -> None:
-        self._factor = factor
-        self._least = least
-        self.values: deque[float] = deque(maxlen=size)
-
-    @property
-    def mean(self) -> float:
-        """The mean of the remembered values."""
-        return sum(self.values) / len(self.values)
-
-    def stands_out(self, value: float) -> bool:
-        """Whether a value is more than `factor` times the recent mean."""
-        return len(self.values) >= self._least and value > self._factor * self.mean
-
-    def add(self, value: float) -> None:
-        """Remember a value that was accepted."""
-        self.values.append(value)
+def usual_before_spike(recent: Sequence[float], value: float, factor: float) -> float | None:
+    """The mean of the last values of a quantity, if there are enough and this value is above `factor` times it."""
+    usual = sum(recent) / max(1, len(recent))
+    return usual if len(recent) >= _LEAST_VALUES and value > factor * usual else None
 
 
 class StepOutcome(NamedTuple):
@@ -191,7 +173,8 @@ class StepGuard:
     square_norms: Callable[[], SquareNorms] | None = None
 
     def __post_init__(self) -> None:
-        self._recent: tuple[Recent, Recent] | None = None  # losses and norms
+        self._recent: tuple[deque[float], deque[float]] | None = None  # losses and norms
+        self._factor = math.inf
         self._decided = False
         self._late: Callable[[], StepOutcome] | None = None
         self.skipped: SkippedStep | None = None
@@ -202,17 +185,17 @@ class StepGuard:
 
     def watch_spikes(self, factor: float) -> None:
         """Reject steps whose loss or norm is more than `factor` times the mean of the last 100 (of 10 at least)."""
-        self._recent = Recent(factor), Recent(factor)
+        self._factor, self._recent = factor, (deque(maxlen=_LAST_VALUES), deque(maxlen=_LAST_VALUES))
 
     def recent(self) -> list[list[float]]:
         """The losses and norms that spikes are compared with, for a checkpoint."""
-        return [list(recent.values) for recent in self._recent] if self._recent else [[], []]
+        return [list(recent) for recent in self._recent] if self._recent else [[], []]
 
     def remember(self, values: Sequence[Sequence[float]]) -> None:
         """Restore what `recent` gave, if spikes are watched for."""
         for recent, old in zip(self._recent or (), values, strict=False):
-            recent.values.clear()
-            recent.values.extend(old)
+            recent.clear()
+            recent.extend(old)
 
     @property
     def device_decides(self) -> bool:
@@ -294,10 +277,10 @@ class StepGuard:
         if self._recent is None or loss is None:
             return None
         for value, recent in zip((loss, norm), self._recent, strict=True):
-            if recent.stands_out(value):
-                return SkippedStep("spike", loss, norm, recent.mean, self._worst_layer(finite=True))
+            if (usual := usual_before_spike(recent, value, self._factor)) is not None:
+                return SkippedStep("spike", loss, norm, usual, self._worst_layer(finite=True))
         for value, recent in zip((loss, norm), self._recent, strict=True):
-            recent.add(value)
+            recent.append(value)
         return None
 
     def _worst_layer(self, finite: bool) -> tuple[str, float]:

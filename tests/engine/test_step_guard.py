@@ -16,23 +16,17 @@ from runs import pretend_fp16, run_quietly
 from safetensors.torch import load_file
 from zero_layouts import BF16, WRAPPER, words
 
-from ds_vit.engine.step_guard import Recent
+from ds_vit.engine.step_guard import usual_before_spike
 
 BAD_STEP, STEPS, ACCUMULATION = 13, 16, 2
 
 
-def test_recent_mean():
-    """An average that counts what it turned down, forgets to wait, or never forgets."""
-    recent = Recent(factor=3.0, size=4, least=2)
-    assert not recent.stands_out(1e9), "nothing to compare with"
-    for value in (1.0, 3.0):
-        recent.add(value)
-    assert not recent.stands_out(6.0)
-    assert recent.stands_out(6.1)
-    for value in (10.0,) * 4:
-        recent.add(value)
-    assert recent.mean == 10.0
-    assert not recent.stands_out(29.0)
+def test_usual_before_spike():
+    """A mean of too few values, or of another number than there are; a factor that is reached counts as exceeded."""
+    assert usual_before_spike([1.0] * 9, 1e9, 3.0) is None, "nothing to compare with"
+    values = [1.0, 3.0] * 5
+    assert usual_before_spike(values, 6.0, 3.0) is None
+    assert usual_before_spike(values, 6.1, 3.0) == 2.0
 
 
 @contextlib.contextmanager
