@@ -27,13 +27,7 @@ from ds_vit.parallel.zero_map import ZeroMap
 
 _TORCH = ("AdamW", "Adam", "SGD", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop")
 # Not torch's: Lion is timm's, the others are this package's.
-_OTHERS: dict[str, type[torch.optim.Optimizer]] = {
-    "Lion": Lion,
-    "Adagrad": Adagrad,
-    "Lamb": Lamb,
-    "Lars": Lars,
-    "Muon": Muon,
-}
+_OTHERS: dict[str, type[torch.optim.Optimizer]] = {cls.__name__: cls for cls in (Lion, Adagrad, Lamb, Lars, Muon)}
 OPTIMIZERS = (*_TORCH, *_OTHERS)
 """The names that an `optimizer` block may have, in upper or lower case."""
 # DeepSpeed's arguments that only choose an implementation; `build_optimizer` takes torch's fused or foreach one.
