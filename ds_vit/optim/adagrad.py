@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.optim.adagrad import adagrad
 
 from ds_vit.fault_tolerance.errors import UserError
 
@@ -57,27 +56,15 @@ class Adagrad(torch.optim.Optimizer):
         for name, number in numbers.items():
             if not number >= 0.0:
                 raise UserError(f"Adagrad's {name} {number} must not be negative")
-        super().__init__(params, {**numbers, "maximize": maximize, "foreach": foreach})
+        of_torch = {"maximize": maximize, "foreach": foreach, "differentiable": False, "fused": None}
+        super().__init__(params, {**numbers, **of_torch})
 
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        """One update of whatever lies in `param_groups` now."""
-        assert closure is None
-        for group in self.param_groups:
-            parameters = [p for p in group["params"] if p.grad is not None]
-            for p in parameters:
-                if not self.state[p]:
-                    self.state[p]["step"] = torch.tensor(0.0)
-                    self.state[p]["sum"] = torch.full_like(p, group["initial_accumulator_value"])
-            adagrad(
-                parameters,
-                [p.grad for p in parameters],
-                [self.state[p]["sum"] for p in parameters],
-                [self.state[p]["step"] for p in parameters],
-                foreach=group["foreach"],
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                lr_decay=group["lr_decay"],
-                eps=group["eps"],
-                maximize=group["maximize"],
-            )
+    def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> tuple[bool, bool]:
+        """As torch's, which finds the states of whatever lies in `param_groups` now."""
+        for p in group["params"]:
+            if p.grad is not None and not self.state[p]:
+                self.state[p]["step"] = torch.tensor(0.0)
+                self.state[p]["sum"] = torch.full_like(p, group["initial_accumulator_value"])
+        return torch.optim.Adagrad._init_group(self, group, *lists)
+
+    step = torch.optim.Adagrad.step
