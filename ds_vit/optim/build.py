@@ -22,7 +22,7 @@ from ds_vit.optim.lamb import Lamb
 from ds_vit.optim.lars import Lars
 from ds_vit.optim.muon import Muon
 from ds_vit.optim.per_parameter import OptimizerRules, PerParameterOptimizer
-from ds_vit.optim.rate_factors import RateFactors, ScaledSteps
+from ds_vit.optim.rate_factors import RateFactors, scale_steps
 from ds_vit.parallel.zero_map import ZeroMap
 
 _TORCH = ("AdamW", "Adam", "SGD", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop")
@@ -252,5 +252,5 @@ def attach(optimizer: torch.optim.Optimizer, zero_map: ZeroMap, factors: Mapping
     if isinstance(optimizer, PerParameterOptimizer):
         optimizer.attach(zero_map, rates)
     else:
-        ScaledSteps(optimizer, zero_map, rates)
+        scale_steps(optimizer, zero_map, rates)
     return rates

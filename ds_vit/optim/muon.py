@@ -26,7 +26,7 @@ from torch import nn
 
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.optim.per_parameter import OptimizerRules, PerParameterOptimizer
-from ds_vit.optim.rate_factors import RateFactors, ScaledSteps
+from ds_vit.optim.rate_factors import RateFactors, scale_steps
 from ds_vit.parallel.tensor.slices import Segment, assemble_flat
 from ds_vit.parallel.zero_map import ZeroMap
 
@@ -194,7 +194,7 @@ class Muon(PerParameterOptimizer):
         """See `PerParameterOptimizer.attach`."""
         super().attach(zero_map, rates)
         self._matrices.clear()
-        ScaledSteps(self, zero_map, rates)
+        scale_steps(self, zero_map, rates)
 
     def _update(self, group: dict[str, Any], parameters: Sequence[torch.Tensor]) -> None:
         states = self._states(parameters, group["state_keys"])

@@ -10,7 +10,7 @@ without weight decay, while the optimizer's state advances, as at a learning rat
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -84,8 +84,8 @@ class RateFactors:
         return 0.0 if name in self._held else self._factors.get(name, 1.0)
 
 
-class ScaledSteps:
-    """Makes an elementwise optimizer take each parameter's step by its factor; costs a transient copy of the weights
+def scale_steps(optimizer: torch.optim.Optimizer, zero_map: ZeroMap, rates: RateFactors) -> None:
+    """Make an elementwise optimizer take each parameter's step by its factor; costs a transient copy of the weights
     whose factor is not 1.
 
     Args:
@@ -93,34 +93,26 @@ class ScaledSteps:
         zero_map: the map of this rank.
         rates: of each step.
     """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, zero_map: ZeroMap, rates: RateFactors) -> None:
-        self._zero_map = zero_map
-        self._rates = rates
-        self._old: list[tuple[float, list[torch.Tensor], Sequence[torch.Tensor]]] = []  # factor, weights, their copies
-        optimizer.register_step_pre_hook(self._before)
-        optimizer.register_step_post_hook(self._after)
-
-    def _scaled(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[float, torch.Tensor]]:
-        """The weights that the optimizer updates and whose factor is not 1."""
-        for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
-            flat = parameter.detach().view(-1)
-            for segment in self._zero_map.shard_of(parameter).segments:
-                if (factor := self._rates.factor(segment.name)) != 1.0:
-                    yield factor, segment.of(flat)
+    kept: list[tuple[float, list[torch.Tensor], Sequence[torch.Tensor]]] = []  # factor, weights, their copies
 
     @torch.no_grad()
-    def _before(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if not self._rates.act:
+    def before(*_: Any) -> None:
+        if not rates.act:
             return
         by_factor: defaultdict[float, list[torch.Tensor]] = defaultdict(list)
-        for factor, weights in self._scaled(optimizer):
-            by_factor[factor].append(weights)
+        for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
+            flat = parameter.detach().view(-1)
+            for segment in zero_map.shard_of(parameter).segments:
+                if (factor := rates.factor(segment.name)) != 1.0:
+                    by_factor[factor].append(segment.of(flat))
         # Multiplied by 1: a copy of all of them in few kernels.
-        self._old = [(factor, own, torch._foreach_mul(own, 1.0)) for factor, own in by_factor.items()]
+        kept[:] = [(factor, own, torch._foreach_mul(own, 1.0)) for factor, own in by_factor.items()]
 
     @torch.no_grad()
-    def _after(self, *_: Any) -> None:
-        for factor, own, old in self._old:
+    def after(*_: Any) -> None:
+        for factor, own, old in kept:
             torch._foreach_lerp_(own, old, 1.0 - factor)
-        self._old = []
+        kept.clear()
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(after)

@@ -95,11 +95,11 @@ class SegmentedTensors:
 
     def _each(self, operation: str, factors: torch.Tensor, padding: float, *lists: Sequence[torch.Tensor]) -> None:
         """`tensor.operation(…, factor)` for every segment in the first of the lists, with those in the others."""
+        own, done = factors[self._index].to(self.shards[0].tensor.dtype), 0
         if self._one_call:
             if len(self._index):
-                getattr(torch, f"_foreach_{operation}")(*map(self.views, lists), self._of_segments(factors))
+                getattr(torch, f"_foreach_{operation}")(*map(self.views, lists), list(own.unbind()))
             return
-        own, done = factors[self._index].to(self.shards[0].tensor.dtype), 0
         for shard, parts, *tensors in zip(self.shards, self._parts, *lists, strict=True):
             of_split = own.new_full((2 * len(shard.segments) + 1,), padding)
             of_split[1::2] = own[done : done + len(shard.segments)]
@@ -108,10 +108,6 @@ class SegmentedTensors:
                 factor = torch.repeat_interleave(of_split[first : first + len(sizes)], sizes, output_size=length)
                 tensor, *others = (tensor.view(-1).narrow(0, start, length) for tensor in tensors)
                 getattr(tensor, operation)(*others, factor)
-
-    def _of_segments(self, factors: torch.Tensor) -> list[torch.Tensor]:
-        """[P] → S scalar tensors in the type of the flat tensors."""
-        return list(factors[self._index].to(self.shards[0].tensor.dtype).unbind())
 
 
 def _split_sizes(shard: Shard) -> list[int]:
