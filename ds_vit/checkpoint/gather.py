@@ -61,8 +61,8 @@ class RankShare:
     def _saves(self, shard: Shard, replicated: bool) -> bool:
         """Whether this rank saves its copy of a segment."""
         partitioned = self.zero_map.stage == 3 or (self.zero_map.stage > 0 and shard.group >= 0)
-        first_in_dp = partitioned or self.zero_map.dp_rank == 0
-        return first_in_dp and (self.zero_map.tp_rank == 0 or not replicated)
+        groups = self.zero_map.groups
+        return (partitioned or groups.dp_rank == 0) and (groups.tp_rank == 0 or not replicated)
 
     def kinds(self) -> tuple[str, ...]:
         """The kinds that have tensors now, the same on every rank."""

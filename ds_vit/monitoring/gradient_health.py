@@ -121,7 +121,7 @@ class GradientHealth:
     def _trust_ratios(self) -> Mapping[str, float]:
         """Those of all pipeline stages (a collective where there are several)."""
         own = getattr(self._zero_map.base, "trust_ratios", dict)()
-        if self._zero_map.group is None:
+        if self._zero_map.groups.stage is None:
             return own
         return {name: ratio for part in gather_objects(own) for name, ratio in part.items()}
 

@@ -27,6 +27,7 @@ from torch import nn
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.optim.per_parameter import OptimizerRules, PerParameterOptimizer
 from ds_vit.optim.rate_factors import RateFactors, scale_steps
+from ds_vit.parallel.groups import gather_objects
 from ds_vit.parallel.tensor.slices import Segment, assemble_flat
 from ds_vit.parallel.zero_map import ZeroMap
 
@@ -276,14 +277,15 @@ class WholeMatrices:
         parameters: Sequence[torch.Tensor],
         cost: Callable[[tuple[int, ...]], float],
     ) -> None:
-        self._zero_map = zero_map
+        self._zero_map, self._group = zero_map, zero_map.groups.stage
         shards = [zero_map.shard_of(parameter) for parameter in parameters]
         self._own = [segment for shard in shards for segment in shard.segments]
         # The map's flat tensors that these parameters are, in their order.
         self._number = {segment.block: number for number, shard in enumerate(shards) for segment in shard.segments}
-        everyones = self._everybodys()
+        # By rank of the group: its segments, and whether each is among those that make every matrix once.
+        everyones = gather_objects([(segment, zero_map.counts(segment)) for segment in self._own], self._group)
         held = [[segment for segment, _ in segments] for segments in everyones]
-        self._rank = 0 if len(held) == 1 else dist.get_rank(zero_map.group)
+        self._rank = dist.get_rank(self._group)
         self._slices = {segment.name: segment.tp_slice for segments in held for segment in segments}
         owners = _owners(held, {name: cost(described.full_shape) for name, described in self._slices.items()})
         self.owned = tuple(name for name, owner in owners.items() if owner == self._rank)
@@ -309,15 +311,6 @@ class WholeMatrices:
             [segment for segment in segments if travels(segment, rank, self._rank)]
             for rank, segments in enumerate(self._to_give_back)
         ]
-
-    def _everybodys(self) -> list[list[tuple[Segment, bool]]]:
-        """By rank of the group: its segments, and whether each is among those that make every matrix once."""
-        own = [(segment, self._zero_map.counts(segment)) for segment in self._own]
-        if self._zero_map.group_size == 1:
-            return [own]
-        held: list[list[tuple[Segment, bool]]] = [[] for _ in range(self._zero_map.group_size)]
-        dist.all_gather_object(held, own, group=self._zero_map.group)
-        return held
 
     @torch.no_grad()
     def apply_(self, tensors: Sequence[torch.Tensor], work: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -388,7 +381,7 @@ class WholeMatrices:
             torch.cat(sent) if sent else torch.empty(0, device=device),
             [sum(numbers) for numbers in lengths],
             [sum(value.numel() for value in values) for values in given],
-            group=self._zero_map.group,
+            group=self._group,
         )
         by_rank = received.split([sum(numbers) for numbers in lengths])
         return [values.split(numbers) for values, numbers in zip(by_rank, lengths, strict=True)]

@@ -103,9 +103,7 @@ class ZeroMap:
         frozen: of the parameters that are not trained, in the model's type; one parameter each. Those of a fixed
             teacher are not among them.
         stage: ZeRO's.
-        dp_rank, tp_rank: of this rank.
-        group: the ranks that hold this pipeline stage's parameters between them, tp innermost; None for all ranks.
-        group_size: how many they are.
+        groups: of the run; sums are over `groups.stage`, the ranks that hold this stage's parameters between them.
         names: timm names of the whole model's trained parameters, the same list on every rank.
         device: where collectives take their tensors; the flat tensors lie elsewhere when they are offloaded.
         gradients_flat: the reduced gradient of each shard, where engine/flat_gradient.py keeps it.
@@ -114,10 +112,7 @@ class ZeroMap:
     shards: list[Shard]
     frozen: list[Shard]
     stage: int
-    dp_rank: int
-    tp_rank: int
-    group: dist.ProcessGroup | None
-    group_size: int
+    groups: Groups
     names: tuple[str, ...]
     device: torch.device
     gradients_flat: Sequence[torch.Tensor] | None
@@ -135,8 +130,9 @@ class ZeroMap:
         return getattr(self._optimizer, "optimizer", self._optimizer)
 
     def counts(self, segment: Segment) -> bool:
-        """Whether sums over `group` count this rank's copy of a segment."""
-        return (self.stage > 0 or self.dp_rank == 0) and (self.tp_rank == 0 or not segment.replicated)
+        """Whether sums over `groups.stage` count this rank's copy of a segment."""
+        groups = self.groups
+        return (self.stage > 0 or groups.dp_rank == 0) and (groups.tp_rank == 0 or not segment.replicated)
 
     def state_keys(self) -> tuple[str, ...]:
         """Names of the optimizer's states that have an element for each of the shard's (exp_avg, …), sorted."""
@@ -158,12 +154,12 @@ class ZeroMap:
 
     @torch.no_grad()
     def values(self, names: Sequence[str]) -> torch.Tensor:
-        """The fp32 values of one-element parameters, [number of names] (a collective of `group`)."""
+        """The fp32 values of one-element parameters, [number of names] (a collective of `groups.stage`)."""
         found = torch.zeros(len(names), device=self.device)
         for shard in (*self.shards, *self.frozen):
             whole = shard in self.frozen and self.stage < 3  # on every data-parallel rank
             for segment, view in zip(shard.segments, shard.views(shard.saved), strict=True):
-                if segment.name in names and self.counts(segment) and not (whole and self.dp_rank):
+                if segment.name in names and self.counts(segment) and not (whole and self.groups.dp_rank):
                     found[names.index(segment.name)] = view[0]
         return self.all_reduce(found)
 
@@ -174,7 +170,7 @@ class ZeroMap:
         Of a frozen parameter in 16 bits, the ranks that save it keep the values.
         """
         for number, shard in enumerate(self.frozen):
-            saves = self.stage == 3 or self.dp_rank == 0
+            saves = self.stage == 3 or self.groups.dp_rank == 0
             if saves and shard.exact is None and shard.names[0] in values and shard.tensor.dtype != torch.float32:
                 self.frozen[number] = replace(shard, exact=torch.empty(shard.tensor.numel()))
         for shard in (*self.shards, *(shard for shard in self.frozen if shard.exact is not None)):
@@ -290,11 +286,11 @@ class ZeroMap:
                 yield segment, piece.view(-1)[: segment.length]
 
     def all_reduce(self, vector: torch.Tensor) -> torch.Tensor:
-        """The sum of a small tensor over `group`: one collective, none where the group is only this rank."""
-        if self.group_size == 1:
+        """The sum of a small tensor over `groups.stage`: one collective, none where that is only this rank."""
+        if self.groups.layout.dp * self.groups.layout.tp == 1:
             return vector
         moved = vector.to(self.device)
-        dist.all_reduce(moved, group=self.group)
+        dist.all_reduce(moved, group=self.groups.stage)
         return moved.to(vector.device)
 
 
@@ -327,10 +323,7 @@ def build_zero_map(
         shards=shards,
         frozen=frozen,
         stage=stage,
-        dp_rank=groups.dp_rank,
-        tp_rank=groups.tp_rank,
-        group=groups.stage,
-        group_size=groups.layout.dp * groups.layout.tp,
+        groups=groups,
         names=_all_names(own, groups),
         device=engine.device,
         gradients_flat=gradients,
