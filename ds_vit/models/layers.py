@@ -64,19 +64,10 @@ class TokenCount:
     num_patches: int
     patch_drop: KeyedPatchDropout | None = None
 
-    def _count(self, training: bool) -> int:
+    def count(self, training: bool) -> int:
+        """In training, or in evaluation."""
         drop = self.patch_drop
         return self.num_prefix_tokens + (drop.num_kept(self.num_patches, training) if drop else self.num_patches)
-
-    @property
-    def training(self) -> int:
-        """In training."""
-        return self._count(True)
-
-    @property
-    def evaluating(self) -> int:
-        """In evaluation."""
-        return self._count(False)
 
 
 class Layer(nn.Module):

@@ -162,7 +162,7 @@ def test_every_kind_of_encoder(kind):
         short = isinstance(layer, EmbedLayer) or type(layer) is BlockLayer
         assert value[0].shape[1] == prefix + (patches // 4 if short else patches)
         assert torch.equal(value[1], keys)
-        assert layer.num_tokens.training == layer.num_tokens.evaluating
+        assert layer.num_tokens.count(training=True) == layer.num_tokens.count(training=False)
         # What crosses a stage: no float tensor without a gradient.
         assert all(tensor.requires_grad for tensor in value if tensor.is_floating_point())
     for layer, following in itertools.pairwise(layers):  # a layer's count is that of what it is given

@@ -69,7 +69,7 @@ def compare_in_half_precision() -> None:
         dtype = torch.float32 if autocast else torch.bfloat16
         embed, block, *_ = whole_layers(spec_of(*KINDS[kind]), dtype, gated="gated" in kind)
         own_embed, own_block = sharded_copies([embed, block], tp)
-        count = block.num_tokens.training
+        count = block.num_tokens.count(training=True)
         tokens = torch.randn(SAMPLES, count, embed.embed_dim, generator=torch.Generator().manual_seed(1))
         outs = []
         for front, layer, x in (
@@ -253,7 +253,7 @@ def bytes_sent(kind: str, sequence_parallel: bool, recompute: CheckpointFunction
     layers = whole_layers(spec_of(*KINDS[kind]))
     (block,) = sharded_copies([layers[1]], tp)
     block.requires_grad_(False)  # the activations alone; sums of small replicated gradients come on top
-    tokens = torch.randn(SAMPLES, block.num_tokens.training, layers[0].embed_dim, dtype=torch.float64)
+    tokens = torch.randn(SAMPLES, block.num_tokens.count(training=True), layers[0].embed_dim, dtype=torch.float64)
     own = own_tokens(tokens, tp)
     sent = 0
 
@@ -283,7 +283,7 @@ def test_bytes_moved(ranks, kind, regions, sequence_parallel):
     """A collective too many: each region costs one all-reduce (or gather and scatter) forward and one backward."""
     size = 2
     (name, kwargs) = KINDS[kind]
-    tokens = whole_layers(spec_of(name, kwargs))[1].num_tokens.training
+    tokens = whole_layers(spec_of(name, kwargs))[1].num_tokens.count(training=True)
     if sequence_parallel:
         tokens += -tokens % size
     activation = SAMPLES * tokens * 48 * 8

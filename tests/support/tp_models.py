@@ -201,7 +201,7 @@ def compare_block(kind: str, sequence_parallel: bool, recompute: CheckpointFunct
     tp = tensor_parallel(sequence_parallel)
     embed, block, *_ = whole_layers(spec_of(*KINDS[kind]), gated="gated" in kind)
     own_embed, own_block = sharded_copies([embed, block], tp)
-    count = block.num_tokens.training
+    count = block.num_tokens.count(training=True)
     generator = torch.Generator().manual_seed(1)
     tokens, d_out = torch.randn(2, SAMPLES, count, embed.embed_dim, dtype=torch.float64, generator=generator)
 

@@ -174,8 +174,7 @@ class Region:
         """Tokens as they are outside -> [B, S, D]; backward sums the ranks' gradients."""
         if not self.tp.sequence_parallel:
             return copy_to_region(x, self.tp)
-        count = self.num_tokens.training if training else self.num_tokens.evaluating
-        return gather_to_region(x, count, self.tp)
+        return gather_to_region(x, self.num_tokens.count(training), self.tp)
 
     def leave(self, x: torch.Tensor) -> torch.Tensor:
         """Every rank's summand [B, S, D] -> the sum, as tokens are outside."""

@@ -121,8 +121,7 @@ class Joining(Layer):
     def forward(self, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """As the layer's, of (share of the tokens [B, ceil(S / t), D], keys, …)."""
         share, *rest = inputs
-        count = self.num_tokens.training if self.training else self.num_tokens.evaluating
-        return super().forward((join_tokens(share, count, self.tp), *rest))
+        return super().forward((join_tokens(share, self.num_tokens.count(self.training), self.tp), *rest))
 
 
 Converter = Callable[[Layer], object]
