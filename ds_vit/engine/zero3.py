@@ -219,7 +219,7 @@ class ZeroUnits:
         for unit in self.units:
             unit.layer.forward = unit.forward  # type: ignore[method-assign]
         self.module.forward = self._forward_of_module
-        self._drop_coming()
+        self._wait()
         vars(self).clear()
 
     # ---- layout ----
@@ -403,7 +403,7 @@ class ZeroUnits:
 
     def _start(self, unit: Unit) -> None:
         """Begin to gather into the landing buffer, without a wait."""
-        self._drop_coming()
+        self._wait()
         self._coming = unit
         if self._gathering is None:
             self._work = self._send(unit)
@@ -423,19 +423,18 @@ class ZeroUnits:
         return None
 
     def _wait(self) -> None:
-        """Order the current stream after the gather into the landing buffer."""
+        """Order the current stream after the gather into the landing buffer, if there is one."""
+        if self._coming is None:
+            return
         if self._gathering is not None:
             self._compute.wait_event(self._landed)
         if self._work is not None:
             self._work.wait()
         self._coming = self._work = None
 
-    def _drop_coming(self) -> None:
-        if self._coming is not None:
-            self._wait()
-
-    def _release(self, unit: Unit) -> None:
-        if unit.whole and not unit.keeps and not unit.held:
+    def _release(self, unit: Unit, *, kept: bool = False) -> None:
+        """Release a unit whose weights are not held; one that stays until the step only if `kept` is set."""
+        if unit.whole and (kept or not unit.keeps) and not unit.held:
             unit.storage.resize_(0)
             unit.whole = False
             del self._gathered[unit]
@@ -443,12 +442,10 @@ class ZeroUnits:
 
     def _release_all(self, *, kept: bool) -> None:
         """Release what is gathered; the units that stay until the step only if `kept` is set."""
-        self._drop_coming()
+        self._wait()
         for unit in list(self._gathered):
-            keeps, unit.held = unit.keeps, False
-            unit.keeps = keeps and not kept
-            self._release(unit)
-            unit.keeps = keeps
+            unit.held = False
+            self._release(unit, kept=kept)
 
     # ---- backward pass ----
 
