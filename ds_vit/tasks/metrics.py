@@ -5,8 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
+import numpy as np
 import torch
+
+from ds_vit.data.sampler import evaluation_keys
 
 Batch = Mapping[str, torch.Tensor]
 """The tensors of a micro-batch on this rank's device, by name: "keys" int64 [B] always, the task's fields where their
@@ -83,6 +87,16 @@ class Metrics(ABC):
     def expect(self, num_samples: int) -> None:
         """Take the number of samples of the split, before the first `update`."""
         self.num_samples = num_samples
+
+    @cached_property
+    def _keys(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The keys of the split's samples in growing order, and the sample of each."""
+        return torch.from_numpy(evaluation_keys(np.arange(self.num_samples))).to(self.sums.device).sort()
+
+    def places(self, batch: Batch) -> torch.Tensor:
+        """The numbers in the split of a batch's valid rows, int64: their rows of `by_sample`."""
+        keys, samples = self._keys
+        return samples[torch.searchsorted(keys, batch["keys"][batch["valid"]])]
 
     def take_texts(self, samples: torch.Tensor, features: torch.Tensor) -> None:
         """Take the features of `Task.further_texts`, before the first `update`.

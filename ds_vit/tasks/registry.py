@@ -75,7 +75,8 @@ def idle_flags(task: type[Task]) -> dict[str, str]:
     """The flags that have no effect for a task, those of other tasks only and those that it rejects → the reason."""
     others = RunConfig.flags().keys() - names_in(task.settings)
     idle = {flag: f"; it is of --task {' and '.join(tasks_of(flag))}" for flag in others if tasks_of(flag)}
-    return idle | {flag: f": {reason}; drop it" for flag, reason in task.refused_flags.items()}
+    refused = {**({} if task.has_classes else {"num_classes": "its model has no classes"}), **task.refused_flags}
+    return idle | {flag: f": {reason}; drop it" for flag, reason in refused.items()}
 
 
 def find_task(config: RunConfig) -> type[Task]:

@@ -11,10 +11,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 
-from ds_vit.data.sampler import evaluation_keys
 from ds_vit.tasks.metrics import Batch, Metrics
 from ds_vit.tasks.pairs import Pairs
 
@@ -54,8 +52,6 @@ class Retrieval(Metrics):
         """As `Metrics.expect`."""
         super().expect(num_samples)
         self.rows = self.rows.new_zeros(num_samples, 2 * self._width)
-        keys = torch.from_numpy(evaluation_keys(np.arange(num_samples))).to(self.rows.device)
-        self._keys, self._samples = keys.sort()
 
     def take_texts(self, samples: torch.Tensor, features: torch.Tensor) -> None:
         """As `Metrics.take_texts`: the captions after the first one of each sample."""
@@ -64,8 +60,7 @@ class Retrieval(Metrics):
     def update(self, outputs: torch.Tensor, batch: Batch) -> None:
         """Normalised features of an image and its first caption, float32 [B, 2E]."""
         valid = batch["valid"]
-        samples = self._samples[torch.searchsorted(self._keys, batch["keys"][valid])]
-        self.rows[samples] = outputs[valid]
+        self.rows[self.places(batch)] = outputs[valid]
         self.sums += valid.double().sum()
 
     def compute(self) -> dict[str, float]:

@@ -363,6 +363,21 @@ class Task(Configurable, ABC):
 
     # ---- a batch ---------------------------------------------------------------------------------------------------
 
+    @classmethod
+    def open_source(cls, config: RunConfig, folder: str, split: str) -> Source | None:
+        """A split of data in a form that only this task reads; None for what --dataset and --data-dir name.
+
+        Args:
+            config: the flags.
+            folder: a --data-dir; "" for none.
+            split: its name.
+
+        Raises:
+            NoSuchSplit: there is no such split.
+            UserError: the data cannot be read.
+        """
+        return None
+
     @abstractmethod
     def fields(self, *, training: bool) -> tuple[Field, ...]:
         """The tensors of a batch except the keys, those of the first stage in the order of the towers that take them.

@@ -295,7 +295,8 @@ class Evaluations:
     def _draws_token_maps(self) -> bool:
         """Whether it is drawn where the model looks: each rank sees whole images."""
         run, task = self.inputs.run, self.inputs.task
-        return run.layout.pp == 1 and not run.config.sequence_parallel and bool(task.class_names or task.teachers)
+        is_asked = bool(task.class_names or task.teachers) and len(task.feature_fields[0].shape) == 3  # no clips
+        return is_asked and run.layout.pp == 1 and not run.config.sequence_parallel
 
     @cached_property
     def _shown(self) -> Source:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -15,7 +13,6 @@ from torch import nn
 from ds_vit.config.run_folder import RunFolder
 from ds_vit.data.field import Field
 from ds_vit.data.fields import LabelField
-from ds_vit.data.sampler import evaluation_keys
 from ds_vit.data.sources.source import Source
 from ds_vit.parallel.tensor.collectives import TensorParallel
 from ds_vit.tasks.classification.losses import build_loss, class_parallel_loss
@@ -127,19 +124,10 @@ class Accuracy(Metrics):
         if self._noted and num_samples <= self.most_noted:
             self.by_sample = self.sums.new_zeros(num_samples, 2)
 
-    @cached_property
-    def _keys(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The keys of the split's samples in growing order, and the sample of each."""
-        keys = torch.from_numpy(evaluation_keys(np.arange(self.num_samples))).to(self.sums.device)
-        return keys.sort()
-
     def _note(self, by_sample: torch.Tensor, logits: torch.Tensor, batch: Batch) -> None:
         highest, predicted = logits.max(dim=1)
         sure = highest.sigmoid() if self._bce else (highest - logits.logsumexp(dim=1)).exp()
-        keys, samples = self._keys
-        rows = batch["valid"]
-        places = samples[torch.searchsorted(keys, batch["keys"][rows])]
-        by_sample[places] = torch.stack((predicted + 1.0, sure), dim=1)[rows].double()
+        by_sample[self.places(batch)] = torch.stack((predicted + 1.0, sure), dim=1)[batch["valid"]].double()
 
     def update(self, outputs: torch.Tensor, batch: Batch) -> None:
         """Logits fp32 [B, C]; targets int64 [B] or multi-hot float32 [B, C]."""

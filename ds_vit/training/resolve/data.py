@@ -248,20 +248,22 @@ def _open_each(
     """
     folders = [config.data_dir] if isinstance(config.data_dir, str) else config.data_dir
     keys = CaptionKeys(config.csv_img_key, config.csv_caption_key, config.csv_separator.replace("\\t", "\t"))
-    labelled = _needs_labels(config)
+    labelled, task = _needs_labels(config), task_named(config.task)
     found, missing = [], None
     for folder in folders:
         try:
-            source = open_source(
-                config.dataset,
-                folder or None,
-                split,
-                classes=classes or None if len(folders) == 1 and labelled else None,
-                download=config.dataset_download,
-                allow_empty=config.allow_empty_classes,
-                labels=keys if task_named(config.task).has_text else labelled,
-                partly=config.eval_only,
-            )
+            source = task.open_source(config, folder or "", split)
+            if source is None:
+                source = open_source(
+                    config.dataset,
+                    folder or None,
+                    split,
+                    classes=classes or None if len(folders) == 1 and labelled else None,
+                    download=config.dataset_download,
+                    allow_empty=config.allow_empty_classes,
+                    labels=keys if task.has_text else labelled,
+                    partly=config.eval_only,
+                )
             found.append(source)
         except NoSuchSplit as error:
             missing = error
