@@ -45,6 +45,7 @@ CHEAP = {"predict", "report", "compare", "plan", "shards", "from-timm", "from-op
 # Of programs that read their command line themselves.
 OWN = {"--layouts", "--reference", "--steps", "--rtol", "--top-k", "--to", "--output"}
 OWN |= {"--knn", "--linear-probe", "--ema", "--labels", "--texts"}
+OWN |= {"--table", "--huber"}  # of docs/own_task.md
 TINY = (
     "--deepspeed_config ds_configs/cpu_zero1_fp32.json --dataset digits --model vit_tiny_patch16_224 "
     "--model-kwargs patch_size=4 embed_dim=32 depth=2 num_heads=2 --img-size 16 --epochs 2 --workers 0"

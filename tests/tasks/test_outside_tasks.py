@@ -1,0 +1,210 @@
+"""Tasks outside the package: that of docs/own_task.md, clips of frames, and ragged boxes that follow their image.
+
+Each trains with the same loss on one process and on two ranks with ZeRO-1; that of the page also with ZeRO-3, tensor
+parallelism, pipeline stages, and resumed on another layout. The page's own commands run as its reader runs them.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import sys
+
+import numpy as np
+import pytest
+import torch
+from curves import assert_same_curve, read_rows, train_in
+from outside_boxes import Boxes, make_boxes
+from outside_clips import ClipField, FolderOfClips, make_clips
+from project import ROOT, give_a_clone, run_shell
+
+from ds_vit.config.augmentation import AugmentConfig
+from ds_vit.data.field import Sample
+from ds_vit.data.fields import ImageField
+from ds_vit.data.settings import ImageConfig
+from ds_vit.data.sources.datasets import open_source
+from ds_vit.randomness import mix
+
+PAGE = (ROOT / "docs" / "own_task.md").read_text()
+MAKE_DISCS, MY_TASK, PROGRAM, _ = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+SHELL = re.findall(r"^```bash\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+TINY = [
+    *("--model", "vit_tiny_patch16_224", "--img-size", "16", "--workers", "0", "--warmup-steps", "0", "--lr", "0.01"),
+    *("--model-kwargs", "patch_size=8", "embed_dim=24", "depth=2", "num_heads=2", "--max-steps", "4"),
+]
+AUGMENT = AugmentConfig(scale=(0.3, 1.0), vflip=0.5, color_jitter=0.0)
+
+
+def train(ranks, argv, world=1, batch=8, zero=1, more=()):
+    """Train for a few steps, and give the rows of metrics.jsonl."""
+    config = ROOT / "ds_configs" / f"cpu_zero{zero}_fp32.json"
+    return train_in(ranks, world, [*argv, *TINY, "-b", batch, "--deepspeed_config", config, *more])
+
+
+def assert_same_evaluations(a, b, name):
+    """Assert that two runs evaluated the same samples, with the same metric up to rounding."""
+    counted, values = (
+        [[row[key] for row in rows if row["kind"] == "eval"] for rows in (a, b)] for key in ("images", name)
+    )
+    assert counted[0] == counted[1] != []
+    assert values[0] == pytest.approx(values[1], rel=1e-5)
+
+
+# ---- the page's task -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def discs(tmp_path_factory):
+    """A folder with what the page's reader saves there, on Python's path; some images have no line in the table."""
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "my_task.py").write_text(MY_TASK)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        exec(compile(MAKE_DISCS, "make_discs.py", "exec"), {"__name__": "__main__"})
+        lines = (folder / "discs.csv").read_text().splitlines(keepends=True)
+        (folder / "discs.csv").write_text("".join(line for line in lines if not re.match(r"\d\d7", line)))
+        patch.syspath_prepend(folder)
+        yield folder
+    sys.modules.pop("my_task", None)
+
+
+@pytest.fixture(scope="module")
+def flags(discs):
+    """A short run of the page's task."""
+    argv = ["--task", "my_task:Regression", "--table", discs / "discs.csv", "--data-dir", discs / "discs"]
+    return [
+        *argv,
+        "--no-aug",
+        "--on-bad-image",
+        "skip",
+        "--max-bad-images",
+        0.5,
+        "--train-split",
+        "train[:10%]",
+        "--val-split",
+        "val",
+    ]
+
+
+@pytest.fixture(scope="module")
+def alone(ranks, flags):
+    """Its rows on one process."""
+    return train(ranks, flags)
+
+
+@pytest.mark.parametrize(
+    ("batch", "zero", "more"),
+    [(4, 1, []), (4, 3, []), (8, 1, ["--tp", 2]), (8, 1, ["--pp", 2])],
+    ids=["dp 2, ZeRO-1", "dp 2, ZeRO-3", "tp 2", "pp 2"],
+)
+def test_an_own_input_in_every_layout(ranks, flags, alone, batch, zero, more):
+    # Catches: numbers of another image than the one whose place it took, or on another stage than the loss; rows of
+    # an evaluation that another rank counted.
+    rows = train(ranks, flags, 2, batch, zero, more)
+    assert_same_curve(alone, rows, rtol=1e-5)
+    assert_same_evaluations(alone, rows, "error")
+    assert sum(row["skipped_images"] for row in rows if row["kind"] == "train") > 0
+
+
+def test_it_resumes_on_another_layout(ranks, flags, alone, tmp_path):
+    # Catches: a class, a flag or a table that a resumed run does not find again.
+    argv = [*flags, "--output", tmp_path / "run", "--epochs", 1]
+    train(ranks, argv, 2, 8, 1, ["--pp", 2, "--max-steps", 2, "--checkpoint-interval", 2])
+    train(ranks, argv, 2, 4, 3, ["--resume", "auto"])
+    assert_same_curve(train(ranks, [*flags, "--epochs", 1]), read_rows(tmp_path / "run"), rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_the_page_to_the_letter(tmp_path):
+    # Catches: a page that lags behind the program.
+    environ = give_a_clone(tmp_path)
+    for name, text in (("make_discs.py", MAKE_DISCS), ("my_task.py", MY_TASK), ("program.py", PROGRAM)):
+        (tmp_path / name).write_text(text)
+    said = run_shell(f"python make_discs.py\n{SHELL[0]}", tmp_path, environ)
+    [promised] = re.findall(r"eval at step 160: mean error ([\d.]+)", PAGE)
+    assert float(re.search(r"eval at step 160: mean error ([\d.]+)", said)[1]) == pytest.approx(
+        float(promised), rel=0.02
+    )
+    assert len(MY_TASK.splitlines()) < 100
+    with (tmp_path / "runs/discs/numbers.csv").open() as file:
+        rows = [*csv.DictReader(file)]
+    assert len(rows) == 128
+    errors = [abs(float(row["radius"]) - float(row["predicted radius"])) for row in rows]
+    assert np.mean(errors) < 1.5
+    report = (tmp_path / "runs/discs/report.html").read_text()
+    assert "Numbers of the first validation images" in report
+    said = run_shell("\n".join(["python program.py", *SHELL[1:]]), tmp_path, environ)
+    assert "mean error" in said
+    starts = map(json.loads, (tmp_path / "runs/moved/starts.jsonl").read_text().splitlines())
+    assert [(start["step"], start["layout"]["pp"], start["layout"]["zero_stage"]) for start in starts] == [
+        *((0, 2, 1), (20, 1, 3))
+    ]
+
+
+# ---- clips -----------------------------------------------------------------------------------------------------------
+
+
+class CroppedByFrame(ClipField):
+    """Planted: each frame has a crop of its own."""
+
+    frames = 0
+
+    def frame(self, image, key):
+        self.frames += 1
+        return super().frame(image, mix(key, self.frames))
+
+
+def still_clips(kind, folder):
+    """Whether all frames of each clip whose files are the same show the same, as a share of the clips."""
+    source = FolderOfClips(folder / "train")
+    field = kind(ImageConfig((16, 16)), AUGMENT, 4)
+    clips = [field.read(Sample(source, index, key=index)) for index in range(len(source)) if source.target(index)]
+    return np.mean([bool((clip == clip[:1]).all()) for clip in clips])
+
+
+def test_clips_of_frames(ranks, tmp_path):
+    # Catches: frames that travel, are stacked or embedded in another order or shape on another rank; frames of one clip
+    # that are cropped each in another place.
+    clips = make_clips(tmp_path / "clips")
+    assert still_clips(ClipField, clips) == 1.0
+    assert still_clips(CroppedByFrame, clips) < 0.1
+    argv = ["--task", "outside_clips:Video", "--data-dir", clips]
+    one, two = train(ranks, argv), train(ranks, argv, 2, 4)
+    assert_same_curve(one, two, rtol=1e-5)
+    assert_same_evaluations(one, two, "loss")
+
+
+# ---- boxes -----------------------------------------------------------------------------------------------------------
+
+
+class Unmoved(Boxes):
+    """Planted: boxes that do not follow the flips."""
+
+    def moved(self, boxes, operation):
+        return boxes
+
+
+def bright_in_boxes(kind, folder):
+    """The share of the pixels that are bright if, and only if, they lie in a box."""
+    source = open_source("", str(folder), "train", labels=False)
+    images = ImageField("images", ImageConfig((16, 20)), AUGMENT)
+    boxes, agreed = kind(images, 3), []
+    for index in range(len(source)):
+        sample = Sample(source, index, key=index)
+        pixels = torch.as_tensor(images.read(sample)).float().mean(0)
+        inside = torch.zeros(pixels.shape, dtype=torch.bool)
+        for left, top, right, bottom in (boxes.read(sample) * [20, 16, 20, 16]).round().astype(int):
+            inside[top:bottom, left:right] = True
+        agreed.append(((pixels > 127) == inside).double().mean())
+    return np.mean(agreed)
+
+
+def test_ragged_boxes(ranks, tmp_path):
+    # Catches: boxes of another image, places of another row after padding, boxes that do not follow their image.
+    folder = make_boxes(tmp_path / "boxes")
+    assert bright_in_boxes(Boxes, folder) > 0.95 > 0.9 > bright_in_boxes(Unmoved, folder)
+    argv = ["--task", "outside_boxes:BoxRegression", "--data-dir", folder]
+    one, two = train(ranks, argv), train(ranks, argv, 2, 4)
+    assert_same_curve(one, two, rtol=1e-5)
+    assert_same_evaluations(one, two, "distance")
