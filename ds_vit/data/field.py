@@ -12,8 +12,8 @@ Shapes: B own rows of a micro-batch, R >= B rows read (the own rows, then partne
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
@@ -45,8 +45,8 @@ class Sample:
         self._made: dict[Hashable, Any] = {}
 
     def __getitem__(self, entry: str) -> Any:
-        """An entry as the source has it: "image", "target", "captions" or one of the source's own."""
-        return self.source.entry(entry, self.index)
+        """An entry as the source has it, read once: "image", "target", "captions" or one of the source's own."""
+        return self.once(entry, partial(self.source.entry, entry, self.index))
 
     @property
     def name(self) -> str:
@@ -116,7 +116,7 @@ class Field:
     Attributes:
         of: the field from whose tensor this one is made on the device, or None.
         is_heavy: whether reading takes a core's time, which decides on the number of loader processes.
-        mixes: whether mixup and CutMix are supported.
+        mixes: whether mixup and CutMix are supported, which takes an entry.
     """
 
     of: Field | None = None
@@ -126,7 +126,7 @@ class Field:
     def __init__(
         self, name: str, shape: Shape = (), dtype: torch.dtype | None = None, *, stage: Stage = "first", entry: str = ""
     ) -> None:
-        self.name, self.shape, self.dtype, self.stage, self.entry = name, shape, dtype, stage, entry
+        self.name, self.shape, self.dtype, self.stage, self.entry = name, tuple(shape), dtype, stage, entry
 
     def read(self, sample: Sample) -> Any:
         """The value of one sample, in a loader's process: by default its entry; None without one.
@@ -136,19 +136,36 @@ class Field:
         """
         return sample[self.entry] if self.entry else None
 
+    def checked(self, value: Any, sample: Sample) -> Any:
+        """A value that was read, if a batch can have it; the reader calls this where the sample is known.
+
+        Raises:
+            UserError: it cannot.
+        """
+        return value
+
     def blank(self) -> torch.Tensor:
-        """The value of a row that is not valid. The loader's shared memory has room for rows of its size."""
+        """The value of a row that is not valid. The loader's shared memory has room for rows of its storage."""
         return torch.zeros(self.shape, dtype=self.dtype or torch.float32)
 
     def collate(self, values: Sequence[Any], rows: Rows) -> Any:
         """The values of R rows as they are sent: tensors, also in a NamedTuple, a dict or a list.
 
-        What depends on the keys only can be drawn here, for all rows at once.
+        What depends on the keys only can be drawn here, for all rows at once. By default they are stacked in the type
+        of `blank`.
+
+        Raises:
+            UserError: the field reads nothing.
         """
-        return stacked(values)
+        if any(value is None for value in values):
+            raise UserError(f"the field {self.name} reads no values: give it an entry, or override read or collate")
+        return stacked(values, self.dtype or torch.float32)
 
     def to_device(self, packed: Any, rows: Rows, device: torch.device) -> torch.Tensor:
-        """The tensor of the own rows [B, *shape], in any type: the caller casts it to `dtype`."""
+        """The tensor of the own rows [B, *shape], in any type: the caller casts it to `dtype`.
+
+        A field without an entry may keep it on the host.
+        """
         return packed[: rows.num_rows].to(device, non_blocking=True)
 
     def resized(self, side: int) -> Field:
@@ -187,24 +204,27 @@ class RaggedField(Field):
     padding: float = 0.0
     """The value of the places without an item."""
 
+    def checked(self, value: Any, sample: Sample) -> torch.Tensor:
+        """As `Field.checked`: items [n, *item], at most the declared number of them."""
+        items, (most, *item) = torch.as_tensor(value, dtype=self.dtype or torch.float32), self.shape
+        if items.numel() == 0:
+            return self.blank()
+        if not items.dim() or list(items.shape[1:]) != item:
+            raise UserError(f"{self.name}: {sample.name} has items {list(items.shape)}, which must be [n, *{item}]")
+        if len(items) > most:
+            found = f"{sample.name} has {len(items)}"
+            raise UserError(f"{self.name} has room for {most} items of a sample, and {found}; raise its maximum")
+        return items
+
     def blank(self) -> torch.Tensor:
-        """No item."""
+        """No item, with room for all."""
         return super().blank()[:0]
 
-    def collate(self, values: Sequence[Any], rows: Rows) -> dict[str, torch.Tensor]:
-        """The items of all rows one after the other, and the number of each row's.
-
-        Raises:
-            UserError: a sample has too many.
-        """
-        items = [torch.as_tensor(value, dtype=self.dtype or torch.float32) for value in values]
-        counts = torch.tensor([len(of_row) for of_row in items])
-        if counts.max() > self.shape[0]:
-            sample = f"sample {rows.indices[counts.argmax()]} has {counts.max()}"
-            raise UserError(
-                f"{self.name} has room for {self.shape[0]} items of a sample, and {sample}; raise its maximum"
-            )
-        return {"items": torch.cat(items), "counts": counts}
+    def collate(self, values: Sequence[torch.Tensor], rows: Rows) -> dict[str, torch.Tensor]:
+        """The items of all rows one after the other, and the number of each row's."""
+        counts = torch.tensor([len(of_row) for of_row in values])
+        items = empty((int(counts.sum()), *self.shape[1:]), values[0].dtype)
+        return {"items": torch.cat([*values], out=items), "counts": counts}
 
     def to_device(self, packed: Mapping[str, torch.Tensor], rows: Rows, device: torch.device) -> torch.Tensor:
         """As `Field.to_device`."""
@@ -222,11 +242,16 @@ class Derived(Field):
 
     Args:
         name: as for `Field`.
-        of: the other field.
-        function: of its tensor; None for the tensor itself.
+        of: the other field, which is read.
+        function: of its tensor; None for the tensor itself. Its result for zeros has the shape.
         dtype: as for `Field`.
         stage: as for `Field`.
+
+    Raises:
+        UserError: the other field is derived itself.
     """
+
+    of: Field
 
     def __init__(
         self,
@@ -237,8 +262,13 @@ class Derived(Field):
         dtype: torch.dtype | None = None,
         stage: Stage = "first",
     ) -> None:
+        if of.of is not None:
+            raise UserError(f"the field {name} is derived from {of.name}, which is itself: derive it from {of.of.name}")
         super().__init__(name, of.shape, dtype, stage=stage, entry=of.entry)
-        self.of, self.function, self.is_heavy, self.mixes = of, function, of.is_heavy, of.mixes
+        self.of, self.function, self.is_heavy = of, function, of.is_heavy
+        if function is not None:
+            zeros = torch.zeros(1, *of.shape, dtype=of.dtype or torch.float32)
+            self.shape = tuple(function(zeros).shape[1:])
 
     def to_device(self, packed: torch.Tensor, rows: Rows, device: torch.device) -> torch.Tensor:
         """As `Field.to_device`; `packed` is the other field's tensor."""
@@ -246,11 +276,7 @@ class Derived(Field):
 
     def resized(self, side: int) -> Derived:
         """As `Field.resized`."""
-        assert self.of is not None
-        field = copy.copy(self)
-        field.of = self.of.resized(side)
-        field.shape = field.of.shape
-        return field
+        return type(self)(self.name, self.of.resized(side), self.function, dtype=self.dtype, stage=self.stage)
 
 
 def origins(fields: Iterable[Field]) -> list[Field]:
@@ -268,16 +294,24 @@ def finished(
         batch: with what was read for them.
         device: of the tensors.
         dtype: of the model's input. A field of another type is cast from float32.
+
+    Raises:
+        UserError: a tensor is not what its field declares, by which other ranks receive it.
     """
     device = torch.device(device)
     made = {field.name: field.to_device(batch.packed[field.name], batch.rows, device) for field in origins(fields)}
     for field in fields:
         if field.of is not None:
             made[field.name] = field.to_device(made[field.of.name], batch.rows, device)
+    for field in fields:
+        tensor = made[field.name]
+        if tensor.shape[1:] != field.shape or (field.entry and tensor.device.type != device.type):
+            declared = f"{[batch.rows.num_rows, *field.shape]} on {device.type}"
+            raise UserError(f"the field {field.name} made {list(tensor.shape)} on {tensor.device.type}, not {declared}")
     return {field.name: made[field.name].to(field.dtype or dtype) for field in fields}
 
 
-def stacked(values: Sequence[Any]) -> torch.Tensor:
+def stacked(values: Sequence[Any], dtype: torch.dtype | None = None) -> torch.Tensor:
     """Values of one shape as one tensor [R, ...], in memory that a loader's process sends without a copy."""
-    tensors = [torch.as_tensor(value) for value in values]
+    tensors = [torch.as_tensor(value, dtype=dtype) for value in values]
     return torch.stack(tensors, out=empty((len(tensors), *tensors[0].shape), tensors[0].dtype))

@@ -213,6 +213,10 @@ class LabelField(Field):
         """No class, or the first one."""
         return torch.zeros(self._num_classes) if self._multi_label else torch.zeros((), dtype=torch.int64)
 
+    def collate(self, values: Sequence[Any], rows: Rows) -> torch.Tensor:
+        """As `Field.collate`: class numbers until they are mixed."""
+        return stacked(values)
+
     def to_device(self, packed: torch.Tensor, rows: Rows, device: torch.device) -> torch.Tensor:
         """As `Field.to_device`."""
         if self._mix is None or rows.mix is None:

@@ -58,10 +58,12 @@ class Reader(Dataset):
     @property
     def most_bytes(self) -> int:
         """Of the tensors of the largest micro-batch, as far as their size is known."""
-        return max(
-            sum(aligned(self.rows.most * field.blank().nbytes) for field in fields if field.name in self.needed)
-            for fields in self._fields.values()
-        )
+
+        def room(fields: Sequence[Field]) -> int:
+            blanks = [field.blank() for field in fields if field.name in self.needed]
+            return sum(aligned(self.rows.most * blank.untyped_storage().nbytes()) for blank in blanks)
+
+        return max(map(room, self._fields.values()))
 
     def __getitem__(self, number: int) -> MicroBatch | Exception:
         worker = get_worker_info()
@@ -104,7 +106,7 @@ class Reader(Dataset):
         for tried in itertools.count(1):
             sample = Sample(self.source, candidate, key, damage_counts=self._skips)
             try:
-                return [field.read(sample) for field in fields], reason
+                return [field.checked(field.read(sample), sample) for field in fields], reason
             except ImageDecodeError as error:
                 if self._on_bad_image == "error":
                     raise

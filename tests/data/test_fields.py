@@ -12,9 +12,10 @@ from PIL import Image
 
 from ds_vit.config.augmentation import AugmentConfig, MixConfig
 from ds_vit.data.decode import ImageDecodeError, undecodable
-from ds_vit.data.field import Field, RaggedField, Sample
+from ds_vit.data.field import Derived, Field, RaggedField, Sample, finished
 from ds_vit.data.fields import ImageField, LabelField
 from ds_vit.data.image_sizes import ImageSizes
+from ds_vit.data.reader import Reader
 from ds_vit.data.rows import EvalRows
 from ds_vit.data.sampler import Share
 from ds_vit.data.settings import ImageConfig
@@ -159,7 +160,7 @@ def test_ragged_boxes_are_padded_to_their_declared_number():
         for left, top, right, bottom in own[:count].round().int().tolist():
             inside[top:bottom, left:right] = True
         assert ((pixels > 0) == inside).double().mean() > 0.9
-    with pytest.raises(UserError, match=r"boxes has room for 2 items of a sample, and sample \d+ has 3; "):
+    with pytest.raises(UserError, match=r"boxes has room for 2 items of a sample, and scene \d+ has 3; "):
         _load([images, Boxes(images, most=2)])
 
 
@@ -214,3 +215,83 @@ def test_a_damaged_member_replaces_the_whole_sample_on_every_rank(reads):
         _load(fields)
     with pytest.raises(ImageDecodeError, match="so are 16 replacements"):
         _load(fields[:1], source=Scenes(range(24)), on_bad_image="skip")
+
+
+class Table(Source):
+    """Five samples, whose only entry is one of some values."""
+
+    def __init__(self, *values: object) -> None:
+        self.values, self.reads = values, 0
+
+    def __len__(self) -> int:
+        return 5
+
+    def target(self, index: int) -> int:
+        return 0
+
+    def describe(self, index: int) -> str:
+        return f"row {index}"
+
+    def entry(self, name: str, index: int) -> object:
+        self.reads += 1
+        return self.values[index % len(self.values)]
+
+
+def _evaluated(values: list[object], *fields: Field, **processes) -> list[dict[str, torch.Tensor]]:
+    """The tensors of batches of 3 and of 2 and padding."""
+    batches = loader_of(Table(*values), fields, EvalRows(5, Share(0, 1, 3)), **processes)
+    return [finished(fields, batch, device="cpu") for batch in batches]
+
+
+@pytest.mark.parametrize("dtype", [None, torch.int64], ids=str)
+@pytest.mark.parametrize("value", [7, np.uint8(7), 7.0], ids=repr)
+def test_padding_has_the_type_of_its_field(value, dtype):
+    """Would catch a blank and values of two types, which stack in training and not beside padding."""
+    *_, last = _evaluated([value], Field("x", dtype=dtype, entry="x"))
+    assert last["x"].tolist() == [7, 7, 0]
+    assert last["x"].dtype == (dtype or torch.float32)
+
+
+def test_batches_without_an_item_and_in_shared_memory():
+    """Would catch an empty list that has no item's shape, and items that have no room in the slots."""
+    field = RaggedField("x", (2000, 4), entry="x")
+    assert (_evaluated([[]], field)[0]["x"] == 0).all()
+    items = np.float32(np.random.default_rng(0).random((2000, 4)))
+    found = _evaluated([items, []], field, num_workers=1)
+    assert torch.equal(found[0]["x"][2], torch.from_numpy(items))
+    assert Reader(Table(), [field], EvalRows(5, Share(0, 1, 3))).most_bytes == 3 * items.nbytes
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        (
+            RaggedField("x", (5, 4), entry="x"),
+            np.ones((2, 1)),
+            r"x: row 0 has items \[2, 1\], which must be \[n, \*\[4\]\]",
+        ),
+        (RaggedField("x", (5, 4), entry="x"), 1.0, r"x: row 0 has items \[\], which must be"),
+        (Field("x"), None, "the field x reads no values: give it an entry, or override read or collate"),
+        (Field("x", (3,), entry="x"), np.ones(2), r"the field x made \[3, 2\] on cpu, not \[3, 3\] on cpu"),
+    ],
+)
+def test_values_that_do_not_fit_a_field(field, value, message):
+    """Would catch items that broadcast, and a shape that a tensor-parallel rank waits for in vain."""
+    with pytest.raises(UserError, match=message):
+        _evaluated([value], field)
+
+
+def test_a_derived_field_has_the_shape_of_its_function():
+    """Would catch the other field's shape, by which ranks that do not load receive it; and its own."""
+    of = ImageField("x", IMAGE, AUGMENT)
+    field = Derived("sum", of, lambda pixels: pixels.sum(1))
+    assert (field.shape, field.resized(8).shape, Derived("same", of).shape) == ((16, 20), (8, 8), of.shape)
+    with pytest.raises(UserError, match="the field b is derived from sum, which is itself: derive it from x"):
+        Derived("b", field)
+
+
+def test_an_entry_is_read_once_for_all_fields_of_it():
+    """Would catch a file that each field reads for itself."""
+    table = Table(1.0)
+    [*loader_of(table, [Field("x", entry="x"), Field("y", entry="x")], EvalRows(5, Share(0, 1, 5)))]
+    assert table.reads == 5

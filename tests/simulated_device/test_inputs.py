@@ -177,7 +177,7 @@ class Decoded(Field):
 
 def finished(files: list[decoding.File], stream: torch.Stream) -> list[torch.Tensor]:
     """Files decoded as `InputPipeline` finishes a micro-batch."""
-    fields = [Decoded(file.name, dtype=torch.uint8) for file in files]
+    fields = [Decoded(file.name, file.size, dtype=torch.uint8) for file in files]
     keys = torch.zeros(1, dtype=torch.int64).pin_memory()
     batch = MicroBatch(Rows(keys, keys, 1, keys == 0, True), {file.name: file for file in files})
     pipeline = mock.Mock(_stream=stream)
