@@ -117,7 +117,7 @@ class InputPipeline:
             skipped_batches: global batches that were left out before this step.
         """
         data, task, share, config = self.data, self.task, self.data.share, self.run.config
-        mix = config if self.loads else MixConfig()  # others read no field that is mixed
+        mix = config if self.loads else MixConfig()  # others read keyed fields only, which are not mixed
         rows = TrainRows(data.order, share, mix, task.image.img_size, data.sizes, skipped_batches)
         on_bad_image = "skip" if config.on_bad_image == "skip" else "replace"
         reader = self._reader(task.training_fields, data.train_source, rows, on_bad_image)

@@ -94,8 +94,8 @@ def test_a_word_that_is_no_task(capfd):
 class Numbers(Field):
     """Two numbers of each image, from a table."""
 
-    def __init__(self, table, entry):
-        super().__init__("numbers", (2,), torch.float32, stage="last", entry=entry)
+    def __init__(self, table, entry, name):
+        super().__init__(name, (2,), torch.float32, stage="last", entry=entry)
         self.table = table
 
     def read(self, sample):
@@ -111,16 +111,17 @@ class WithNumbers(Classification):
     """Classification with a table of numbers next to the images."""
 
     name = "with-numbers"
-    table, entry = np.zeros((1797, 2), dtype=np.float32), "image"
+    table, entry, field = np.zeros((1797, 2), dtype=np.float32), "image", "numbers"
 
     def fields(self, *, training):
         """As `Task.fields`."""
-        return *super().fields(training=training), Numbers(self.table, self.entry)
+        return *super().fields(training=training), Numbers(self.table, self.entry, self.field)
 
 
 def test_a_field_of_its_own_is_part_of_the_run(monkeypatch, capsys):
     # Catches: another table on resume that goes unseen, a source without the entry that shows in a loader's process,
-    # numbers of one image next to two that are mixed.
+    # numbers of one image next to two that are mixed, and those that a rank makes which is not sent the pairs; a field
+    # that takes the place of another.
     argv = [*WORDS[:-2], "--task", "test_task:WithNumbers", "--deepspeed_config", "ds_configs/cpu_zero1_fp32.json"]
     before = identity_of(resolved(argv))
     resume = Resume(Checkpoint(Path("x"), {}, {"run": before, "config": {}}), falls_back=True)
@@ -133,6 +134,14 @@ def test_a_field_of_its_own_is_part_of_the_run(monkeypatch, capsys):
         patch.setattr(WithNumbers, "entry", "depth")
         assert "needs the entry 'depth' for each image; the data of digits" in refusal(capsys, argv)
     assert "cannot mix numbers of --task test_task:WithNumbers" in refusal(capsys, [*argv, "--mixup", 0.5])
+    for name in ("keys", "images"):
+        with monkeypatch.context() as patch:
+            patch.setattr(WithNumbers, "field", name)
+            assert f"has a second field '{name}': names are unique" in refusal(capsys, argv)
+    with monkeypatch.context() as patch:
+        patch.setattr(WithNumbers, "entry", "")
+        patch.setattr(Numbers, "mixes", True)
+        assert "cannot mix numbers of --task test_task:WithNumbers" in refusal(capsys, [*argv, "--mixup", 0.5])
 
 
 def test_no_number_is_never_the_best():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from ds_vit.config import RunConfig
@@ -200,11 +201,17 @@ def _check_entries(task_name: str, source: Source | None, entries: Iterable[str]
 
 
 def _check_fields(config: RunConfig, task: Task, data: Data, sizes: Sequence[int]) -> None:
-    """Raise UserError if the data or the flags of augmentation do not fit the task's fields."""
+    """Raise UserError if the task's fields do not fit one another, the data or the flags of augmentation."""
+    for fields in (task.training_fields, task.evaluation_fields):
+        distinct = {*fields, *(field.of for field in fields if field.of)}
+        names = Counter(["keys", "valid", *(field.name for field in distinct)])
+        if taken := sorted(name for name, number in names.items() if number > 1):
+            names_of_all = "names are unique, and keys and valid are of each batch"
+            raise UserError(f"--task {task.name} has a second field {taken[0]!r}: {names_of_all}")
     training = origins(task.training_fields)
     _check_entries(task.name, data.train_source, (field.entry for field in training))
     _check_entries(task.name, data.val_source, (field.entry for field in origins(task.evaluation_fields)))
-    if config.active and (unmixed := [field.name for field in training if not field.mixes]):
+    if config.active and (unmixed := [field.name for field in training if not (field.mixes and field.entry)]):
         raise UserError(f"--mixup and --cutmix cannot mix {', '.join(unmixed)} of --task {task.name}; drop the flags")
     for side in sizes:  # an invalid augmentation fails here, not in a loader process
         for field in training:
