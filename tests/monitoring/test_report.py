@@ -33,7 +33,7 @@ from ds_vit.monitoring.report.page import differences, outcomes, write_report
 from ds_vit.monitoring.report.panels import PERCENT, curves, gradients
 from ds_vit.monitoring.report.record import Record
 from ds_vit.optim.schedules import LearningRate
-from ds_vit.tasks.classification.report import class_panels, read_predictions, write_predictions
+from ds_vit.tasks.classification.task import class_panels, read_predictions, write_predictions
 from ds_vit.tasks.metrics import Chart, Figure
 from ds_vit.tasks.panels import MAX_POINTS, Series, heat_map, line_chart, log_ticks, number, table, thin_out, ticks
 from ds_vit.tasks.task import Task

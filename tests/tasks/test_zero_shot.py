@@ -34,8 +34,7 @@ from ds_vit.models.layers import tower_of
 from ds_vit.models.sequential import SequentialViT
 from ds_vit.monitoring.report.panels import curves
 from ds_vit.monitoring.report.record import Record
-from ds_vit.tasks.pairs import pair_panels
-from ds_vit.tasks.retrieval import DIRECTIONS, RANKS, Retrieval, places_of_partners
+from ds_vit.tasks.retrieval import DIRECTIONS, RANKS, Retrieval, pair_panels, places_of_partners
 from ds_vit.tasks.zero_shot import ZeroShotAccuracy, class_words, open_zero_shot, read_templates, write_prompts
 from ds_vit.tools.evaluate import main as evaluate_main
 from ds_vit.tools.predict import embed

@@ -38,9 +38,8 @@ from ds_vit.tasks.clip.tower import ContrastiveModel, create_contrastive_model, 
 from ds_vit.tasks.clip.weights import CLIP_NAMES
 from ds_vit.tasks.exports import TextTower
 from ds_vit.tasks.metrics import Batch, Chart, Figure, Metrics
-from ds_vit.tasks.pairs import pair_panels, write_pairs
 from ds_vit.tasks.panels import Panel, sheet
-from ds_vit.tasks.retrieval import DIRECTIONS, RANKS, Retrieval
+from ds_vit.tasks.retrieval import DIRECTIONS, RANKS, Retrieval, pair_panels, write_pairs
 from ds_vit.tasks.task import Coupled, StepContext, Task
 
 _NO_CLASSES = "its loss compares images with captions, and its model has no classes"
