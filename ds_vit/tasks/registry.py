@@ -26,6 +26,9 @@ TASKS: Mapping[str, str] = {
     "dino": "ds_vit.tasks.dino.task:SelfDistillation",
 }
 """From the word of `--task` to the class, which is imported when it is asked for."""
+_OF_CLASSES = (
+    *("num_classes", "smoothing", "bce_loss", "bce_sum", "bce_target_thresh", "linear_probe", "class_parallel"),
+)
 
 
 def task_named(word: str, source: str = "") -> type[Task]:
@@ -71,12 +74,16 @@ def part_of(name: str) -> str:
     return next((words for begin, words in parts if name.startswith(begin)), "")
 
 
+def refused_flags(task: type[Task]) -> dict[str, str]:
+    """The flags that a task rejects → the reason: its own, and without classes those of a classifier."""
+    return {**dict.fromkeys(() if task.has_classes else _OF_CLASSES, "its model has no classes"), **task.refused_flags}
+
+
 def idle_flags(task: type[Task]) -> dict[str, str]:
     """The flags that have no effect for a task, those of other tasks only and those that it rejects → the reason."""
     others = RunConfig.flags().keys() - names_in(task.settings)
     idle = {flag: f"; it is of --task {' and '.join(tasks_of(flag))}" for flag in others if tasks_of(flag)}
-    refused = {**({} if task.has_classes else {"num_classes": "its model has no classes"}), **task.refused_flags}
-    return idle | {flag: f": {reason}; drop it" for flag, reason in refused.items()}
+    return idle | {flag: f": {reason}; drop it" for flag, reason in refused_flags(task).items()}
 
 
 def find_task(config: RunConfig) -> type[Task]:

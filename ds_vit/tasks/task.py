@@ -186,7 +186,7 @@ class Task(Configurable, ABC):
     name: ClassVar[str]
     """The word of --task; of a class from outside, its module and name."""
     refused_flags: ClassVar[Mapping[str, str]] = {}
-    """Flags that would have no effect, each with the reason."""
+    """Flags that would have no effect, each with the reason; those of a classifier follow from `has_classes`."""
     epoch_flags: ClassVar[tuple[str, ...]] = ()
     """Flags that count epochs from the start, after which something changes: a run that ends before says so."""
     example_dataset: ClassVar[str] = "digits"
@@ -217,9 +217,11 @@ class Task(Configurable, ABC):
     parts: ClassVar[Mapping[str, str]] = {}
     """How names of parameters begin that a ViT of timm's lacks → what those are, in words. A file of initial weights
     has all of a part or nothing of it; a model without the part leaves it out."""
+    separate_files: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """Files that the end of a run writes apart from `model.safetensors` → how the names of their parameters begin."""
     tower_files: ClassVar[Mapping[str, str]] = {}
-    """Files of `weight_files` without which `model.safetensors` is incomplete → what they hold, in words. They are read
-    with it. If one holds a tower, files of initial weights are of the whole model, else of the main tower."""
+    """Those of `separate_files` without which `model.safetensors` is incomplete → what they hold, in words. They are
+    read with it. If one holds a tower, files of initial weights are of the whole model, else of the main tower."""
     foreign_names: ClassVar[tuple[ForeignNames, ...]] = (VIT_NAMES,)
     """The names of other tools for the tensors of the task's models."""
     export_formats: ClassVar[Mapping[str, Format]] = {}
@@ -352,8 +354,12 @@ class Task(Configurable, ABC):
         return name.startswith(tuple(f"{tower}." for tower in self.fixed_towers))
 
     def weight_files(self) -> dict[str, frozenset[str]]:
-        """The parameters that the end of a run writes apart from `model.safetensors`, by the name of their file."""
-        return {}
+        """The parameters of `separate_files` that the model has, by the name of their file."""
+        names = [name for name, _ in self.model.named_parameters()]
+        files = {
+            file: [name for name in names if name.startswith(begin)] for file, begin in self.separate_files.items()
+        }
+        return {file: frozenset(of_file) for file, of_file in files.items() if of_file}
 
     def average_files(self) -> dict[str, frozenset[str]] | None:
         """Of a task with teachers: the files of their weights in float32, under the names of their students, by the

@@ -84,6 +84,7 @@ class TwoTowers(Classification):
 class WithTeacher(Classification):
     """A student sees an image and its mirror image; both outputs follow its own average's, in addition to labels."""
 
+    separate_files: ClassVar = {"teacher": ("teacher.",)}
     teachers: ClassVar = {"teacher": MAIN_TOWER}
     updates_after_step = True
 
@@ -120,11 +121,6 @@ class WithTeacher(Classification):
     def after_update(self, context):
         """As `Task.after_update`."""
         context.update_teachers(context.schedules["momentum"])
-
-    def weight_files(self):
-        """As `Task.weight_files`."""
-        names = [name for name, _ in self.model.named_parameters()]
-        return {"teacher": frozenset(name for name in names if name.startswith("teacher."))}
 
 
 class WithTwoTeachers(WithTeacher):

@@ -31,6 +31,7 @@ from ds_vit.tasks.clip.loss import ROWS_AT_ONCE, clip_loss, siglip_loss
 from ds_vit.tasks.clip.task import Clip, SigLip
 from ds_vit.tasks.clip.tower import TextSettings, create_contrastive_model
 from ds_vit.tasks.clip.weights import CLIP_NAMES
+from ds_vit.tasks.registry import refused_flags
 from ds_vit.tasks.retrieval import places_of_partners
 from ds_vit.training.resolve.record import identity_of
 
@@ -492,7 +493,7 @@ def test_the_page_lists_every_rejected_flag():
         (ROOT / "docs" / "contrastive.md").read_text().partition("## What is rejected")[2].partition("\nFlags of")[0]
     )
     named = {word.replace("-", "_") for word in re.findall(r"`--([a-z-]+)`", section)}
-    assert named == {*Clip.refused_flags} == {*SigLip.refused_flags}
+    assert named == {*refused_flags(Clip)} == {*refused_flags(SigLip)}
 
 
 @pytest.mark.parametrize("flags", REJECTED)

@@ -267,7 +267,7 @@ def test_another_mask_is_another_run(ranks, tmp_path):
     [
         ("--task mae --mixup 0.8", "--mixup has no effect with --task mae: an image is its own target"),
         ("--task mae --bce-loss", "--bce-loss has no effect with --task mae"),
-        ("--task mae --linear-probe", "--linear-probe has no effect with --task mae: its model has no classifier"),
+        ("--task mae --linear-probe", "--linear-probe has no effect with --task mae: its model has no classes"),
         ("--task mae --tp 2 --class-parallel on", "--class-parallel has no effect with --task mae"),
         ("--mask-ratio 0.5", "--mask-ratio has no effect with --task classification; it is of --task mae"),
     ],

@@ -42,7 +42,6 @@ from ds_vit.tasks.panels import Panel, sheet
 from ds_vit.tasks.retrieval import DIRECTIONS, RANKS, Retrieval, pair_panels, write_pairs
 from ds_vit.tasks.task import Coupled, StepContext, Task
 
-_NO_CLASSES = "its loss compares images with captions, and its model has no classes"
 _ONE_CAPTION = "a caption describes one image, and there are no labels to mix"
 
 
@@ -58,8 +57,6 @@ class Contrastive(Task):
     example_dataset = "glyphs"
     refused_flags: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(("mixup", "cutmix", "cutmix_minmax"), _ONE_CAPTION),
-        **dict.fromkeys(("smoothing", "bce_loss", "bce_sum", "bce_target_thresh", "num_classes"), _NO_CLASSES),
-        **dict.fromkeys(("linear_probe", "class_parallel"), "its model has no classifier"),
         **dict.fromkeys(("img_size_schedule", "train_img_sizes"), "its images are of one size"),
     }
     figures = (
@@ -281,14 +278,10 @@ class TwoTowers(Contrastive):
 
     settings = SETTINGS
     parts: ClassVar = {"text.": "text tower"}
+    separate_files: ClassVar = {"text": ("text.",)}
     tower_files: ClassVar = {"text": "text tower"}
     foreign_names = (CLIP_NAMES,)
     export_formats: ClassVar = FORMATS
-
-    def weight_files(self) -> dict[str, frozenset[str]]:
-        """As `Task.weight_files`: the text tower has its own file, so that the other is timm's model."""
-        names = [name for name, _ in self.model.named_parameters()]
-        return {"text": frozenset(name for name in names if name.startswith("text."))}
 
 
 class Clip(TwoTowers):

@@ -61,10 +61,8 @@ from ds_vit.tasks.dino.towers import (
 from ds_vit.tasks.metrics import Batch, Chart, Figure, Metrics
 from ds_vit.tasks.task import Coupled, Horizon, StepContext, Task, cosine, linear_warmup
 
-_NO_CLASSES = "its loss is over crops and its model has no classes"
 _NO_LABELS = "the teacher gives the targets, and there are no labels to mix"
 _OWN_AUGMENTATION = "its crops have DINO's own augmentation"
-_NO_CLASSIFIER = "its model has no classifier"
 _SIZES = "its crops are of two sizes, --img-size and --local-crops-size"
 _PARTS = ("class", "patch")
 """Class tokens and masked patches: each with its own centre or Sinkhorn-Knopp."""
@@ -112,8 +110,7 @@ class SelfDistillation(Task):
     settings = SETTINGS
     refused_flags: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(("mixup", "cutmix", "cutmix_minmax"), _NO_LABELS),
-        **dict.fromkeys(("smoothing", "bce_loss", "bce_sum", "bce_target_thresh", "num_classes"), _NO_CLASSES),
-        **dict.fromkeys(("linear_probe", "class_parallel", "drop"), _NO_CLASSIFIER),
+        "drop": "its model has no classifier",
         **dict.fromkeys(("img_size_schedule", "train_img_sizes"), _SIZES),
         **dict.fromkeys(
             ("no_aug", "train_crop_mode", "train_interpolation", "scale", "ratio", "hflip", "vflip", "color_jitter"),
@@ -130,6 +127,7 @@ class SelfDistillation(Task):
         f"{TEACHER}.": "teacher",
         f"{TEACHER_HEAD}.": "projection head",
     }
+    separate_files: ClassVar = {"head": (f"{HEAD}.",)}
     teachers: ClassVar[Mapping[str, str]] = {TEACHER: MAIN_TOWER, TEACHER_HEAD: HEAD}
     feature_tower = TEACHER
     updates_after_step = True
@@ -221,11 +219,6 @@ class SelfDistillation(Task):
                 "with in the JSON; give --weight-decay a value above 0"
             )
         return super().supports_training(horizon, global_batch)
-
-    def weight_files(self) -> dict[str, frozenset[str]]:
-        """As `Task.weight_files`: the student's head; what is left is its backbone."""
-        names = [name for name, _ in self.model.named_parameters()]
-        return {"head": frozenset(name for name in names if name.startswith(f"{HEAD}."))}
 
     def average_files(self) -> dict[str, frozenset[str]]:
         """As `Task.average_files`: the teacher's backbone, which is timm's model, and its head."""

@@ -80,6 +80,7 @@ class Distillation(Classification):
 
     fixed_towers = (TEACHER,)
     parts: ClassVar = {f"{PROJECTION}.": "projection to a teacher's width"}
+    separate_files: ClassVar = {PROJECTION: (*parts,)}
     not_replayed = ""
     refused_flags: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(("img_size_schedule", "train_img_sizes"), _ONE_SIZE),
@@ -121,11 +122,6 @@ class Distillation(Classification):
             layer.evaluates_only = True
             layer.eval()
         return towers
-
-    def weight_files(self) -> dict[str, frozenset[str]]:
-        """As `Task.weight_files`: the projection apart, so that what is left is timm's model."""
-        names = frozenset(name for name, _ in self.model.named_parameters() if name.startswith(f"{PROJECTION}."))
-        return {PROJECTION: names} if names else {}
 
     def supports(self, model: nn.Module) -> str | None:
         """As `Task.supports`; `--kd-distill-type token` needs a distillation token."""

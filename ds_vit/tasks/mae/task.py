@@ -21,12 +21,11 @@ from ds_vit.models.zoo import ModelSpec
 from ds_vit.parallel.tensor.collectives import TensorParallel
 from ds_vit.tasks.mae.flags import SETTINGS
 from ds_vit.tasks.mae.loss import MaskedPatchLoss
-from ds_vit.tasks.mae.towers import AutoencoderSettings, MaskedAutoencoder, create_autoencoder, decoder_names
+from ds_vit.tasks.mae.towers import AutoencoderSettings, MaskedAutoencoder, create_autoencoder
 from ds_vit.tasks.metrics import Batch, Figure, Metrics
 from ds_vit.tasks.panels import Panel, pictures
 from ds_vit.tasks.task import ChainTask, Loss
 
-_NO_CLASSES = "its loss is over pixels and its model has no classes"
 _NO_LABELS = "an image is its own target, and there are no labels to mix"
 _PICTURES = {
     "reconstruction": "Images, their visible patches, the prediction, and both together",
@@ -48,12 +47,12 @@ class MaskedAutoencoding(ChainTask):
     settings = SETTINGS
     refused_flags: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(("mixup", "cutmix", "cutmix_minmax"), _NO_LABELS),
-        **dict.fromkeys(("smoothing", "bce_loss", "bce_sum", "bce_target_thresh", "num_classes"), _NO_CLASSES),
-        **dict.fromkeys(("linear_probe", "class_parallel", "drop"), "its model has no classifier"),
+        "drop": "its model has no classifier",
         **dict.fromkeys(("img_size_schedule", "train_img_sizes"), "its decoder's positions are of one size"),
     }
     has_classes = False
     parts: ClassVar = dict.fromkeys(("decoder_", "mask_token"), "decoder")
+    separate_files: ClassVar = {"decoder": (*parts,)}
     tower_files: ClassVar = {"decoder": "decoder"}
     figures = (Figure("loss", "loss", digits=5, higher_is_better=False),)
 
@@ -97,10 +96,6 @@ class MaskedAutoencoding(ChainTask):
     def metrics(self, device: torch.device) -> Metrics:
         """As `Task.metrics`."""
         return Reconstruction(device, self._patch_loss(), self.image)
-
-    def weight_files(self) -> dict[str, frozenset[str]]:
-        """As `Task.weight_files`: the decoder apart, so that what is left is timm's model."""
-        return {"decoder": decoder_names(self.model)}
 
     @classmethod
     def panels(cls, folder: RunFolder) -> Mapping[str, Sequence[Panel]]:

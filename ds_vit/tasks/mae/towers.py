@@ -184,18 +184,6 @@ class MaskedAutoencoder(nn.Module):
                     module.reset_parameters()
 
 
-def is_of_decoder(name: str) -> bool:
-    """Whether a parameter, by its name here and in the paper's code, is of the decoder and not of the encoder."""
-    return name.startswith(("decoder_", "mask_token"))
-
-
-def decoder_names(model: nn.Module) -> frozenset[str]:
-    """The parameters that are not the encoder's; none in a model that is no masked autoencoder."""
-    if not isinstance(model, MaskedAutoencoder):
-        return frozenset()
-    return frozenset(name for name, _ in model.named_parameters() if is_of_decoder(name))
-
-
 def _check_encoder(model: TimmViT, spec: ModelSpec, settings: AutoencoderSettings) -> None:
     """Reject an encoder whose patches cannot be masked or predicted."""
     embed = model.patch_embed
