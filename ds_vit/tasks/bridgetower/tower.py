@@ -107,12 +107,11 @@ def _read_json(path: Path, what: str) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
-def create_bridge_tower(name: str, device: str = "meta") -> BridgeTower:
+def create_bridge_tower(name: str) -> BridgeTower:
     """The description of the model in a folder, on the meta device without memory.
 
     Args:
         name: as for `model_folder`.
-        device: of its tensors; on another one than meta the values are not those of the folder.
 
     Raises:
         UserError: as `model_folder`; transformers is not installed, or does not take the config.json.
@@ -126,7 +125,7 @@ def create_bridge_tower(name: str, device: str = "meta") -> BridgeTower:
         config = BridgeTowerConfig.from_pretrained(str(folder))
         attention_dropout = config.text_config.attention_probs_dropout_prob
         config.text_config.attention_probs_dropout_prob = 0.0
-        with torch.device(device):
+        with torch.device("meta"):
             model = BridgeTowerForContrastiveLearning(config)
     except (AssertionError, AttributeError, KeyError, NotImplementedError, OSError, TypeError, ValueError) as error:
         raise UserError(f"--model {name}: transformers cannot build it: {first_line(error)}") from error

@@ -139,14 +139,14 @@ class TextTower(nn.Module):
         initial_logits: initial values of the logit scale (its logarithm) and, for SigLIP, the logit bias.
     """
 
-    def __init__(self, settings: TextSettings, embed_dim: int, initial_logits: tuple[float, ...], device: str) -> None:
-        """Args: as the attributes, E, and the device, on which parameters get no values."""
+    def __init__(self, settings: TextSettings, embed_dim: int, initial_logits: tuple[float, ...]) -> None:
+        """Args: as the attributes, and E."""
         super().__init__()
-        width, norm = settings.width, partial(LayerNorm, eps=settings.eps, device=device)
+        width, norm = settings.width, partial(LayerNorm, eps=settings.eps)
         self.settings, self.initial_logits = settings, initial_logits
-        rates = torch.linspace(0, settings.drop_path_rate, settings.depth).tolist()
-        self.token_embed = nn.Embedding(settings.vocab_size, width, device=device)
-        self.pos_embed = nn.Parameter(torch.empty(1, settings.context_length, width, device=device))
+        rates = torch.linspace(0, settings.drop_path_rate, settings.depth, device="cpu").tolist()
+        self.token_embed = nn.Embedding(settings.vocab_size, width)
+        self.pos_embed = nn.Parameter(torch.empty(1, settings.context_length, width))
         self.blocks = nn.ModuleList(
             Block(
                 width,
@@ -156,7 +156,6 @@ class TextTower(nn.Module):
                 drop_path=rate,
                 act_layer=settings.activation,
                 norm_layer=norm,
-                device=device,
             )
             for rate in rates
         )
@@ -169,12 +168,11 @@ class TextTower(nn.Module):
                 mlp_ratio=settings.mlp_ratio,
                 norm_layer=norm,
                 act_layer=settings.activation,
-                device=device,
             )
-        self.head = nn.Linear(width, embed_dim, bias=settings.projection_bias, device=device)
-        self.logit_scale = nn.Parameter(torch.empty(1, device=device))
+        self.head = nn.Linear(width, embed_dim, bias=settings.projection_bias)
+        self.logit_scale = nn.Parameter(torch.empty(1))
         if len(initial_logits) > 1:
-            self.logit_bias = nn.Parameter(torch.empty(1, device=device))
+            self.logit_bias = nn.Parameter(torch.empty(1))
 
     def init_weights(self, needs_reset: bool = True) -> None:
         """The initial values of CLIP's text transformer, the logit scale and bias among them."""
@@ -219,12 +217,7 @@ class ContrastiveModel(nn.Module):
 
 
 def create_contrastive_model(
-    spec: ModelSpec,
-    settings: TextSettings,
-    initial_logits: tuple[float, ...],
-    *,
-    for_training: bool = True,
-    device: str = "meta",
+    spec: ModelSpec, settings: TextSettings, initial_logits: tuple[float, ...], *, for_training: bool = True
 ) -> ContrastiveModel:
     """The description of an image and a text tower, on the meta device without memory.
 
@@ -233,20 +226,21 @@ def create_contrastive_model(
         settings: of the text tower.
         initial_logits: as `TextTower`'s.
         for_training: as in `create_model`.
-        device: as in `create_model`; on another one than meta the values of text tower and projection are not set.
 
     Raises:
         UserError: as `create_model`.
     """
-    model = create_model(replace(spec, num_classes=1), for_training=for_training, device=device)
+    model = create_model(replace(spec, num_classes=1), for_training=for_training)
     width = model.head.in_features
     embed_dim = settings.embed_dim or width
     model.num_classes = settings.embed_dim or 0
-    model.head = nn.Linear(width, embed_dim, bias=False, device=device) if settings.embed_dim else nn.Identity()
+    with torch.device("meta"):
+        model.head = nn.Linear(width, embed_dim, bias=False) if settings.embed_dim else nn.Identity()
+        text = TextTower(settings, embed_dim, initial_logits)
     model.head_init_scale = 0.0  # Eva's, which scales a bias too
     mix_in(model, ContrastiveModel)
     model.common_dim = embed_dim
-    model.text = TextTower(settings, embed_dim, initial_logits, device)
+    model.text = text
     return model
 
 

@@ -65,12 +65,11 @@ class LastLayer(nn.Module):
     Args:
         count: K.
         width: E.
-        device: of the weight, which gets no values.
     """
 
-    def __init__(self, count: int, width: int, device: str) -> None:
+    def __init__(self, count: int, width: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(count, width, device=device))
+        self.weight = nn.Parameter(torch.empty(count, width))
 
     def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The weight, float32 [K / tp, E], and the lengths of its rows [K / tp], through which no gradient passes."""
@@ -96,19 +95,19 @@ class ProjectionHead(nn.Module):
     attn_pool: ClassVar[None] = None
     images_per_sample: tuple[float, float] = (1.0, 1.0)
 
-    def __init__(self, in_dim: int, settings: HeadSettings, device: str) -> None:
-        """Args: as the attributes, and the device, on which parameters get no values."""
+    def __init__(self, in_dim: int, settings: HeadSettings) -> None:
+        """Args: as the attributes."""
         super().__init__()
         self.in_dim, self.settings = in_dim, settings
         hidden, bottleneck = settings.hidden_dim, settings.bottleneck_dim
         self.mlp = nn.Sequential(
-            nn.Linear(in_dim, hidden, device=device),
+            nn.Linear(in_dim, hidden),
             nn.GELU(),
-            nn.Linear(hidden, hidden, device=device),
+            nn.Linear(hidden, hidden),
             nn.GELU(),
-            nn.Linear(hidden, bottleneck, device=device),
+            nn.Linear(hidden, bottleneck),
         )
-        self.last_layer = LastLayer(settings.prototypes, bottleneck, device)
+        self.last_layer = LastLayer(settings.prototypes, bottleneck)
 
     def init_weights(self, needs_reset: bool = True) -> None:
         """DINOv2's initial values."""
@@ -178,12 +177,7 @@ class SelfDistillationViT(TokenViT):
 
 
 def create_self_distillation(
-    spec: ModelSpec,
-    settings: HeadSettings,
-    *,
-    for_training: bool = True,
-    reads_patches: bool = True,
-    device: str = "meta",
+    spec: ModelSpec, settings: HeadSettings, *, for_training: bool = True, reads_patches: bool = True
 ) -> SelfDistillationViT:
     """The description of student, teacher and their heads, on the meta device without memory.
 
@@ -194,26 +188,22 @@ def create_self_distillation(
         settings: of the heads.
         for_training: as in `create_model`.
         reads_patches: of both backbones.
-        device: as in `create_model`; on another one than meta the values of heads and mask token are not set.
 
     Raises:
         UserError: as `create_model`; a head that reads more than the class token, patch dropout, overlapping patches,
             or images that are not square or no multiple of the patch size.
     """
     spec = replace(spec, num_classes=0)
-    model = create_model(spec, for_training=for_training, device=device, classifier=False)
+    model = create_model(spec, for_training=for_training, classifier=False)
     _check_backbone(model, spec)
     none = dict.fromkeys(("drop_rate", "pos_drop_rate", "patch_drop_rate", "proj_drop_rate"), 0.0)
     still = replace(spec, drop_path_rate=0.0, model_kwargs={**spec.model_kwargs, **none})
-    teacher = create_model(still, for_training=for_training, device=device, classifier=False)
+    teacher = create_model(still, for_training=for_training, classifier=False)
     mix_in(teacher, TokenViT, reads_patches=reads_patches)
     mix_in(model, SelfDistillationViT, reads_patches=reads_patches, settings=settings)
-    model.mask_token = nn.Parameter(torch.empty(1, 1, model.embed_dim, device=device))
-    towers = (
-        ProjectionHead(model.embed_dim, settings, device),
-        teacher,
-        ProjectionHead(model.embed_dim, settings, device),
-    )
+    with torch.device("meta"):
+        model.mask_token = nn.Parameter(torch.empty(1, 1, model.embed_dim))
+        towers = (ProjectionHead(model.embed_dim, settings), teacher, ProjectionHead(model.embed_dim, settings))
     for name, tower in zip(SelfDistillationViT.further_towers, towers, strict=True):
         model.add_module(name, tower)
     for tower in towers[1:]:

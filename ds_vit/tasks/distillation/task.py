@@ -201,14 +201,13 @@ class Projection(nn.Module):
     Args:
         width: D.
         taught: E.
-        device: of the weights, which get no values.
     """
 
     attn_pool: ClassVar[None] = None
 
-    def __init__(self, width: int, taught: int, device: str = "meta") -> None:
+    def __init__(self, width: int, taught: int) -> None:
         super().__init__()
-        self.linear = nn.Linear(width, taught, device=device)
+        self.linear = nn.Linear(width, taught, device="meta")
 
     def init_weights(self, needs_reset: bool = True) -> None:
         """torch's initial values."""

@@ -146,21 +146,20 @@ class MaskedAutoencoder(nn.Module):
     settings: AutoencoderSettings
 
     def add_decoder(self, settings: AutoencoderSettings) -> None:
-        """Add the decoder to a model from `create_model`, on its device, and freeze what is not trained."""
+        """Add the decoder to a model from `create_model`, and freeze what is not trained."""
         self.settings = settings
         width = settings.decoder_dim
-        device = next(self.parameters()).device
         eps = next(module.eps for module in self.modules() if hasattr(module, "eps"))
-        norm = partial(LayerNorm, eps=eps, device=device)
-        self.decoder_embed = nn.Linear(self.embed_dim, width, device=device)
-        self.mask_token = nn.Parameter(torch.empty(1, 1, width, device=device))
+        norm = partial(LayerNorm, eps=eps)
+        self.decoder_embed = nn.Linear(self.embed_dim, width)
+        self.mask_token = nn.Parameter(torch.empty(1, 1, width))
         self.decoder_blocks = nn.ModuleList(
-            Block(width, settings.decoder_heads, mlp_ratio=4.0, qkv_bias=True, norm_layer=norm, device=device)
+            Block(width, settings.decoder_heads, mlp_ratio=4.0, qkv_bias=True, norm_layer=norm)
             for _ in range(settings.decoder_depth)
         )
         self.decoder_norm = norm(width)
         numbers = self.patch_embed.patch_size[0] * self.patch_embed.patch_size[1] * self.in_chans
-        self.decoder_pred = nn.Linear(width, numbers, device=device)
+        self.decoder_pred = nn.Linear(width, numbers)
         if self.pos_embed is not None:
             self.pos_embed.requires_grad_(False)
         if self.attn_pool is not None:
@@ -215,7 +214,7 @@ def _check_encoder(model: TimmViT, spec: ModelSpec, settings: AutoencoderSetting
 
 
 def create_autoencoder(
-    spec: ModelSpec, settings: AutoencoderSettings, *, for_training: bool = True, device: str = "meta"
+    spec: ModelSpec, settings: AutoencoderSettings, *, for_training: bool = True
 ) -> MaskedAutoencoder:
     """The description of a masked autoencoder, on the meta device its structure, names and shapes without memory.
 
@@ -225,16 +224,16 @@ def create_autoencoder(
         spec: the encoder. Its number of classes is ignored: there is no classifier.
         settings: of mask and decoder.
         for_training: as in `create_model`.
-        device: as in `create_model`; on another one than meta the decoder's values are not set.
 
     Raises:
         UserError: as `create_model`; a convolutional stem, patch dropout, pixels outside all patches, or a mask that
             leaves nothing on one side.
     """
-    model = create_model(replace(spec, num_classes=0), for_training=for_training, device=device, classifier=False)
+    model = create_model(replace(spec, num_classes=0), for_training=for_training, classifier=False)
     _check_encoder(model, spec, settings)
     mix_in(model, MaskedAutoencoder)
-    model.add_decoder(settings)
+    with torch.device("meta"):
+        model.add_decoder(settings)
     return model
 
 
