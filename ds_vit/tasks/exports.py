@@ -46,7 +46,6 @@ class Exported:
         image: how evaluation prepares its input.
         labels: the classes' names, one for each logit; empty where nothing says them.
         path: where the weights come from.
-        task: the word of --task.
         spec: how timm builds the main tower.
         bce: trained with binary cross-entropy: each logit is for its class only.
         tokenizer: of a task with text: --tokenizer.
@@ -57,7 +56,6 @@ class Exported:
     image: ImageConfig
     labels: tuple[str, ...]
     path: Path
-    task: str
     spec: ModelSpec
     bce: bool = False
     tokenizer: str = ""

@@ -105,7 +105,7 @@ def load_source(
         )
     names = _labels(labels, weights, model) if classifier else ()
     image, bce = _filled(model, checkpoint, values), bool(values.get("bce_loss"))
-    return Exported(model, image, names, weights.path, task.name, spec, bce=bce)
+    return Exported(model, image, names, weights.path, spec, bce=bce)
 
 
 def load_whole(weights: StoredWeights, values: Mapping[str, Any], task: type[Task]) -> Exported:
@@ -127,7 +127,7 @@ def load_whole(weights: StoredWeights, values: Mapping[str, Any], task: type[Tas
     image = _filled(model, checkpoint, values)
     tokenizer = str(values.get("tokenizer") or flags.RunConfig.default_of("tokenizer")) if task.has_text else ""
     texts = partial(task.text_tower, model) if task.has_text else None
-    return Exported(model, image, (), weights.path, task.name, spec, tokenizer=tokenizer, text_tower=texts)
+    return Exported(model, image, (), weights.path, spec, tokenizer=tokenizer, text_tower=texts)
 
 
 def _filled(model: TimmViT, checkpoint: InitialCheckpoint, values: Mapping[str, Any]) -> ImageConfig:

@@ -33,9 +33,6 @@ from ds_vit.models.layers import (
 )
 from ds_vit.models.zoo import ModelSpec, create_model
 
-POOLS = ("end", "last", "map")
-"""The features of a caption: of its end token, of its last token, or by attention pooling."""
-
 
 @dataclass(frozen=True)
 class TextSettings:
@@ -51,7 +48,8 @@ class TextSettings:
         heads: attention heads.
         mlp_ratio: of the blocks.
         causal: a token attends to those before it only.
-        pool: one of `POOLS`.
+        pool: where the features of a caption come from: "end" for its end token, "last" for its last token, or "map"
+            for attention pooling.
         activation: of the blocks.
         eps: of the norms.
         drop_path_rate: stochastic depth rate of the last block, from 0 at the first.
