@@ -309,10 +309,9 @@ def make_ours(
     engine = build_engine(run, device, build_groups(run.layout))
     stack.callback(engine.close)
     batches = feed(engine) if feed else _random_batches(run, engine, device)
-    assert run.optimizer is not None, "training has an optimizer"
     task, numbers = run.model.task, itertools.count(1)
     before: list[StepResult] = []
-    horizon = Horizon(_SCHEDULED_STEPS, 1, run.optimizer.weight_decay)
+    horizon = Horizon(_SCHEDULED_STEPS, 1, run.training[0].weight_decay)
 
     def step() -> None:
         number = next(numbers)

@@ -16,7 +16,6 @@ from torch import nn
 from ds_vit.engine.patches import replaced
 from ds_vit.fault_tolerance.errors import UserError, first_line
 from ds_vit.models import compiled
-from ds_vit.optim.settings import Optimizer
 from ds_vit.tasks.clip.export import open_clip_text
 from ds_vit.tasks.metrics import Batch
 from ds_vit.tasks.task import Task
@@ -97,8 +96,7 @@ def check_comparable(run: Run, peers: Sequence[str]) -> None:
         raise UserError(f"bench step: {reason}")
     if "fp16" in precision:
         raise UserError(f"bench step: the peers compute in fp32 or bf16, and the JSON says {precision}")
-    assert run.optimizer is not None, "training has an optimizer"
-    if (cls := run.optimizer.cls) not in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD):
+    if (cls := run.training[0].cls) not in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD):
         raise UserError(f"bench step: the peers take Adam, AdamW or SGD, and the JSON says {cls.__name__}")
 
 
@@ -127,9 +125,7 @@ def peer_step(name: str, run: Run, batch: Batch) -> Callable[[], None]:
 def _classification_step(kind: str, run: Run, batch: Batch, compiles: bool) -> Callable[[], None]:
     import timm
 
-    optimizer, half = run.optimizer, run.engine.precision.name != "fp32"
-    assert optimizer is not None, "training has an optimizer"
-    config = run.model.task.config
+    config, half = run.model.task.config, run.engine.precision.name != "fp32"
     options: dict[str, Any] = {"drop_path_rate": config.drop_path, "num_classes": run.model.task.num_classes}
     options |= {"drop_rate": config.drop, **config.model_kwargs}
     if run.model.spec.img_size:
@@ -141,7 +137,7 @@ def _classification_step(kind: str, run: Run, batch: Batch, compiles: bool) -> C
     elif compiles:
         _compile_blocks(model.blocks)
     peer = _WRAPPERS[kind](model, half)
-    timms = _optimizer_of(peer, optimizer)
+    timms, update = _optimizer_of(peer, run)
     autocast = half and kind != "fsdp2"
 
     def step() -> None:
@@ -150,19 +146,25 @@ def _classification_step(kind: str, run: Run, batch: Batch, compiles: bool) -> C
         loss = nn.functional.cross_entropy(logits.float(), targets, label_smoothing=config.smoothing)
         timms.zero_grad()
         loss.backward()
-        if optimizer.clip:
-            nn.utils.clip_grad_norm_(peer.parameters(), optimizer.clip)
-        timms.step()
+        update()
 
     return step
 
 
-def _optimizer_of(model: nn.Module, optimizer: Optimizer) -> torch.optim.Optimizer:
-    """The engine's optimizer, fused, with weight decay of matrices only."""
+def _optimizer_of(model: nn.Module, run: Run) -> tuple[torch.optim.Optimizer, Callable[[], None]]:
+    """The engine's optimizer, fused, with weight decay of matrices only; and its step on clipped gradients."""
     import timm
 
-    groups = timm.optim.param_groups_weight_decay(model, optimizer.weight_decay)
-    return optimizer.cls(groups, **{**optimizer.arguments, "lr": optimizer.lr, "fused": True})
+    ours, _ = run.training
+    groups = timm.optim.param_groups_weight_decay(model, ours.weight_decay)
+    optimizer = ours.cls(groups, **{**ours.arguments, "lr": ours.lr, "fused": True})
+
+    def update() -> None:
+        if ours.clip:
+            nn.utils.clip_grad_norm_(model.parameters(), ours.clip)
+        optimizer.step()
+
+    return optimizer, update
 
 
 def _open_clip_model(run: Run) -> nn.Module:
@@ -197,10 +199,9 @@ def _open_clip_step(run: Run, batch: Batch, compiles: bool) -> Callable[[], None
     """A step of open_clip's model, loss and accumulation: it caches the features of all micro-batches, and compares
     each micro-batch's, computed again, with the cache (`--accum-freq`, `--local-loss`, `--gather-with-grad`).
     """
-    model, optimizer, device = _open_clip_model(run), run.optimizer, batch["images"].device
+    model, device = _open_clip_model(run), batch["images"].device
     from open_clip.loss import ClipLoss, SigLipLoss
 
-    assert optimizer is not None, "training has an optimizer"
     world, half = dist.get_world_size(), run.engine.precision.name != "fp32"
     ranks = {"rank": dist.get_rank(), "world_size": world}
     has_bias = len(run.model.whole.text.initial_logits) > 1
@@ -210,7 +211,7 @@ def _open_clip_step(run: Run, batch: Batch, compiles: bool) -> Callable[[], None
         _compile_blocks(model.visual.trunk.blocks, model.text.transformer.resblocks)
     if world > 1:
         peer = _WRAPPERS["ddp"](peer, half)
-    torchs = _optimizer_of(model, optimizer)
+    torchs, update = _optimizer_of(model, run)
     pieces = run.batch.accumulation
     micro_batches = list(zip(batch["images"].chunk(pieces), batch["texts"].chunk(pieces), strict=True))
 
@@ -240,9 +241,7 @@ def _open_clip_step(run: Run, batch: Batch, compiles: bool) -> Callable[[], None
             backward(outputs(0))
         else:
             accumulate()
-        if optimizer.clip:
-            nn.utils.clip_grad_norm_(peer.parameters(), optimizer.clip)
-        torchs.step()
+        update()
         with torch.no_grad():
             model.logit_scale.clamp_(0.0, math.log(100.0))
 
@@ -285,8 +284,7 @@ def _lightly_step(run: Run, batch: Batch, compiles: bool) -> Callable[[], None]:
         from lightly.models.utils import update_momentum
     except ImportError as error:
         raise UserError(f"--against lightly needs pip install lightly ({first_line(error)})") from None
-    optimizer, config = run.optimizer, run.model.task.config
-    assert optimizer is not None, "training has an optimizer"
+    config = run.model.task.config
     half, device = run.engine.precision.name != "fp32", batch["images"].device
     size = run.model.spec.img_size
     student = _MultiCrop(config, size, config.drop_path).to(device).train()
@@ -298,7 +296,7 @@ def _lightly_step(run: Run, batch: Batch, compiles: bool) -> Callable[[], None]:
     peer: nn.Module = student
     if dist.get_world_size() > 1:
         peer = _WRAPPERS["ddp"](student, half)
-    torchs = _optimizer_of(student, optimizer)
+    torchs, update = _optimizer_of(student, run)
     loss = DINOLoss(config.prototypes, student_temp=config.student_temp).to(device)
     samples, crops = len(batch["images"]), [batch[name] for name in ("images", "local_images") if name in batch]
 
@@ -314,9 +312,7 @@ def _lightly_step(run: Run, batch: Batch, compiles: bool) -> Callable[[], None]:
         )
         torchs.zero_grad()
         value.backward()
-        if optimizer.clip:
-            nn.utils.clip_grad_norm_(student.parameters(), optimizer.clip)
-        torchs.step()
+        update()
         update_momentum(student, teacher, config.teacher_momentum)
 
     return step
