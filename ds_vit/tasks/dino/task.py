@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ds_vit.config import RunConfig
+from ds_vit.config.augmentation import AugmentConfig
 from ds_vit.data.field import Field
 from ds_vit.data.settings import NUM_GLOBAL, CropConfig, ImageConfig
 from ds_vit.data.sources.source import Source
@@ -63,6 +64,7 @@ from ds_vit.tasks.task import Coupled, Horizon, StepContext, Task, cosine, linea
 
 _NO_LABELS = "the teacher gives the targets, and there are no labels to mix"
 _OWN_AUGMENTATION = "its crops have DINO's own augmentation"
+_OF_ANY_AUGMENTATION = {"decode", "augment_on", "remode", "recount"}  # the last two need --reprob
 _SIZES = "its crops are of two sizes, --img-size and --local-crops-size"
 _PARTS = ("class", "patch")
 """Class tokens and masked patches: each with its own centre or Sinkhorn-Knopp."""
@@ -112,13 +114,7 @@ class SelfDistillation(Task):
         **dict.fromkeys(("mixup", "cutmix", "cutmix_minmax"), _NO_LABELS),
         "drop": "its model has no classifier",
         **dict.fromkeys(("img_size_schedule", "train_img_sizes"), _SIZES),
-        **dict.fromkeys(
-            ("no_aug", "train_crop_mode", "train_interpolation", "scale", "ratio", "hflip", "vflip", "color_jitter"),
-            _OWN_AUGMENTATION,
-        ),
-        **dict.fromkeys(
-            ("color_jitter_prob", "grayscale_prob", "gaussian_blur_prob", "aa", "reprob"), _OWN_AUGMENTATION
-        ),
+        **dict.fromkeys(sorted(AugmentConfig.flags().keys() - _OF_ANY_AUGMENTATION), _OWN_AUGMENTATION),
     }
     has_classes = False
     parts: ClassVar = {

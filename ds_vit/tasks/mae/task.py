@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import ClassVar
@@ -61,14 +62,8 @@ class MaskedAutoencoding(ChainTask):
     @classmethod
     def create_model(cls, spec: ModelSpec, config: RunConfig, *, for_training: bool) -> MaskedAutoencoder:
         """As `Task.create_model`."""
-        settings = AutoencoderSettings(
-            mask_ratio=config.mask_ratio,
-            decoder_dim=config.decoder_dim,
-            decoder_depth=config.decoder_depth,
-            decoder_heads=config.decoder_heads,
-            norm_pix_loss=config.norm_pix_loss,
-        )
-        return create_autoencoder(spec, settings, for_training=for_training)
+        values = {field.name: getattr(config, field.name) for field in dataclasses.fields(AutoencoderSettings)}
+        return create_autoencoder(spec, AutoencoderSettings(**values), for_training=for_training)
 
     def supports(self, model: nn.Module) -> str | None:
         """As `Task.supports`; layer decay is refused, for the decoder has no place among the encoder's layers."""

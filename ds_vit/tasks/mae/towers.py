@@ -40,7 +40,7 @@ from ds_vit.parallel.tensor.shard import Joining, share_tokens
 
 @dataclass(frozen=True)
 class AutoencoderSettings:
-    """Settings of the mask and the decoder; the defaults are the paper's.
+    """Settings of the mask and the decoder, each the flag of that name; the defaults are the paper's.
 
     Attributes:
         mask_ratio: share of the patches that the encoder does not see.
