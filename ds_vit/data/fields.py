@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from PIL import Image
 
 from ds_vit.config.augmentation import AugmentConfig, MixConfig
@@ -225,8 +226,9 @@ class LabelField(Field):
         return mix_targets(targets, rows.num_rows, rows.mix, self._num_classes, self._mix.smoothing)
 
     def example(self, num_rows: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Class numbers."""
-        return torch.randint(self._num_classes, (num_rows,), device=device)
+        """Class numbers, or one-hot."""
+        classes = torch.randint(self._num_classes, (num_rows,), device=device)
+        return F.one_hot(classes, self._num_classes).float() if self.shape else classes
 
 
 class TextField(Field):

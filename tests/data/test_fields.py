@@ -295,3 +295,11 @@ def test_an_entry_is_read_once_for_all_fields_of_it():
     table = Table(1.0)
     [*loader_of(table, [Field("x", entry="x"), Field("y", entry="x")], EvalRows(5, Share(0, 1, 5)))]
     assert table.reads == 5
+
+
+@pytest.mark.parametrize("options", [{}, {"mix": MIX}, {"multi_label": True}], ids=str)
+def test_examples_of_labels_have_their_fields_shape(options):
+    """Would catch class numbers where a benchmark's loss takes soft targets."""
+    field = LabelField("targets", 5, **options)
+    example = field.example(3, torch.bfloat16, torch.device("cpu"))
+    assert (example.shape, example.dtype) == ((3, *field.shape), field.dtype)
