@@ -192,8 +192,8 @@ def an_outlier():
     build_loss, calls = classification.build_loss, itertools.count(1)
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
 
-    def planted(**settings):
-        loss = build_loss(**settings)
+    def planted(rule):
+        loss = build_loss(rule)
 
         def with_outlier(logits, targets):
             value = loss(logits, targets)

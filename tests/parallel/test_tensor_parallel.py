@@ -40,7 +40,7 @@ from ds_vit.parallel.tensor.class_parallel import gather_logits
 from ds_vit.parallel.tensor.collectives import TensorParallel
 from ds_vit.parallel.tensor.plans import PLANS
 from ds_vit.parallel.tensor.shard import check_degree, legal_degrees, shard_layer
-from ds_vit.tasks.classification.losses import build_loss, class_parallel_loss
+from ds_vit.tasks.classification.losses import LossRule, build_loss, class_parallel_loss
 from ds_vit.tasks.mae.towers import AutoencoderSettings, create_autoencoder
 
 # ---- blocks ----------------------------------------------------------------------------------------------------------
@@ -120,8 +120,8 @@ def compare_model(kind: str, interval: int, sequence_parallel: bool, class_paral
     def all_classes(logits: torch.Tensor) -> torch.Tensor:
         return gather_logits(logits, NUM_CLASSES, tp) if class_parallel else logits.detach()
 
-    loss = build_loss(**LOSS)
-    own_loss = class_parallel_loss(tp=tp, num_classes=NUM_CLASSES, **LOSS) if class_parallel else loss
+    loss = build_loss(LossRule(**LOSS))
+    own_loss = class_parallel_loss(LossRule(**LOSS), tp, NUM_CLASSES) if class_parallel else loss
     logits, own_logits = whole(x, keys), own(own_x, keys)
     loss(logits, LABELS).backward()
     own_loss(own_logits, LABELS).backward()

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from tp_models import from_all_ranks, tensor_parallel
 
 from ds_vit.parallel.tensor.class_parallel import gather_logits, log_softmax, own_classes, pays
-from ds_vit.tasks.classification.losses import build_loss, class_parallel_loss
+from ds_vit.tasks.classification.losses import LossRule, build_loss, class_parallel_loss
 from ds_vit.tasks.distillation.task import hard_loss, soft_loss
 
 SAMPLES = 6
@@ -53,8 +53,8 @@ def compare_losses(num_classes: int, level: float) -> None:
     soft = torch.rand(SAMPLES, num_classes, generator=generator)  # not normalised, and on all sides of the thresholds
     for settings in PRODUCT if not level else [one for one in PRODUCT if not one["bce"]]:
         targets = soft if settings["soft_targets"] else multi_hot if settings["multi_label"] else numbers
-        sharded = partial(class_parallel_loss, tp=tp, num_classes=num_classes, **settings)
-        expected = loss_and_gradient(partial(build_loss, **settings), logits, targets)
+        sharded = partial(class_parallel_loss, LossRule(**settings), tp, num_classes)
+        expected = loss_and_gradient(partial(build_loss, LossRule(**settings)), logits, targets)
         found = loss_and_gradient(sharded, padded[:, own], targets)
         assert len(set(from_all_ranks(found[0].item()))) == 1, f"the ranks' losses differ: {settings}"
         whole = torch.zeros_like(padded)
@@ -93,7 +93,7 @@ def bytes_moved(bce: bool, num_classes: int) -> int:
     dist.all_gather_into_tensor = counting(dist.all_gather_into_tensor, 1)
     logits = torch.randn(SAMPLES, num_classes // tp.size, requires_grad=True)
     targets = torch.zeros(SAMPLES, dtype=torch.int64)
-    class_parallel_loss(tp=tp, num_classes=num_classes, **SMOOTHED | {"bce": bce})(logits, targets).backward()
+    class_parallel_loss(LossRule(**SMOOTHED | {"bce": bce}), tp, num_classes)(logits, targets).backward()
     return moved
 
 
@@ -108,7 +108,7 @@ def test_what_is_moved_does_not_grow_with_the_classes(ranks):
 def nan_loss() -> tuple[float, bool]:
     tp = tensor_parallel()
     logits = torch.full((2, 5), torch.inf if tp.rank == 1 else 0.0, requires_grad=True)
-    loss = class_parallel_loss(tp=tp, num_classes=10, **SMOOTHED | {"smoothing": 0.0})(logits, torch.tensor([0, 1]))
+    loss = class_parallel_loss(LossRule(**SMOOTHED | {"smoothing": 0.0}), tp, 10)(logits, torch.tensor([0, 1]))
     loss.backward()
     return loss.item(), bool(logits.grad.isnan().any())
 

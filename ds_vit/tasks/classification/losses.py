@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -48,13 +47,8 @@ class LossRule:
         return self.smoothing if self.multi_label and not self.soft_targets else 0.0
 
 
-def build_loss(**settings: Any) -> Loss:
-    """The mean loss of a micro-batch: `loss(logits [B, C], targets) → scalar fp32`.
-
-    Args:
-        settings: of `LossRule`.
-    """
-    rule = LossRule(**settings)
+def build_loss(rule: LossRule) -> Loss:
+    """The mean loss of a micro-batch: `loss(logits [B, C], targets) → scalar fp32`."""
     if rule.bce:
         module = BinaryCrossEntropy(
             smoothing=rule.multi_hot_smoothing or rule.number_smoothing,
@@ -73,22 +67,18 @@ def build_loss(**settings: Any) -> Loss:
     return lambda logits, targets: module(logits.float(), targets)
 
 
-def class_parallel_loss(*, tp: TensorParallel, num_classes: int, **settings: Any) -> Loss:
+def class_parallel_loss(rule: LossRule, tp: TensorParallel, num_classes: int) -> Loss:
     """`build_loss` for a classifier that is sharded over the classes.
 
     Args:
+        rule: as for `build_loss`.
         tp: this rank's place in the group.
         num_classes: C, without padding.
-        settings: of `LossRule`.
 
     Returns:
         `loss(logits [B, c], targets) -> scalar fp32`, the same on every rank. The targets are those of all classes
         (int64 [B] or float32 [B, C]), the same on every rank. Softmax moves 4 numbers per sample and rank, BCE one.
-
-    Raises:
-        UserError: as `LossRule`.
     """
-    rule = LossRule(**settings)
     first, count = own_classes(num_classes, tp)
     off_value = rule.number_smoothing / num_classes
 
