@@ -207,7 +207,7 @@ class Task(Configurable, ABC):
     collected_once: ClassVar[tuple[str, ...]] = ()
     """Tensors of `collect` that are the same in each micro-batch: only those of the first are kept."""
     updates_after_step: ClassVar[bool] = False
-    """Whether `after_update` needs to know about each applied step before the next one begins."""
+    """Whether the class defines `after_update`; set for each derived class."""
     bounds: ClassVar[Mapping[str, tuple[float, float]]] = {}
     """Names of parameters → the least and the largest value that each update leaves them with."""
     shown_parameters: ClassVar[Mapping[str, tuple[str, Callable[[float], float]]]] = {}
@@ -244,6 +244,7 @@ class Task(Configurable, ABC):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
+        cls.updates_after_step = cls.after_update is not Task.after_update
         if not cls.__module__.startswith("ds_vit."):
             cls.name = word_of(cls)
 
@@ -450,7 +451,7 @@ class Task(Configurable, ABC):
         raise NotImplementedError(f"--task {self.name} is not coupled")
 
     def after_update(self, context: StepContext) -> None:
-        """Called after each applied step (where `updates_after_step`), before anything else sees the weights."""
+        """Called after each applied step, before anything else sees the weights and before the next step begins."""
         return
 
     def schedules(self, step: int, horizon: Horizon) -> Mapping[str, float]:

@@ -86,7 +86,6 @@ class WithTeacher(Classification):
 
     separate_files: ClassVar = {"teacher": ("teacher.",)}
     teachers: ClassVar = {"teacher": MAIN_TOWER}
-    updates_after_step = True
 
     @classmethod
     def create_model(cls, spec, config, *, for_training):
@@ -150,8 +149,6 @@ class WithTwoTeachers(WithTeacher):
 
 class WithState(Classification):
     """Classification of logits less their running mean over global batches (as DINO, Caron et al. 2021)."""
-
-    updates_after_step = True
 
     def setup(self, context):
         """As `Task.setup`."""

@@ -126,7 +126,6 @@ class SelfDistillation(Task):
     separate_files: ClassVar = {"head": (f"{HEAD}.",)}
     teachers: ClassVar[Mapping[str, str]] = {TEACHER: MAIN_TOWER, TEACHER_HEAD: HEAD}
     feature_tower = TEACHER
-    updates_after_step = True
     epoch_flags = ("freeze_last_layer_epochs",)
     figures = (Figure("feature_std", "feature deviation", digits=3, summed_up=False),)
     charts: ClassVar = (
