@@ -34,7 +34,7 @@ from ds_vit.planner.counting import count_flops
 from ds_vit.tasks.registry import find_task
 from ds_vit.tasks.task import Horizon
 from ds_vit.tools.counting import StepCounts, count_calls, count_step, device_seconds
-from ds_vit.tools.peers import check_comparable, default_peer, peer_step
+from ds_vit.tools.peers import check_comparable, default_peers, peer_step
 from ds_vit.training.auto_batch import MemoryAdvice, memory_of_rank
 from ds_vit.training.program import process_group
 
@@ -132,7 +132,7 @@ def bench_step(
     Args:
         words: flags of a training run, of ours; model, image size, drop-path and optimizer are the peers' too.
         deepspeed_configs: JSON files of one precision; each makes one of ours.
-        peers: of the task; if empty, the one of the task and the number of ranks.
+        peers: of the task; if empty, the one of the task and the number of ranks, or none if the task has none.
         turns: how often each side is measured; they alternate.
         steps: steps per turn.
 
@@ -150,8 +150,8 @@ def bench_step(
     if len(precisions) > 1:
         raise UserError(f"--deepspeed_config: files of one precision can be compared, not of {', '.join(precisions)}")
     run = next(iter(ours.values()))
-    peers = peers or [default_peer(run.model.task, process.world_size)]
-    check_comparable(run, peers)
+    if peers := peers or default_peers(run.model.task, process.world_size):
+        check_comparable(run, peers)
     compared = {name: {peer: peer for peer in peers} for name in ours}
     return measure_sides(words, ours, peers, compared, process, turns, steps)
 

@@ -58,15 +58,10 @@ def _peers_of(task: Task) -> tuple[str, ...]:
     return vars(type(task)).get("peers", ())
 
 
-def default_peer(task: Task, world_size: int) -> str:
-    """The peer of a task on so many ranks without --against.
-
-    Raises:
-        UserError: there is none.
-    """
-    if not (able := _peers_of(task)):
-        raise UserError(f"bench step: no peer trains as this run of --task {task.name} does")
-    return "ddp" if "ddp" in able and world_size > 1 else able[0]
+def default_peers(task: Task, world_size: int) -> tuple[str, ...]:
+    """The peer of a task on so many ranks without --against; none if no peer trains as the task does."""
+    able = _peers_of(task)
+    return ("ddp",) if "ddp" in able and world_size > 1 else able[:1]
 
 
 def check_comparable(run: Run, peers: Sequence[str]) -> None:

@@ -12,10 +12,11 @@ import math
 import shlex
 import sys
 from collections.abc import Mapping
+from inspect import getattr_static
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_vit.config import RunConfig, from_values, load_recipe
+from ds_vit.config import from_values, load_recipe
 from ds_vit.config.deepspeed_json import load_json
 from ds_vit.config.deepspeed_rules import Checkpointing, precision
 from ds_vit.config.parser import at_least, or_shipped
@@ -33,7 +34,8 @@ from ds_vit.planner.counting import LayerWork, count_flops
 from ds_vit.planner.hardware import accelerator, link
 from ds_vit.planner.memory import PARTS, LayerMemory, MemoryRules, unaligned_matrices
 from ds_vit.planner.search import Candidate, Planned, PlanRequest, Search, json_at_stage
-from ds_vit.tasks.registry import find_task
+from ds_vit.tasks.registry import find_task, task_of
+from ds_vit.tasks.task import Task
 
 if TYPE_CHECKING:
     from ds_vit.config.deepspeed_keys import DeepSpeedJson
@@ -105,14 +107,18 @@ def with_recipe(arguments: argparse.Namespace) -> None:
     else:
         recipe = load_recipe(arguments.recipe)
         has_teacher = any(recipe.get(name) for name in ("kd_model_name", "kd_checkpoint"))
-        default = RunConfig.default_of("task")
-        arguments.of_task = recipe.get("task", default) != default or has_teacher
+        arguments.of_task = has_teacher or not _trains_one_vit(task_of(recipe))
         for key in _OF_RECIPE:
             if key in recipe and not getattr(arguments, key):
                 setattr(arguments, key, recipe[key])
     arguments.deepspeed_config = arguments.deepspeed_config and or_shipped(arguments.deepspeed_config)
     if not arguments.model:
         raise UserError("--model is missing, and no --recipe names one; for example --model vit_large_patch16_224")
+
+
+def _trains_one_vit(task: type[Task]) -> bool:
+    """Whether a task's model is the chain of one ViT of timm's."""
+    return all(getattr_static(task, name) is vars(Task)[name] for name in ("create_model", "towers", "layers", "chain"))
 
 
 def request_of(arguments: argparse.Namespace) -> PlanRequest:
