@@ -52,8 +52,10 @@ class Configurable:
         return made
 
 
+loaded: dict[str, type[Configurable]] = {}
+"""The classes from outside that this process has used, by their words for --task."""
 _passed: dict[str, type[Configurable]] = {}
-"""The classes that a program passed, which need not be importable, by their words for --task."""
+"""Those of them that a program passed, which need not be importable."""
 
 
 def word_of(task: type[Configurable]) -> str:
@@ -85,12 +87,14 @@ def load_class(word: str, source: str = "") -> type[Configurable]:
     if word in _passed:
         return _passed[word]
     name, _, path = word.partition(":")
+    if "" in name.split("."):
+        raise UserError(f"--task {word}: it has to name a module and its class, as in PACKAGE.MODULE:CLASS")
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m` does
     try:
         module = importlib.import_module(name)
     except (Exception, SystemExit) as error:
-        raise UserError(f"--task {word}: {_why_not(name, error)}") from error
+        raise UserError(f"--task {word}: {_why_not(name, error, source)}") from error
     found: Any = module
     for part in path.split("."):
         found = getattr(found, part, None)
@@ -103,11 +107,12 @@ def load_class(word: str, source: str = "") -> type[Configurable]:
     return _checked(found, word, module)
 
 
-def _why_not(name: str, error: BaseException) -> str:
+def _why_not(name: str, error: BaseException, source: str) -> str:
     if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
         dotted = name.removesuffix(".py").replace("/", ".")
         hint = f"write {dotted}:CLASS" if dotted != name else "start from its folder, or name that in PYTHONPATH"
-        return f"there is no module {error.name} in {os.getcwd()} and on Python's path; {hint}"
+        recorded = source and f" (the run recorded {source.rpartition(' ')[0]})"
+        return f"there is no module {error.name} in {os.getcwd()} and on Python's path{recorded}; {hint}"
     where = traceback.extract_tb(error.__traceback__)[-1]
     file, line = (error.filename, error.lineno) if isinstance(error, SyntaxError) else (where.filename, where.lineno)
     return f"importing {name} fails at {file}, line {line}: {type(error).__name__}: {first_line(error)}"
@@ -126,6 +131,7 @@ def _checked(found: Any, word: str, module: types.ModuleType | None = None) -> t
         raise UserError(f"--task {word}: {what}{did_you_mean(name, tasks) or there}")
     if missing := getattr(found, "__abstractmethods__", ()):
         raise UserError(f"--task {word}: the class does not define {', '.join(sorted(missing))}")
+    loaded[word] = found
     return found
 
 
@@ -141,7 +147,10 @@ def config_class(values: Mapping[str, Any]) -> type[RunConfig]:
 
 
 def source_of(task: type) -> str:
-    """The file that defines a class, and its hash, as config.yaml has them; empty where there is no file."""
+    """The file that defines a class, and its hash, as config.yaml has them; empty where there is no file.
+
+    The hash does not cover the files that it imports.
+    """
     file = getattr(sys.modules.get(task.__module__), "__file__", None)
     return f"{file} sha256:{hashlib.sha256(Path(file).read_bytes()).hexdigest()}" if file else ""
 

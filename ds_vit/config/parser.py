@@ -282,7 +282,12 @@ def load_recipe(path: str, given: Mapping[str, Any] | None = None) -> dict[str, 
         default, instead = _REMOVED[name]
         if values.pop(name) != default:
             print_once(f"{path}: {name} was removed and is ignored: {instead}")
-    out, problems = read_values(values, f"{path}: ", config_class({**values, **(given or {})}))
+    kind, of_others = config_class({**values, **(given or {})}), set()
+    with contextlib.suppress(UserError):  # the recipe's task is not needed where another is given
+        of_others = values.keys() & config_class(values).flags().keys() - kind.flags().keys()
+    read = {name: value for name, value in values.items() if name not in of_others}
+    out, problems = read_values(read, f"{path}: ", kind)
+    problems += [f'{path}: "{name}" is a flag of --task {values["task"]} only; drop it' for name in sorted(of_others)]
     if problems:
         raise UserError(*problems)
 

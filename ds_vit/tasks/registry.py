@@ -7,11 +7,9 @@ from importlib import import_module
 from typing import Any
 
 from ds_vit.config import RunConfig, spelling
-from ds_vit.config.outside import is_outside, load_class
+from ds_vit.config.outside import is_outside, load_class, loaded
 from ds_vit.config.schema import names_in, tasks_of
 from ds_vit.fault_tolerance.errors import UserError, did_you_mean
-from ds_vit.tasks.classification.task import Classification
-from ds_vit.tasks.distillation.task import Distillation
 from ds_vit.tasks.evaluators import KNN, LINEAR
 from ds_vit.tasks.metrics import Figure
 from ds_vit.tasks.task import Task
@@ -31,6 +29,12 @@ _OF_CLASSES = (
 )
 
 
+def _imported(path: str) -> type[Task]:
+    """The class of MODULE:CLASS in this package."""
+    module, _, name = path.partition(":")
+    return getattr(import_module(module), name)
+
+
 def task_named(word: str, source: str = "") -> type[Task]:
     """The class of a `--task`.
 
@@ -48,13 +52,14 @@ def task_named(word: str, source: str = "") -> type[Task]:
     if word not in TASKS:
         own = "; PACKAGE.MODULE:CLASS names a class of your own"
         raise UserError(f"there is no --task {word}; there is {', '.join(TASKS)}{did_you_mean(word, TASKS) or own}")
-    module, _, name = TASKS[word].partition(":")
-    return getattr(import_module(module), name)
+    return _imported(TASKS[word])
 
 
 def all_tasks() -> tuple[type[Task], ...]:
-    """The tasks of `--task`, and those that a flag makes of them."""
-    return (*map(task_named, TASKS), Distillation)
+    """The tasks of `--task`, those that a teacher makes of them, and those from outside that this process has used."""
+    named = [*map(task_named, TASKS)]
+    with_teacher = [_imported(task.with_teacher) for task in named if task.with_teacher]
+    return (*named, *with_teacher, *(task for task in loaded.values() if issubclass(task, Task)))
 
 
 def task_of(values: Mapping[str, Any]) -> type[Task]:
@@ -96,11 +101,13 @@ def find_task(config: RunConfig) -> type[Task]:
         UserError: there is no such task, or a flag was given that it does not use.
     """
     task = task_named(config.task, config.task_source)
-    if config.kd_model_name or config.kd_checkpoint:
-        if task is Classification:
-            task = Distillation
-        elif issubclass(task, Classification) and not issubclass(task, Distillation):
-            raise UserError(f"--task {task.name} takes no teacher: derive it from {Distillation.__qualname__}")
+    if task.with_teacher and (config.kd_model_name or config.kd_checkpoint):
+        taught = _imported(task.with_teacher)
+        if not issubclass(task, taught):
+            if "with_teacher" not in vars(task):
+                path = task.with_teacher.replace(":", ".")
+                raise UserError(f"--task {task.name} takes no teacher: derive it from {path}")
+            task = taught
     for flag, reason in idle_flags(task).items():
         if config.is_requested(flag):
             raise UserError(f"{spelling(flag)} has no effect with --task {task.name}{reason}")

@@ -230,6 +230,9 @@ class Task(Configurable, ABC):
     peers: ClassVar[tuple[str, ...]] = ()
     """The names in tools/peers.py of steps without DeepSpeed that train the same, the default first; a derived class
     has none unless it sets them again."""
+    with_teacher: ClassVar[str] = ""
+    """MODULE:CLASS of the task that --kd-model-name and --kd-checkpoint make of this one; of a derived class only if it
+    sets that again or is derived from that task."""
     has_classes: ClassVar[bool] = True
     """Whether the model has a classifier; else `num_classes` is 0, whatever the data has."""
     has_text: ClassVar[bool] = False

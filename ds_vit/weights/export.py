@@ -16,7 +16,7 @@ from timm.models._hub import save_config_for_hf
 
 from ds_vit.checkpoint.tensors import save_weights
 from ds_vit.data.settings import PIXEL_FLAGS
-from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.fault_tolerance.errors import UserError, did_you_mean
 from ds_vit.models.zoo import create_model
 from ds_vit.tasks.exports import TRANSFORMERS, Exported, Format, Predict, Save, Tool, quiet, read_transformers
 from ds_vit.tasks.registry import all_tasks
@@ -134,9 +134,12 @@ _OF_TIMM = {
     "hf": Format(TRANSFORMERS, _write_timm, _load_hf),
     "onnx": Format(_ONNX, _write_onnx, _load_onnx),
 }
-_OF_TASKS = {to: form for task in all_tasks() for to, form in task.export_formats.items()}
-TOOLS = {to: form.tool for to, form in {**_OF_TIMM, **_OF_TASKS}.items()}
-"""The tools by the words of --to."""
+
+
+def tools() -> dict[str, Tool]:
+    """The tools by the words of --to."""
+    of_tasks = {to: form for task in all_tasks() for to, form in task.export_formats.items()}
+    return {to: form.tool for to, form in {**_OF_TIMM, **of_tasks}.items()}
 
 
 def _load(
@@ -202,12 +205,13 @@ def export(
     Raises:
         UserError: invalid input, a model that the tool has no class for, or a missing package.
     """
-    if to not in TOOLS:
-        raise UserError(f"cannot export to {to!r}; known are {', '.join(TOOLS)}")
-    tool = TOOLS[to]
+    stored = find_weights(source, weights, checkpoint)
+    known = tools()  # with those of the run's task
+    if to not in known:
+        raise UserError(f"cannot export to {to!r}; known are {', '.join(known)}{did_you_mean(to, known)}")
+    tool = known[to]
     if missing := [package for package in tool.packages if find_spec(package) is None]:
         raise UserError(f"--to {to} needs {', '.join(missing)}: bash launch/setup.sh {tool.extra}")
-    stored = find_weights(source, weights, checkpoint)
     folder = Path(output) if output else stored.folder / f"export-{to}"
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists already; remove it, or name another folder with --output")

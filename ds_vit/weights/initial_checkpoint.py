@@ -161,7 +161,8 @@ class InitialCheckpoint:
             if (names := sorted(name for name, _ in model.named_parameters() if name.startswith(part)))
         }
         self._averages = tuple(teacher for teacher, student in task.teachers.items() if student == tower)
-        self.left_out = tuple(name for name in tensors if part_of(name) and not name.startswith(tuple(self._parts)))
+        others = [name for name in tensors if part_of(name) and name not in self._wanted]
+        self.left_out = tuple(name for name in others if not name.startswith(tuple(self._parts)))
         self.tokenizer = tokenizer_name(path) if task.has_text else ""
         shapes = {name: tensor.shape for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
         try:

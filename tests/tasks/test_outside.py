@@ -1,21 +1,30 @@
 """A task from outside the package on the command line and in a program: its flag, its record in a run, and errors."""
 
 import hashlib
+import json
 import os
 import re
 import shutil
+from typing import ClassVar
 from unittest import mock
 
 import pytest
+import torch
 import yaml
 from curves import read_rows
 from runs import DIGITS, run_quietly
+from vits import small_spec, timm_model
 
 from ds_vit import cli
+from ds_vit.checkpoint.tensors import save_weights
 from ds_vit.config.flag import Settings, flag
 from ds_vit.config.outside import pass_class
 from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.models.zoo import create_model
 from ds_vit.tasks.classification.task import Classification
+from ds_vit.tasks.exports import Format, Tool
+from ds_vit.weights.export import tools
+from ds_vit.weights.initial_checkpoint import InitialCheckpoint
 
 SOURCE = """
 from ds_vit.config.flag import Settings, flag
@@ -111,9 +120,10 @@ def test_its_flag_is_in_the_help_and_decides_the_loss(ranks, folder):
         ("train", *PULLED[:-1], "heavy"),
         ("train", *PULLED, "--text-width", 8),
         ("train", *WORDS, "--pull", 3),
+        ("train", *PULLED, "--kd-model-name", "vit_tiny_patch16_224"),
         ("train", *PULLED[:-1], 0, "--max-steps", 1, "--output", "without"),
     ]
-    [(*whole, short, slip, typed, other, unknown, light)] = ranks.run(1, commands, folder, lines)
+    [(*whole, short, slip, typed, other, unknown, taught, light)] = ranks.run(1, commands, folder, lines)
     assert "--pull PULL" in whole[0][1]
     assert "weight of the squares of the logits [0.5]" in " ".join(whole[0][1].split())
     assert re.search(r"loss +--.*--pull", " ".join(short[1].split()))
@@ -123,6 +133,7 @@ def test_its_flag_is_in_the_help_and_decides_the_loss(ranks, folder):
         last_line(other[2]) == "--text-width has no effect with --task pulled:Pulled; it is of --task clip and siglip"
     )
     assert last_line(unknown[2]).startswith("there is no flag --pull")
+    assert last_line(taught[2]).endswith("takes no teacher: derive it from ds_vit.tasks.distillation.task.Distillation")
     assert light[0] == 0
     losses = [read_rows(folder / run)[0]["loss"] for run in ("run", "without")]
     assert losses[0] > losses[1] + 1e-3
@@ -141,17 +152,19 @@ def test_a_run_records_the_class_and_works_where_it_is_found(ranks, folder):
         ("eval", "run", "--pull", 1),
         ("predict", "run", "none.svg"),
         ("export", "run", "--to", "timm", "--output", "exported"),
-        ("plan", "--recipe", "run/config.yaml", "--gpus", 2, "--gpu", "h100"),
+        ("plan", "--recipe", "run/config.yaml", "--gpus", 2, "--gpu", "h100", "--tp", 2),
         ("report", "run"),
+        ("bench", "step", *PULLED, "--turns", 1, "--steps", 1, "--json"),
         ("train", "--recipe", "run/config.yaml", "--task", "classification", "--output", "other"),
     ]
     [(other, resumed, *tools, elsewhere)] = ranks.run(1, commands, folder, lines)
     assert "--pull is 3.0 there and 4.0 here" in last_line(other[2])
     assert resumed[0] == 0, resumed
     assert [row["step"] for row in read_rows(folder / "again") if row["kind"] == "train"] == [*range(1, 9)]
-    assert [code for code, *_ in tools] == [0, 0, 65, 0, 0, 0][1:], tools  # no image among the files
+    assert [code for code, *_ in tools] == [0, 65, 0, 0, 0, 0], tools  # no image among the files
     assert "WARNING" not in "".join(out + err for _, out, err in (resumed, *tools))
-    assert 'run/config.yaml: there is no flag "pull"' in last_line(elsewhere[2])
+    assert json.loads(tools[-1][1].splitlines()[-1])["peers"] == {}
+    assert last_line(elsewhere[2]) == 'run/config.yaml: "pull" is a flag of --task pulled:Pulled only; drop it'
 
 
 def test_another_source_is_one_line(ranks, folder, tmp_path):
@@ -184,7 +197,8 @@ def test_where_the_module_is_missing_it_is_named(ranks, folder, tmp_path):
         ("report", run, "--output", tmp_path / "report.html"),
     ]
     [(*tools, report)] = ranks.run(1, commands, tmp_path, lines)
-    line = f"--task pulled:Pulled: there is no module pulled in {tmp_path} and on Python's path; start from its folder"
+    line = f"--task pulled:Pulled: there is no module pulled in {tmp_path} and on Python's path (the run recorded "
+    line += f"{folder}/pulled.py); start from its folder"
     for code, _, err in tools:
         assert code == 2
         assert last_line(err).startswith(line)
@@ -198,6 +212,8 @@ ERRORS = {
     "pulled:Puled": "there is no such class in FOLDER/pulled.py; the nearest is Pulled",
     "pulled:PullSettings": "PullSettings is no subclass of ds_vit.tasks.task.Task; the nearest is Pulled",
     "pulled:": "there is no such class in FOLDER/pulled.py; its tasks are Pulled",
+    ":Pulled": "it has to name a module and its class, as in PACKAGE.MODULE:CLASS",
+    ".pulled:Pulled": "it has to name a module and its class",
     "json:dumps": "dumps is no subclass of ds_vit.tasks.task.Task, which has no task",
     "missing:X": "importing missing fails at FOLDER/missing.py, line 1: ModuleNotFoundError: No module named 'nothing",
     "typo:X": "importing typo fails at FOLDER/typo.py, line 1: SyntaxError",
@@ -271,6 +287,26 @@ def test_a_class_of_a_program(ranks, tmp_path):
     for code, _, err in done:
         assert code == 2
         assert re.match(r"--task __main__:InProgram: the class is defined in .*, and only that program", last_line(err))
+
+
+class WithPart(Classification):
+    """A task whose model has a part with a file and a tool of its own."""
+
+    parts: ClassVar = {"own.": "part of its own"}
+    tower_files: ClassVar = {"own": "part of its own"}
+    export_formats: ClassVar = {"mine": Format(Tool("timm"), None, None)}
+
+
+def test_its_weights_are_known_where_the_class_is(tmp_path):
+    # Catches: files, parts or tools of the package's tasks only.
+    spec = small_spec("vit_tiny_patch16_224", img_size=64)
+    model = create_model(spec)
+    save_weights(tmp_path, timm_model(spec).state_dict())
+    save_weights(tmp_path, {"own.x": torch.zeros(1)}, name="own")
+    with mock.patch.dict("ds_vit.config.outside.loaded", {"m:WithPart": WithPart}):
+        assert InitialCheckpoint(tmp_path / "model.safetensors", model).left_out == ("own.x",)
+        assert "mine" in tools()
+    assert InitialCheckpoint(tmp_path / "model.safetensors", model).left_out == ()
 
 
 def test_only_a_task_can_be_passed():

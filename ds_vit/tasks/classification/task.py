@@ -42,6 +42,7 @@ class Classification(ChainTask):
 
     name = "classification"
     peers = ("timm", "ddp", "fsdp2")
+    with_teacher = "ds_vit.tasks.distillation.task:Distillation"
     not_replayed = ""
     settings = SETTINGS
     figures: tuple[Figure, ...] = (

@@ -142,7 +142,7 @@ def _check_nothing_fixed(config: RunConfig, engine: EngineSettings, *, of_a_run:
 
 def _needs_labels(config: RunConfig) -> bool:
     """Whether the task reads classes or captions; else any images do."""
-    task = task_named(config.task)
+    task = task_named(config.task, config.task_source)
     return task.has_classes or task.has_text
 
 
@@ -248,7 +248,7 @@ def _open_each(
     """
     folders = [config.data_dir] if isinstance(config.data_dir, str) else config.data_dir
     keys = CaptionKeys(config.csv_img_key, config.csv_caption_key, config.csv_separator.replace("\\t", "\t"))
-    labelled, task = _needs_labels(config), task_named(config.task)
+    labelled, task = _needs_labels(config), task_named(config.task, config.task_source)
     found, missing = [], None
     for folder in folders:
         try:
