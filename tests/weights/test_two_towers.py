@@ -25,7 +25,7 @@ from vits import shake
 from ds_vit import cli
 from ds_vit.config import RunConfig
 from ds_vit.data.text import FileTokenizer, build_tokenizer
-from ds_vit.models.keyed_init import initialise
+from ds_vit.models.keyed_init import initialise, materialise
 from ds_vit.models.layers import take_apart_towers, tower_of
 from ds_vit.models.zoo import ModelSpec, create_model
 from ds_vit.tasks.clip.export import example_captions, pairs
@@ -90,8 +90,10 @@ def run_of(folder, kind, **more):
     torch.manual_seed(0)
     names = (recipe["model"], 0, recipe.get("img_size"), None, recipe.get("model_kwargs", {}))
     model = create_contrastive_model(
-        ModelSpec(*names), whole.text.settings, whole.text.initial_logits, for_training=False, device="cpu"
+        ModelSpec(*names), whole.text.settings, whole.text.initial_logits, for_training=False
     ).eval()
+    materialise(model, torch.device("cpu"))
+    model.init_weights()
     for tower in (model.text, model.head):
         for parameter in tower.parameters():
             torch.nn.init.normal_(parameter, std=0.2)
