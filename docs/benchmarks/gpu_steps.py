@@ -22,7 +22,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -132,16 +131,13 @@ def turn(meeting: Path | None, name: str) -> Iterator[None]:
 def measure(case: Case, meeting: Path | None, rehearse: bool) -> dict[str, Any]:
     """What is recorded of a case; the first call in a process decides on its device."""
     import torch
-    from ds_vit.tasks.peers import Peer
 
     from ds_vit.launching.process import Process
     from ds_vit.models import compiled
-    from ds_vit.tasks.classification import peers
-    from ds_vit.tools import bench
+    from ds_vit.tools import bench, peers
     from ds_vit.training.cost import Cost
 
-    blocks = partial(peers._step, wrap=lambda model, half: model)  # a peer of another wrapper compiles its blocks
-    peers.PEERS["timm-blocks"] = Peer(blocks, spans_ranks=False)
+    peers._WRAPPERS["timm-blocks"] = lambda model, half: model  # a peer of another name than "timm" compiles its blocks
     if rehearse:
         compiled.BACKEND = "aot_eager"
     words = [*case.words, *(TINY if rehearse else ()), *(WORKLOADS[case.workload].small if rehearse else ())]

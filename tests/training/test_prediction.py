@@ -25,7 +25,8 @@ def test_a_coupled_step_holds_the_inputs_of_all_micro_batches():
     config = resolved(words)
     cost, size = Cost(config), config.model.whole.patch_embed.img_size[0]
     few, many = (cost.fullest(BatchSizes(4 * n, 4, n, 1)) for n in (2, 12))
-    inputs = 10 * 4 * 4 * 3 * (2 * size**2 + 3 * 8**2)
+    crops, masks = 4 * 3 * (2 * size**2 + 3 * 8**2), 2 * (size // 4) ** 2
+    inputs = 10 * 4 * (crops + masks)
     assert many.going_back - few.going_back == many.updating - few.updating == inputs
 
 
