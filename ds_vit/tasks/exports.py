@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
+from ds_vit.data.field import Field
 from ds_vit.data.settings import ImageConfig
 from ds_vit.models.zoo import ModelSpec, TimmViT
 
@@ -50,6 +53,7 @@ class Exported:
         bce: trained with binary cross-entropy: each logit is for its class only.
         tokenizer: of a task with text: --tokenizer.
         text_tower: makes the text tower; None where the model has none.
+        masks: the classes of an image's pixels, where the model gives those; else None.
     """
 
     model: TimmViT
@@ -60,6 +64,57 @@ class Exported:
     bce: bool = False
     tokenizer: str = ""
     text_tower: Callable[[], TextTower] | None = None
+    masks: MaskPredictor | None = None
+
+
+class MaskPredictor(ABC):
+    """How `ds-vit predict` reads an image and writes its result, of a task whose model gives each pixel a class.
+
+    Args:
+        exported: the whole model.
+        values: the flags of its run, by their recipe names.
+        folder: of the run; None for weights without one.
+
+    Attributes:
+        fields: of an image, which may have any size: they are collated for one image, and not finished.
+
+    Raises:
+        UserError: a file of the run's folder is invalid.
+    """
+
+    fields: tuple[Field, ...]
+
+    @abstractmethod
+    def __init__(self, exported: Exported, values: Mapping[str, Any], folder: Path | None) -> None: ...
+
+    @abstractmethod
+    def classes(self, read: Mapping[str, Any], forward: Predict) -> np.ndarray:
+        """The classes of the pixels of an image.
+
+        Args:
+            read: what was collated, by the names of the fields.
+            forward: the model on the device, for any number of normalised images on the CPU.
+
+        Returns:
+            Class numbers, integers [H, W], of the image's size.
+        """
+
+    @abstractmethod
+    def write(self, image: str, classes: np.ndarray, folder: Path, stem: str) -> Path:
+        """Write the mask of an image and a picture of it.
+
+        Args:
+            image: path of the image.
+            classes: what `classes` gave.
+            folder: to write into.
+            stem: path of the files below their folders, without an ending.
+
+        Returns:
+            The mask's path.
+
+        Raises:
+            OSError: a file cannot be written.
+        """
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ from ds_vit.models.zoo import ModelSpec, TimmViT, create_model, require_supporte
 from ds_vit.parallel.groups import Groups
 from ds_vit.parallel.tensor.collectives import TensorParallel
 from ds_vit.tasks.evaluators import chosen_evaluators
-from ds_vit.tasks.exports import Format, TextTower
+from ds_vit.tasks.exports import Format, MaskPredictor, TextTower
 from ds_vit.tasks.foreign_names import VIT_NAMES, ForeignNames
 from ds_vit.tasks.metrics import Batch, Chart, Figure, Metrics
 from ds_vit.tasks.panels import Panel
@@ -227,6 +227,9 @@ class Task(Configurable, ABC):
     export_formats: ClassVar[Mapping[str, Format]] = {}
     """Other tools' forms of the whole model, by the words of `ds-vit export --to`. A tool that has none here gets the
     main tower as a model of timm's."""
+    mask_predictor: ClassVar[type[MaskPredictor] | None] = None
+    """Of a task whose model gives each pixel a class: how `ds-vit predict` writes masks. The classifier of such a model
+    is one of `parts`."""
     peers: ClassVar[tuple[str, ...]] = ()
     """The names in tools/peers.py of steps without DeepSpeed that train the same, the default first; a derived class
     has none unless it sets them again."""

@@ -160,7 +160,7 @@ def _load(
         )
     if not task.export_formats:
         return load_source(stored, settings, labels), _OF_TIMM[to]
-    exported = load_whole(stored, values, task)
+    exported = load_whole(stored, values, task, labels)
     return (exported, form) if form else (_main_tower(exported), _OF_TIMM[to])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,7 @@ def load_source(
         settings: flags by their recipe names; they override the run's config.yaml.
         labels: a file of class names, one per line; None for those stored with the weights.
         classifier: refuse weights without one, or with one of another number of classes; else it may have drawn values.
+            Of a task that gives pixels a class, the whole model; else its backbone.
         with_text: of a task with text, the whole model; else the image tower without its projection.
 
     Raises:
@@ -91,9 +93,9 @@ def load_source(
         raise UserError(
             f"--task {values['task']}: its model takes an image and a caption together; ds-vit eval rates it"
         )
-    if task.has_text and with_text:
-        return load_whole(weights, values, task)
-    if not task.has_classes:
+    if (task.has_text and with_text) or (task.mask_predictor and classifier):
+        return load_whole(weights, values, task, labels)
+    if not task.has_classes or task.mask_predictor:
         values["num_classes"] = 0  # only the encoder, which has no classifier
     spec = model_spec(values)
     model = create_model(spec, for_training=False, classifier=spec.num_classes > 0)
@@ -108,8 +110,14 @@ def load_source(
     return Exported(model, image, names, weights.path, spec, bce=bce)
 
 
-def load_whole(weights: StoredWeights, values: Mapping[str, Any], task: type[Task]) -> Exported:
+def load_whole(
+    weights: StoredWeights, values: Mapping[str, Any], task: type[Task], labels: str | Path | None = None
+) -> Exported:
     """Build the whole model of a task and load the weights; the flags and the task are those of `settings_of`.
+
+    Args:
+        weights, values, task: as named.
+        labels: as of `load_source`, of a task with classes.
 
     Raises:
         UserError: the weights do not fit the model, or lack a part of it.
@@ -127,7 +135,13 @@ def load_whole(weights: StoredWeights, values: Mapping[str, Any], task: type[Tas
     image = _filled(model, checkpoint, values)
     tokenizer = str(values.get("tokenizer") or flags.RunConfig.default_of("tokenizer")) if task.has_text else ""
     texts = partial(task.text_tower, model) if task.has_text else None
-    return Exported(model, image, (), weights.path, spec, tokenizer=tokenizer, text_tower=texts)
+    names = _labels(labels, weights, model) if task.has_classes else ()
+    exported = Exported(model, image, names, weights.path, spec, tokenizer=tokenizer, text_tower=texts)
+    if task.mask_predictor is None:
+        return exported
+    return replace(
+        exported, masks=task.mask_predictor(exported, values, weights.recipe.parent if weights.recipe else None)
+    )
 
 
 def _filled(model: TimmViT, checkpoint: InitialCheckpoint, values: Mapping[str, Any]) -> ImageConfig:
