@@ -1,8 +1,9 @@
-"""`ds-vit predict` and `ds-vit embed`: the classes of images with trained weights, or their features.
+"""`ds-vit predict` and `ds-vit embed`: the classes of images or of their pixels, or features, with trained weights.
 
 ds-vit predict runs/first cat.jpg dog.jpg
 ds-vit predict runs/first photos --output classes.csv
 ds-vit predict runs/clip cat.jpg --labels "a cat" "a dog"
+ds-vit predict runs/segmentation photos --output predictions
 ds-vit embed runs/first photos --output features.npz
 
 Images are prepared as in evaluation: the same decoding, resizing, crop and normalisation, by the same code. The model
@@ -29,7 +30,7 @@ from rich.table import Table
 
 from ds_vit import config as flags
 from ds_vit.config.run_folder import to_json, written_whole
-from ds_vit.data.field import finished
+from ds_vit.data.field import MicroBatch, finished
 from ds_vit.data.fields import ImageField
 from ds_vit.data.loader import Loader
 from ds_vit.data.reader import Reader
@@ -41,16 +42,18 @@ from ds_vit.data.text import build_tokenizer
 from ds_vit.fault_tolerance import exit_codes
 from ds_vit.fault_tolerance.errors import UserError, memory_errors, read_text, stripped_lines
 from ds_vit.monitoring.metrics import make_console
-from ds_vit.tasks.exports import Exported, TextTower
+from ds_vit.tasks.exports import Exported, MaskPredictor, TextTower
 from ds_vit.weights.files import add_weights_arguments, find_weights, tokenizer_name, weights_line
 from ds_vit.weights.source import MODEL_FLAGS, load_source
 
 _MOST_WORKERS = 4  # timm's default
+_MASKS_FOLDER = "predictions"
 
 
 Row = dict[str, Any]
 """An image: its path as "image", and its "classes", the most probable first, each with "number" (of its logit), "name"
-(LABEL_<number> where nothing says it) and "probability"; or the "reason" why it cannot be read."""
+(LABEL_<number> where nothing says it) and "probability"; or the "reason" why it cannot be read. Of a model that gives
+each pixel a class: the class numbers as "mask", int [H, W], and the largest "classes", each with its "share"."""
 
 
 def predict(source: str | Path, images: Sequence[str | os.PathLike[str]], **settings: Any) -> dict[str, Any]:
@@ -59,7 +62,8 @@ def predict(source: str | Path, images: Sequence[str | os.PathLike[str]], **sett
     Returns:
         The timm name as "model"; the file that was read as "weights"; "by": "softmax", or "sigmoid" for weights that
         were trained with binary cross-entropy or SigLIP's loss (a probability is then only of its class, and they need
-        not sum to 1); the rows in the order given as "images", those that could not be read as "unreadable".
+        not sum to 1), or "pixels" for a model that gives each pixel a class; the rows in the order given as "images",
+        those that could not be read as "unreadable".
     """
     exported, rows = predict_each(source, images, **settings)
     return _collect(exported, rows)
@@ -83,11 +87,11 @@ def predict_each(
     Args:
         source: a run's output folder, a checkpoint folder, or a file or folder that `--initial-checkpoint` accepts.
         images: files, and folders of them.
-        top_k: how many classes per image; default 5, or all where there are fewer.
+        top_k: how many classes per image; default 5 (of pixels 3), or all where there are fewer.
         weights, checkpoint: which of a run's; see `find_weights`.
         labels: a file of class names, one per line; default those that lie with the weights. Of weights with a text
             tower the texts to compare images with, or a file of them.
-        batch_size: images at once.
+        batch_size: images at once; of pixels, windows of an image.
         workers: processes that decode; default 0 for up to two batches, else up to 4.
         device: "cpu", "cuda", "cuda:1", …; "auto" is the accelerator where there is one.
         settings: model and pixel flags and `bce_loss` by their recipe names; they have the last word over the run's
@@ -113,14 +117,18 @@ def predict_each(
         raise UserError(
             f"{source} has no classifier: its run's task has no classes; `ds-vit embed` writes its features"
         )
-    top_k = _top_k(top_k, num_classes)
+    idle = "bce_loss" if exported.masks else "slide_stride"
+    if idle in settings:
+        what = "gives each pixel its most probable class" if exported.masks else "has no masks"
+        raise UserError(f"--{idle.replace('_', '-')} has no effect: the task of {source} {what}; drop it")
+    top_k = _top_k(top_k, num_classes, 3 if exported.masks else 5)
     return exported, _predictions(exported, top_k, forward.of_images(exported, files))
 
 
-def _top_k(top_k: int | None, num_classes: int) -> int:
+def _top_k(top_k: int | None, num_classes: int, default: int = 5) -> int:
     if top_k is not None and not 1 <= top_k <= num_classes:
         raise UserError(f"--top-k {top_k} must lie between 1 and the model's {num_classes} classes")
-    return top_k or min(5, num_classes)
+    return top_k or min(default, num_classes)
 
 
 def embed(
@@ -246,25 +254,40 @@ class _Forward:
 
     @torch.inference_mode()
     def of_images(self, exported: Exported, files: Sequence[str], *, pre_logits: bool = False) -> Outputs:
-        """The logits of each file, or the classifier's input (`pre_logits`), fp32 on the CPU, in their order."""
-        source, batch_size, workers = ImageFiles(list(files)), self._batch_size, self._workers
+        """The logits of each file, or the classifier's input (`pre_logits`), fp32 on the CPU, in their order.
+
+        Of a model that gives each pixel a class: class numbers [H, W].
+        """
+        source, workers, masks = ImageFiles(list(files)), self._workers, exported.masks
+        batch_size = self._batch_size if masks is None else 1  # images of any size
         if workers is None:
             workers = 0 if len(files) <= 2 * batch_size else min(_MOST_WORKERS, len(os.sched_getaffinity(0)))
         rows = EvalRows(len(source), Share(0, 1, min(batch_size, len(source))))
-        fields = [ImageField("images", exported.image)]
+        fields = [ImageField("images", exported.image)] if masks is None else masks.fields
         reader = Reader(source, fields, rows, on_bad_image="skip")
         loader = Loader(reader, range(len(rows)), workers, pin_memory=self._device.type != "cpu")
         console = Console(stderr=True)
         hidden = not console.is_terminal or len(loader) == 1
         indices = iter(range(len(source)))  # there is none for the rows that pad the last batch
-        smaller = f"--batch-size {batch_size // 2}, " if batch_size > 1 else ""
+        smaller = f"--batch-size {self._batch_size // 2}, " if self._batch_size > 1 else ""
         with memory_errors(lambda of_loader: f"try {smaller}--workers 0 or another --device"):
             model = exported.model.to(self._device)
+
+            def forward(images: torch.Tensor) -> torch.Tensor:
+                parts = images.split(self._batch_size)
+                return torch.cat([model(part.to(self._device)).float() for part in parts])
+
+            def outputs_of(batch: MicroBatch) -> torch.Tensor:
+                if masks is None:
+                    features = model.forward_features(finished(fields, batch, device=self._device)["images"])
+                    return model.forward_head(features, pre_logits=pre_logits).float().cpu()
+                if not batch.rows.valid.any():
+                    return batch.rows.keys
+                return torch.from_numpy(masks.classes(batch.packed, forward))[None]
+
             for batch in track(loader, "images", len(loader), console=console, transient=True, disable=hidden):
-                features = model.forward_features(finished(fields, batch, device=self._device)["images"])
-                outputs = model.forward_head(features, pre_logits=pre_logits).float().cpu()
                 reasons = dict(batch.skipped)
-                for output, valid, index in zip(outputs, batch.rows.valid.tolist(), indices, strict=False):
+                for output, valid, index in zip(outputs_of(batch), batch.rows.valid.tolist(), indices, strict=False):
                     image = source.describe(index)
                     yield (image, output) if valid else {"image": image, "reason": reasons[index]}
 
@@ -292,6 +315,12 @@ def _predictions(exported: Exported, top_k: int, outputs: Outputs) -> Iterator[R
             yield one
             continue
         image, logits = one
+        if exported.masks is not None:
+            shares = (torch.bincount(logits.flatten(), minlength=len(names)) / logits.numel()).topk(top_k)
+            pairs = zip(shares.indices.tolist(), shares.values.tolist(), strict=True)
+            classes = [{"number": number, "name": names[number], "share": share} for number, share in pairs]
+            yield {"image": image, "mask": logits.numpy(), "classes": classes}
+            continue
         probabilities = (logits.sigmoid() if exported.bce else logits.softmax(0)).topk(top_k)
         pairs = zip(probabilities.indices.tolist(), probabilities.values.tolist(), strict=True)
         classes = [{"number": number, "name": names[number], "probability": value} for number, value in pairs]
@@ -304,7 +333,7 @@ def _collect(exported: Exported, rows: Iterable[Row]) -> dict[str, Any]:
     return {
         "model": exported.model.pretrained_cfg["architecture"],
         "weights": str(exported.path),
-        "by": "sigmoid" if exported.bce else "softmax",
+        "by": "pixels" if exported.masks else "sigmoid" if exported.bce else "softmax",
         "images": [row for row in rows if "classes" in row],
         "unreadable": [row for row in rows if "reason" in row],
     }
@@ -318,6 +347,7 @@ ds-vit predict runs/first cat.jpg dog.jpg
 ds-vit predict runs/first photos --output classes.csv
 ds-vit predict runs/first cat.jpg --top-k 3 --json
 ds-vit predict runs/clip cat.jpg --labels "a cat" "a dog"
+ds-vit predict runs/segmentation photos --output predictions
 ds-vit predict model.safetensors cat.jpg --model vit_tiny_patch16_224.augreg_in21k_ft_in1k
 """,
     "embed": """
@@ -344,8 +374,15 @@ def main(argv: Sequence[str]) -> int:
 
 def build_parser(command: str) -> flags.Parser:
     """The command line of `ds-vit predict` or `ds-vit embed`."""
-    does = "Write the features of images." if command == "embed" else "Predict the classes of images."
-    only = (*MODEL_FLAGS, *PIXEL_FLAGS, "exif_rotation", *(("bce_loss",) if command == "predict" else ()))
+    does = (
+        "Write the features of images." if command == "embed" else "Predict the classes of images or of their pixels."
+    )
+    only = (
+        *MODEL_FLAGS,
+        *PIXEL_FLAGS,
+        "exif_rotation",
+        *(("bce_loss", "slide_stride") if command == "predict" else ()),
+    )
     parser = flags.build_parser(f"ds-vit {command}", does, only, show_defaults=False, examples=_EXAMPLES[command])
     add_weights_arguments(parser)
     number = "*" if command == "embed" else "+"
@@ -360,7 +397,7 @@ def build_parser(command: str) -> flags.Parser:
         what = "write there: features float32 [N, D], and images, their N names; text_features and texts"
         parser.add_argument("--output", metavar="FILE.npz", required=True, help=what)
         return parser
-    parser.add_argument("-k", "--top-k", type=int, metavar="K", help="classes per image [5]")
+    parser.add_argument("-k", "--top-k", type=int, metavar="K", help="classes per image [5; of pixels 3]")
     parser.add_argument(
         "--labels",
         nargs="+",
@@ -369,16 +406,24 @@ def build_parser(command: str) -> flags.Parser:
     )
     parser.add_argument("--json", action="store_true", help="one JSON object in place of a table or CSV")
     parser.add_argument(
-        "--output", metavar="FILE.csv|FILE.json", help="write there [a table of files, CSV of a folder, on stdout]"
+        "--output",
+        metavar="FILE.csv|FILE.json|FOLDER",
+        help="write there [a table of files, CSV of a folder, on stdout]; of a run with masks the new folder of masks/ "
+        f"and overlays/ [{_MASKS_FOLDER}]",
     )
     return parser
 
 
 def _predict(source: str, images: Sequence[str], output: str | None = None, **words: Any) -> int:
-    form = _form(images, words.pop("json", False), output)
+    as_json = words.pop("json", False)
     exported, rows = predict_each(source, images, **words)
+    file_name = output
+    if exported.masks is not None:
+        file_name, output = None, output or _MASKS_FOLDER
+        rows = _written(exported.masks, rows, images, Path(output))
+    form = _form(images, as_json, file_name)
     # Names of files need not be UTF-8.
-    with _opened(output, mode="w", newline="", encoding="utf-8", errors="surrogateescape") as file:
+    with _opened(file_name, mode="w", newline="", encoding="utf-8", errors="surrogateescape") as file:
         print(weights_line(source, **words), file=sys.stderr, flush=True)
         if form == "csv":
             num_read, unreadable = _write_csv(rows, file)
@@ -390,6 +435,38 @@ def _predict(source: str, images: Sequence[str], output: str | None = None, **wo
             else:
                 _print_table(found)
     return _report(num_read, unreadable, output)
+
+
+def _written(masks: MaskPredictor, rows: Iterable[Row], images: Sequence[str], folder: Path) -> Iterator[Row]:
+    """The rows with the path of each mask in place of it, once it is written.
+
+    Raises:
+        UserError: the folder holds something, or two images would have the same mask.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"--output {folder} exists already; remove it, or name another folder")
+    stems: dict[str, str] = {}
+    of_stem: dict[str, str] = {}
+    for given in images:
+        for file in find_images([given]):
+            path = Path(file)
+            stem = str((path.relative_to(given) if os.path.isdir(given) else Path(path.name)).with_suffix(""))
+            if of_stem.setdefault(stem, file) != file:
+                raise UserError(
+                    f"{of_stem[stem]} and {file} would both have the mask {stem}.png; predict one at a time"
+                )
+            stems[file] = stem
+
+    def written() -> Iterator[Row]:
+        for row in rows:
+            if "mask" in row:
+                try:
+                    row = {**row, "mask": str(masks.write(row["image"], row["mask"], folder, stems[row["image"]]))}
+                except OSError as error:
+                    raise UserError(f"--output {folder}: {error.strerror}") from None
+            yield row
+
+    return written()
 
 
 def _embed(source: str, output: str, images: Sequence[str] = (), **words: Any) -> int:
@@ -433,7 +510,8 @@ def _opened(output: str | None, **how: Any) -> Iterator[Any]:
 
 
 def _write_csv(rows: Iterable[Row], file: TextIO) -> tuple[int, list[Row]]:
-    """A line per image, as it comes: image,class1,probability1,class2,…; gives their number, and the other rows."""
+    """A line per image, as it comes: image,class1,probability1 (or share1),class2,…; gives their number, and the other
+    rows."""
     writer, num_read, unreadable = None, 0, []
     for row in rows:
         if "reason" in row:
@@ -441,7 +519,8 @@ def _write_csv(rows: Iterable[Row], file: TextIO) -> tuple[int, list[Row]]:
             continue
         cells = {"image": row["image"]}
         for place, one in enumerate(row["classes"], 1):
-            cells |= {f"class{place}": one["name"], f"probability{place}": f"{one['probability']:.6f}"}
+            *_, (measure, value) = one.items()
+            cells |= {f"class{place}": one["name"], f"{measure}{place}": f"{value:.6f}"}
         if writer is None:
             writer = csv.DictWriter(file, cells, lineterminator="\n")
             writer.writeheader()
@@ -451,16 +530,18 @@ def _write_csv(rows: Iterable[Row], file: TextIO) -> tuple[int, list[Row]]:
 
 
 def _print_table(found: dict[str, Any]) -> None:
+    measure = "share" if found["by"] == "pixels" else "probability"
     separately = ", each class by itself" if found["by"] == "sigmoid" else ""
-    title = f"{found['model']}, probabilities by {found['by']}{separately}"
+    what = "shares of the pixels" if measure == "share" else f"probabilities by {found['by']}{separately}"
+    title = f"{found['model']}, {what}"
     table = Table("image", "class", title=title, title_justify="left", title_style="bold")
     table.columns[0].overflow = table.columns[1].overflow = "fold"
-    table.add_column("probability", justify="right")
+    table.add_column(measure, justify="right")
     for row in found["images"]:
         for place, one in enumerate(row["classes"], 1):
             name = row["image"] if place == 1 else ""
             last = place == len(row["classes"])
-            table.add_row(name, one["name"], f"{100 * one['probability']:.2f} %", end_section=last)
+            table.add_row(name, one["name"], f"{100 * one[measure]:.2f} %", end_section=last)
     if found["images"]:
         make_console().print(table, markup=False)
 
