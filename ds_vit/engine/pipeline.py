@@ -98,9 +98,9 @@ class StagedViT(PipelineModule):
         assert self.context is not None
         self.context.outputs = self.outputs_by_tower(outputs)
         batch = dict(zip(self.target_names, targets, strict=True))
+        share = self._task.step(self.context, batch, next(self.pieces, None))
         if self.coupled_loss is None:
-            return self._task.step(self.context, batch)
-        share = self._task.step(self.context, batch, next(self.pieces))
+            return share
         # The gradient is the share's. The value is the loss of the global batch, which DeepSpeed averages and reports.
         return share - share.detach() + self.coupled_loss
 
@@ -178,21 +178,26 @@ class PipeEngine(Engine):
         return self._result(loss.float())
 
     def _couple(self, batches: Iterator[Batch]) -> list[Batch]:
-        """The first of two passes over the micro-batches: without gradients, up to the loss of the global batch."""
+        """The first of two passes over the micro-batches: without gradients, up to the loss of the global batch.
+
+        A task that collects no outputs needs no forward pass here.
+        """
         engine, staged, context = self.engine, self._staged, self.context
         at_end = engine.is_first_stage() or engine.is_last_stage()
         chunk = list(islice(batches, self.accumulation)) if at_end else []
-        with keep_training_mode(self.module):
-            outputs = self._run_forward(chunk, self.accumulation)
+        outputs: list[Any] = []
+        if self._task.collects_outputs:
+            with keep_training_mode(self.module):
+                outputs = self._run_forward(chunk, self.accumulation)
         if engine.is_last_stage():
             collected = []
-            for of_batch, batch in zip(outputs, chunk, strict=True):
-                context.outputs = staged.outputs_by_tower(of_batch)
+            for number, batch in enumerate(chunk):
+                context.outputs = staged.outputs_by_tower(outputs[number]) if outputs else {}
                 with torch.no_grad():
                     collected.append(self._task.collect(context, batch))
             coupled = self._task.couple(context, collected)
-            assert coupled.loss is not None, f"--task {self._task.name} has no chain of towers"
-            staged.coupled_loss, staged.pieces = coupled.loss.detach(), iter(coupled.pieces)
+            staged.coupled_loss = None if coupled.loss is None else coupled.loss.detach()
+            staged.pieces = iter(coupled.pieces)
         return chunk
 
     def _pair(self, batch: Batch) -> tuple[tuple, tuple]:

@@ -172,6 +172,7 @@ class Task(Configurable, ABC):
         source: the training split.
         model: the whole one, on the meta device.
         probes: whether the images have what --eval-knn and --eval-linear-probe need.
+        validation: the split that is evaluated; None without one.
 
     Attributes:
         evaluators: rate the features of the images, in addition to the task's metrics.
@@ -193,6 +194,8 @@ class Task(Configurable, ABC):
     """The embedded data set that a run without data gets: `ds-vit bench step`, `ds-vit plan`."""
     coupled: bool = False
     """Whether the loss couples all samples of the global batch; `collect` and `couple` serve accumulation."""
+    collects_outputs: ClassVar[bool] = True
+    """Whether `collect` runs towers; a task whose `collect` reads only the batch spares a pipeline's first pass."""
     teachers: ClassVar[Mapping[str, str]] = {}
     """Towers that `create_model` froze, and whose weights are the moving average of another's: teacher → student."""
     fixed_towers: ClassVar[tuple[str, ...]] = ()
@@ -255,12 +258,20 @@ class Task(Configurable, ABC):
             cls.name = word_of(cls)
 
     def __init__(
-        self, config: RunConfig, image: ImageConfig, source: Source, model: nn.Module, *, probes: bool = True
+        self,
+        config: RunConfig,
+        image: ImageConfig,
+        source: Source,
+        model: nn.Module,
+        *,
+        probes: bool = True,
+        validation: Source | None = None,
     ) -> None:
         self.config = config
         self.num_classes: int = vars(model)["num_classes"] if self.has_classes else 0
         self.image = image
         self.source = source
+        self.validation = validation
         self.model = model
         self.evaluators = chosen_evaluators(config, source) if probes else ()
         self.evaluates_outputs = bool(config.val_split or not config.zeroshot)

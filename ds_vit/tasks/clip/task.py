@@ -84,10 +84,8 @@ class Contrastive(Task):
     model: ContrastiveModel
     tokenizer: Tokenizer
 
-    def __init__(
-        self, config: RunConfig, image: ImageConfig, source: Source, model: nn.Module, *, probes: bool = True
-    ) -> None:
-        super().__init__(config, image, source, model, probes=probes)
+    def __init__(self, config: RunConfig, image: ImageConfig, source: Source, model: nn.Module, **more: Any) -> None:
+        super().__init__(config, image, source, model, **more)
         self.tokenizer = self._build_tokenizer(config)
         self.encoded_dim = self.model.common_dim
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -140,10 +140,8 @@ class SelfDistillation(Task):
     crops: CropConfig
     collected_once = Prototypes._fields
 
-    def __init__(
-        self, config: RunConfig, image: ImageConfig, source: Source, model: nn.Module, *, probes: bool = True
-    ) -> None:
-        super().__init__(config, image, source, model, probes=probes)
+    def __init__(self, config: RunConfig, image: ImageConfig, source: Source, model: nn.Module, **more: Any) -> None:
+        super().__init__(config, image, source, model, **more)
         if self.evaluators and not config.eval_metric:  # which say more about the features than their spread
             self.figures = (*self.figures[1:], self.figures[0])
         self.crops = CropConfig(

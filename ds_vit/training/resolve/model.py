@@ -22,7 +22,7 @@ from ds_vit.parallel.tensor.class_parallel import pays
 from ds_vit.parallel.tensor.shard import check_degree
 from ds_vit.planner.memory import layers_of_rank
 from ds_vit.planner.pipeline import fastest_stages, stage_bounds
-from ds_vit.tasks.registry import part_of
+from ds_vit.tasks.registry import part_of, refused_flags
 from ds_vit.tasks.task import Task
 from ds_vit.training.resolve.teacher import describe_teacher, open_teacher
 from ds_vit.training.run import Model
@@ -82,7 +82,8 @@ def resolve_model(
         notes += _describe_random_locked(locked, initial, tower_names(whole)[1:])
     frozen = frozen_names(whole, config.freeze, config.linear_probe, frozenset().union(*locked.values()))
     image = _resolve_image(config, whole, sizes)
-    task = task_type(config, image, data.train_source, whole, probes=not disabled_probes)
+    probed, validation = not disabled_probes, data.val_source
+    task = task_type(config, image, data.train_source, whole, probes=probed, validation=validation)
     if reason := task.supports(whole):
         raise UserError(reason)
     _check_fields(config, task, data, sizes)
@@ -95,7 +96,7 @@ def resolve_model(
             f"activation_checkpoint_interval {engine.checkpointing.interval} in the JSON has no effect with --task "
             f"{task.name}, whose model has no blocks to recompute; drop it"
         )
-    class_parallel = _class_parallel(config, num_classes)
+    class_parallel = _class_parallel(config, task_type, num_classes)
     bounds, of_stages = _stages(config, task, frozen, engine, batch, class_parallel=class_parallel)
     return Model(
         spec=spec,
@@ -253,9 +254,9 @@ def _num_classes(config: RunConfig, task_type: type[Task], data: Data) -> int:
     return config.num_classes or found
 
 
-def _class_parallel(config: RunConfig, num_classes: int) -> bool:
+def _class_parallel(config: RunConfig, task_type: type[Task], num_classes: int) -> bool:
     """Whether the classifier is sharded over classes: --class-parallel, with "auto" resolved."""
-    if config.tp == 1 or config.class_parallel == "off":
+    if config.tp == 1 or config.class_parallel == "off" or "class_parallel" in refused_flags(task_type):
         return False
     return config.class_parallel == "on" or pays(num_classes, config.tp)
 
