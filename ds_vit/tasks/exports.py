@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import warnings
 from abc import ABC, abstractmethod
@@ -13,15 +14,18 @@ from typing import Any
 
 import numpy as np
 import torch
+from timm.models._hub import save_config_for_hf
 
 from ds_vit.data.field import Field
-from ds_vit.data.settings import ImageConfig
+from ds_vit.data.settings import PIXEL_FLAGS, ImageConfig
 from ds_vit.models.zoo import ModelSpec, TimmViT
 
 Predict = Callable[[torch.Tensor], torch.Tensor]
 """A model: images [B, 3, H, W] → logits [B, C]."""
 Save = Callable[..., None]
 """`ds_vit.checkpoint.tensors.save_weights`."""
+# Entries of timm's registry that describe timm's weights of that name, and no others.
+_OF_OTHER_WEIGHTS = ("tag", "license", "origin_url", "paper_ids", "paper_name", "notes", "source_license")
 
 
 @dataclass(frozen=True)
@@ -176,3 +180,16 @@ def read_transformers(folder: Path, kind: str) -> Any:
     wrong = {key: sorted(info[key]) for key in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[key]}
     assert not wrong, wrong
     return model.eval()
+
+
+def write_timm_config(exported: Exported, path: Path) -> None:
+    """timm's description of the model and of how its images are prepared."""
+    pixels = {name: value for name in PIXEL_FLAGS if (value := getattr(exported.image, name)) is not None}
+    labels = {"label_names": list(exported.labels)} if exported.labels else {}
+    cfg = exported.model.pretrained_cfg
+    exported.model.pretrained_cfg = {name: cfg[name] for name in cfg if name not in _OF_OTHER_WEIGHTS}
+    save_config_for_hf(exported.model, str(path), model_config=labels, data_config=pixels)
+    config = json.loads(path.read_text())
+    # transformers passes the num_classes next to it, and fails on a second one.
+    config.get("model_args", {}).pop("num_classes", None)
+    path.write_text(json.dumps(config, indent=2))

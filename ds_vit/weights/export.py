@@ -12,21 +12,27 @@ from typing import Any
 
 import timm
 import torch
-from timm.models._hub import save_config_for_hf
 
 from ds_vit.checkpoint.tensors import save_weights
-from ds_vit.data.settings import PIXEL_FLAGS
 from ds_vit.fault_tolerance.errors import UserError, did_you_mean
 from ds_vit.models.zoo import create_model
-from ds_vit.tasks.exports import TRANSFORMERS, Exported, Format, Predict, Save, Tool, quiet, read_transformers
+from ds_vit.tasks.exports import (
+    TRANSFORMERS,
+    Exported,
+    Format,
+    Predict,
+    Save,
+    Tool,
+    quiet,
+    read_transformers,
+    write_timm_config,
+)
 from ds_vit.tasks.registry import all_tasks
 from ds_vit.weights.files import StoredWeights, find_weights, names_as_metadata
 from ds_vit.weights.source import load_source, load_whole, settings_of
 
 TOLERANCE = 1e-4
 _BATCHES = (1, 3)  # two sizes: a batch size fixed in the export shows
-# Entries of timm's registry that describe timm's weights of that name, and no others.
-_OF_OTHER_WEIGHTS = ("tag", "license", "origin_url", "paper_ids", "paper_name", "notes", "source_license")
 
 
 @dataclass(frozen=True)
@@ -59,26 +65,13 @@ class Difference:
         )
 
 
-def _write_timm_config(exported: Exported, path: Path) -> None:
-    """timm's description of the model and of how its images are prepared."""
-    pixels = {name: value for name in PIXEL_FLAGS if (value := getattr(exported.image, name)) is not None}
-    labels = {"label_names": list(exported.labels)} if exported.labels else {}
-    cfg = exported.model.pretrained_cfg
-    exported.model.pretrained_cfg = {name: cfg[name] for name in cfg if name not in _OF_OTHER_WEIGHTS}
-    save_config_for_hf(exported.model, str(path), model_config=labels, data_config=pixels)
-    config = json.loads(path.read_text())
-    # transformers passes the num_classes next to it, and fails on a second one.
-    config.get("model_args", {}).pop("num_classes", None)
-    path.write_text(json.dumps(config, indent=2))
-
-
 def _write_timm(exported: Exported, folder: Path, save: Save) -> tuple[str, ...]:
     """Write config.json and model.safetensors (one file, however large: timm reads no shards).
 
     transformers' `AutoModelForImageClassification` reads the same folder, its `AutoModel` one without a classifier.
     """
     save(folder, exported.model.state_dict(), max_bytes=2**62, metadata=names_as_metadata(exported.labels))
-    _write_timm_config(exported, folder / "config.json")
+    write_timm_config(exported, folder / "config.json")
     return ()
 
 
@@ -115,7 +108,7 @@ def _write_onnx(exported: Exported, folder: Path, save: Save) -> tuple[str, ...]
         )
     program.model.metadata_props.update(names_as_metadata(exported.labels))
     program.save(folder / "model.onnx", external_data=large)
-    _write_timm_config(exported, folder / "config.json")
+    write_timm_config(exported, folder / "config.json")
     return ()
 
 
@@ -161,7 +154,9 @@ def _load(
     if not task.export_formats:
         return load_source(stored, settings, labels), _OF_TIMM[to]
     exported = load_whole(stored, values, task, labels)
-    return (exported, form) if form else (_main_tower(exported), _OF_TIMM[to])
+    if form is None and exported.masks is None:
+        exported = _main_tower(exported)
+    return exported, form or _OF_TIMM[to]
 
 
 def _main_tower(exported: Exported) -> Exported:
