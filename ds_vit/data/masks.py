@@ -1,0 +1,284 @@
+"""Masks of segmentation: from files to class numbers, and cropped as their images are.
+
+A mask has one whole number per pixel. `MaskValues` turns the numbers of the data set into classes, 0 to C - 1, and
+`IGNORED`. One box and the flips of the sample's key serve the image and its mask: the image is resized bilinearly, the
+mask takes the nearest pixel, because a mean of two class numbers is another class.
+
+Shapes: H x W a file's pixels, h x w the model's input, C classes.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Sequence
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from PIL import Image
+
+from ds_vit.data.augment.steps import Operation, Size, uniform
+from ds_vit.data.decode import Box, Jpeg, undecodable
+from ds_vit.data.field import Field, Rows, Sample, stacked
+from ds_vit.data.fields import ImageField
+from ds_vit.fault_tolerance.errors import UserError, is_out_of_memory
+
+IGNORED = -1
+"""The class number of pixels that count in no loss and no metric."""
+MASK_EXTENSIONS = (".png", ".tif", ".tiff", ".npy")
+MOST_CLASSES = 2**15 - 1
+"""Masks travel as int16."""
+
+_UNKNOWN = -2  # a value that is neither a class nor ignored
+_SHOWN = 5  # values of an error
+_WHOLE_NUMBERS = "a mask has one whole number per pixel: PNG (palette or grey), TIFF or npy"
+
+
+def default_palette(num_classes: int) -> np.ndarray:
+    """Colours for classes without any, uint8 [C, 3]: those of PASCAL VOC (Everingham et al. 2010).
+
+    The bits of a class number, three at a time, are the bits of red, green and blue, the highest first.
+    """
+    classes, colours = np.arange(num_classes), np.zeros((num_classes, 3), dtype=np.uint8)
+    for place in range(8):
+        for channel in range(3):
+            colours[:, channel] |= ((classes >> (3 * place + channel) & 1) << (7 - place)).astype(np.uint8)
+    return colours
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def decode_mask(data: bytes, name: str) -> np.ndarray:
+    """The values of a mask's file, whole numbers [H, W]; of a palette file the numbers of its colours.
+
+    Args:
+        data: the file's bytes.
+        name: its name, for messages.
+
+    Raises:
+        ImageDecodeError: it is damaged.
+        UserError: it has several channels, or values that are no whole numbers.
+    """
+    try:
+        if data.startswith(np.lib.format.MAGIC_PREFIX):
+            values = np.load(io.BytesIO(data), allow_pickle=False)
+            found = f"a {values.dtype} array of {list(values.shape)}"
+        else:
+            with Image.open(io.BytesIO(data)) as image:
+                values = np.asarray(image)
+                found = f"an image of mode {image.mode}"
+    except Exception as error:  # Pillow's plugins raise OSError, SyntaxError, struct.error, ... on damaged files
+        if is_out_of_memory(error):
+            raise
+        raise undecodable(name, error, num_bytes=len(data)) from error
+    if values.dtype == bool:
+        values = values.view(np.uint8)
+    if values.ndim != 2 or values.dtype.kind not in "ui":
+        raise UserError(f"{name} is {found}; {_WHOLE_NUMBERS}: convert its colours to class numbers")
+    return values
+
+
+def size_of_mask(file: BinaryIO, name: str) -> Size:
+    """The (height, width) of a mask's file, from its header.
+
+    Raises:
+        ImageDecodeError: the header is damaged.
+    """
+    try:
+        if file.read(len(np.lib.format.MAGIC_PREFIX)) == np.lib.format.MAGIC_PREFIX:
+            file.seek(0)
+            read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+            height, width = read[np.lib.format.read_magic(file)](file)[0]
+            return height, width
+        file.seek(0)
+        with Image.open(file) as image:
+            return image.height, image.width
+    except Exception as error:
+        raise undecodable(name, error) from error
+
+
+class MaskValues:
+    """Which values of a data set's masks are which class.
+
+    Args:
+        values: of the classes, in the order of their numbers; all differ.
+        ignored: values that belong to no class.
+        way_out: the end of the message about another value.
+
+    Attributes:
+        values: of the classes, int64 [C].
+        ignored: the others that are known, int64, ascending.
+    """
+
+    def __init__(self, values: Sequence[int], ignored: Iterable[int], way_out: str = "") -> None:
+        self.values, self.ignored = np.array(values, dtype=np.int64), np.unique(np.array([*ignored], dtype=np.int64))
+        self._way_out = way_out
+        known = np.concatenate([self.values, self.ignored])
+        classes = np.concatenate([np.arange(len(values)), np.full(len(self.ignored), IGNORED)]).astype(np.int16)
+        order = np.argsort(known)
+        self._known, self._classes = known[order], classes[order]
+        self._of_16_bits = self._search(np.arange(2**16))
+
+    def _search(self, values: np.ndarray) -> np.ndarray:
+        place = np.searchsorted(self._known, values).clip(max=len(self._known) - 1)
+        return np.where(self._known[place] == values, self._classes[place], np.int16(_UNKNOWN))
+
+    def classes(self, mask: np.ndarray, name: str) -> np.ndarray:
+        """The class of each pixel, int16 [H, W]; `IGNORED` for pixels without one.
+
+        Args:
+            mask: values of a file, [H, W].
+            name: of the file, for messages.
+
+        Raises:
+            UserError: a value is neither a class nor ignored.
+        """
+        is_small = mask.dtype.kind == "u" and mask.dtype.itemsize <= 2
+        classes = self._of_16_bits[mask] if is_small else self._search(mask.astype(np.int64))
+        if (unknown := classes == _UNKNOWN).any():
+            values, counts = np.unique(mask[unknown], return_counts=True)
+            shown = ", ".join(f"{value} ({count:,})" for value, count in zip(values[:_SHOWN], counts, strict=False))
+            more = ", ..." if len(values) > _SHOWN else ""
+            raise UserError(
+                f"{name}: {int(counts.sum()):,} of {mask.size:,} pixels have values that are neither a class nor "
+                f"ignored: {shown}{more} (pixels in brackets); {self.in_words}{self._way_out}"
+            )
+        return classes
+
+    @property
+    def in_words(self) -> str:
+        """For messages."""
+        first, last, number = self.values.min(), self.values.max(), len(self.values)
+        span = f"{first} to {last}" + ("" if last - first + 1 == number else f", {number} of them")
+        ignored = ", ".join(map(str, self.ignored.tolist()))
+        return f"classes have the values {span}" + (f", and {ignored} is ignored" if ignored else "")
+
+
+def require_same_size(name: str, image: Size, mask: Size) -> None:
+    """Raise UserError unless an image and its mask have the same (height, width).
+
+    Args:
+        name: of the image.
+        image: its size, turned or not as --exif-rotation says.
+        mask: the size of its mask.
+    """
+    if tuple(image) != tuple(mask):
+        sizes = f"the image has {image[0]}x{image[1]} pixels (height x width) and its mask {mask[0]}x{mask[1]}"
+        turned = "; if EXIF turns the image and not the mask, set --exif-rotation as the masks were drawn"
+        way_out = "save the mask at the size of its image, or leave both out"
+        raise UserError(f"{name}: {sizes}; {way_out}{turned if tuple(image) == tuple(mask[::-1]) else ''}")
+
+
+# ---- crops -----------------------------------------------------------------------------------------------------------
+
+
+class ScaleCrop:
+    """A box of random scale at a random place, resized to the model's size; beyond the image it is padded.
+
+    At scale 1 the box is the largest of the model's shape within the image, at 0.5 it has twice that height and width.
+
+    Args:
+        size: (h, w) of the result.
+        scale_range: smallest and largest scale, drawn uniformly.
+        mean: of the channels, in [0, 1]: the colour around the image.
+    """
+
+    def __init__(self, size: Size, scale_range: tuple[float, float], mean: Sequence[float]) -> None:
+        self._size, self._range = size, scale_range
+        self._colour = tuple(round(255 * value) for value in mean)
+
+    def draw(self, key: int, size: Size) -> Box:
+        """(top, left, height, width) in pixels of an image of `size`; the box may begin before it or end beyond it."""
+        low, high = self._range
+        scale = (low + (high - low) * uniform(key, "scale")) * max(
+            out / length for out, length in zip(self._size, size, strict=True)
+        )
+        height, width = (max(1, round(out / scale)) for out in self._size)
+        rooms = size[0] - height, size[1] - width  # negative where the image is the smaller one
+        top, left = (
+            int(uniform(key, name) * (abs(room) + 1)) * (1 if room > 0 else -1)
+            for name, room in zip(("crop top", "crop left"), rooms, strict=True)
+        )
+        return top, left, height, width
+
+    def apply(self, image: Image.Image | Jpeg, parameters: Box) -> Image.Image:
+        """The box of an RGB image, bilinear with antialiasing; of a JPEG file only its part is decoded.
+
+        Raises:
+            ImageDecodeError: the file is damaged.
+        """
+        top, left, height, width = parameters
+        above, before = max(top, 0), max(left, 0)
+        below, after = min(top + height, image.height), min(left + width, image.width)
+        if isinstance(image, Jpeg):
+            part = image.crop((above, before, below - above, after - before))
+        else:
+            part = image.crop((before, above, after, below))
+        if part.size != (width, height):
+            inside, part = part, Image.new("RGB", (width, height), self._colour)
+            part.paste(inside, (before - left, above - top))
+        return part.resize(self._size[::-1], Image.Resampling.BILINEAR)
+
+
+def crop_mask(mask: np.ndarray, box: Box, out: Size) -> np.ndarray:
+    """A box of a mask, resized by the nearest pixel: pixel i has the value at floor(top + (i + 1/2) height / h).
+
+    Args:
+        mask: [H, W].
+        box: (top, left, height, width), which may begin before the mask or end beyond it: `IGNORED` is there.
+        out: (h, w).
+
+    Returns:
+        [h, w] of the mask's type.
+    """
+    places = [
+        first + (2 * np.arange(number) + 1) * length // (2 * number)
+        for first, length, number in zip(box[:2], box[2:], out, strict=True)
+    ]
+    inside = [(place >= 0) & (place < length) for place, length in zip(places, mask.shape, strict=True)]
+    result = np.full(out, IGNORED, dtype=mask.dtype)
+    result[np.ix_(*inside)] = mask[np.ix_(*(place[kept] for place, kept in zip(places, inside, strict=True)))]
+    return result
+
+
+def flip_mask(mask: np.ndarray, operations: Iterable[Operation]) -> np.ndarray:
+    """A mask [h, w] after the flips among its image's operations; the others change colours only."""
+    for operation in operations:
+        if operation.name in ("hflip", "vflip"):
+            mask = np.flip(mask, axis=1 if operation.name == "hflip" else 0)
+    return mask
+
+
+class MaskField(Field):
+    """The mask of a training image, cropped and flipped as the image: int64 [B, h, w], `IGNORED` beyond the file.
+
+    Args:
+        name: as for `Field`.
+        follows: the field of the image, whose crop is of whole pixels.
+    """
+
+    def __init__(self, name: str, follows: ImageField) -> None:
+        super().__init__(name, follows.image.img_size, torch.int64, stage="last", entry="mask")
+        self._follows = follows
+
+    def read(self, sample: Sample) -> np.ndarray:
+        """The classes, int16 [h, w].
+
+        Raises:
+            UserError: the mask has another size than the image, or a value that is no class.
+        """
+        box, size, operations = self._follows.geometry(sample)
+        mask = super().read(sample)
+        require_same_size(sample.name, size, mask.shape)
+        top, left, height, width = map(int, box)
+        cropped = crop_mask(mask, (top, left, height, width), (self.shape[0], self.shape[1]))
+        return np.ascontiguousarray(flip_mask(cropped, operations))
+
+    def blank(self) -> torch.Tensor:
+        """No pixel counts."""
+        return torch.full(self.shape, IGNORED, dtype=torch.int16)
+
+    def collate(self, values: Sequence[Any], rows: Rows) -> torch.Tensor:
+        """As `Field.collate`, int16."""
+        return stacked(values, torch.int16)
