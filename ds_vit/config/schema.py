@@ -57,6 +57,7 @@ from ds_vit.tasks.clip import flags as clip
 from ds_vit.tasks.dino import flags as dino
 from ds_vit.tasks.distillation import flags as distillation
 from ds_vit.tasks.mae import flags as mae
+from ds_vit.tasks.segmentation import flags as segmentation
 
 PROGRAM_DATASET = "python"
 """The value of `dataset` in a run whose images a Python program passes (`ds_vit.api.train`)."""
@@ -404,6 +405,7 @@ class RunConfig(
     clip.LockSettings,
     clip.TextTowerSettings,
     mae.MaskedAutoencoderSettings,
+    segmentation.SegmentationSettings,
     ModelSettings,
     shared.ZeroShotSettings,
     EvaluationSettings,
@@ -434,6 +436,7 @@ TASK_SETTINGS: Mapping[str, Sequence[type[Settings]]] = {
     "siglip": clip.SETTINGS,
     "bridgetower": bridgetower.SETTINGS,
     "dino": dino.SETTINGS,
+    "segmentation": segmentation.SETTINGS,
 }
 """Built-in task → the flags that it has in addition to those of every run."""
 KEY_OF_FLAG: Mapping[str, str] = {name: meta.key for name, meta in RunConfig.flags().items() if meta.key}

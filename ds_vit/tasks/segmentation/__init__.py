@@ -1,0 +1,1 @@
+"""`--task segmentation`: a class for each pixel."""

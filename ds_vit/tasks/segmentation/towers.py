@@ -1,0 +1,163 @@
+"""Segmentation: a timm ViT whose patch tokens a head turns into logits of each class on a grid.
+
+The head is one linear layer, as in linear segmentation probes, or two transposed convolutions that make the grid four
+times as fine (the simple feature pyramid of Li et al. 2022, "Exploring Plain Vision Transformer Backbones for Object
+Detection", https://arxiv.org/abs/2203.16527, up to its finest level). Its parameters are named `seg_head.…`; all others
+have timm's names.
+
+Shapes: B images, K windows of an image, S tokens, D width, C classes, gh x gw patches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from timm.layers import LayerNorm2d
+from torch import nn
+
+from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.models.keyed_drop import mix_in
+from ds_vit.models.layers import (
+    EmbedLayer,
+    HeadLayer,
+    Layer,
+    check_complete,
+    copy_to_take_apart,
+    encoder_layers,
+    take_apart,
+)
+from ds_vit.models.zoo import ModelSpec, TimmViT, create_model, image_size
+
+HeadKind = Literal["linear", "conv"]
+HEAD = "seg_head."
+"""How the names of the head's parameters begin."""
+_CONV_WIDTH = 256
+
+
+def _head(kind: HeadKind, width: int, num_classes: int) -> nn.Module:
+    """A head of tokens of this width; "conv" makes the grid four times as fine."""
+    if kind == "linear":
+        return nn.Linear(width, num_classes)
+    hidden = _CONV_WIDTH
+    return nn.Sequential(
+        nn.ConvTranspose2d(width, hidden, kernel_size=2, stride=2),
+        LayerNorm2d(hidden),
+        nn.GELU(),
+        nn.ConvTranspose2d(hidden, hidden, kernel_size=2, stride=2),
+        LayerNorm2d(hidden),
+        nn.GELU(),
+        nn.Conv2d(hidden, num_classes, kernel_size=1),
+    )
+
+
+class _PixelHead(nn.Module):
+    """The end of a segmenter, of the whole model and of its last layer.
+
+    Attributes:
+        seg_head: see `_head`.
+        grid_size: patches of an image in (height, width).
+    """
+
+    grid_size: tuple[int, int]
+
+    def forward_head(self, x: torch.Tensor, pre_logits: bool = False) -> torch.Tensor:
+        """Tokens [B, S, D] after the norm -> logits [B, C, gh, gw], of the conv head [B, C, 4 gh, 4 gw].
+
+        With `pre_logits` the features of the images, the mean of their patch tokens [B, D].
+        """
+        patches = self.fc_norm(x[:, self.num_prefix_tokens :])  # of a model that norms after pooling
+        if pre_logits:
+            return patches.mean(dim=1)
+        if isinstance(self.seg_head, nn.Linear):
+            return self.seg_head(patches).transpose(1, 2).unflatten(2, self.grid_size)
+        return self.seg_head(patches.transpose(1, 2).unflatten(2, self.grid_size))
+
+
+class Segmenter(_PixelHead):
+    """Mixed in before the class of a timm ViT by `create_segmenter`: called on images [B, 3, h, w], it gives logits.
+
+    Attention pooling is kept so that files of the backbone fit, but nothing reaches it: it is not trained.
+
+    Attributes:
+        upsampling: how many times as fine as the patches the grid of the logits is.
+    """
+
+    upsampling: int
+
+    def add_head(self, kind: HeadKind, num_classes: int) -> None:
+        """Add the head to a model from `create_model` without a classifier."""
+        self.num_classes = num_classes
+        self.grid_size = self.patch_embed.grid_size
+        self.upsampling = 1 if kind == "linear" else 4
+        self.seg_head = _head(kind, self.embed_dim, num_classes)
+        if self.attn_pool is not None:
+            self.attn_pool.requires_grad_(False)
+
+
+def _check_backbone(model: TimmViT, spec: ModelSpec) -> None:
+    """Reject a backbone whose patch tokens do not cover the image."""
+    if not isinstance(model.patch_drop, (nn.Identity, type(None))):
+        raise UserError(
+            f"model_kwargs patch_drop_rate {model.patch_drop.prob} leaves patches out, and --task segmentation needs "
+            "all of them; drop it"
+        )
+    for size, patches in zip(image_size(model), model.patch_embed.grid_size, strict=True):
+        patch = size // patches
+        if patch * patches != size:
+            raise UserError(
+                f"img_size {size} is no multiple of the patch size {patch} of {spec.name!r}, so that some pixels lie "
+                f"in no patch; use --img-size {patch * patches}"
+            )
+
+
+def create_segmenter(spec: ModelSpec, head: HeadKind, *, for_training: bool = True) -> TimmViT:
+    """The description of a `Segmenter`, on the meta device its structure, names and shapes without memory.
+
+    `take_apart`, `initialise`, `layer_flops`, `check_degree` and `shard_layer` accept it and its layers like timm's.
+
+    Args:
+        spec: the backbone and the number of classes.
+        head: the kind of head.
+        for_training: as in `create_model`.
+
+    Raises:
+        UserError: as `create_model`; no classes, patch dropout, or pixels outside all patches.
+    """
+    if spec.num_classes < 1:
+        raise UserError("--task segmentation needs classes; give --num-classes")
+    model = create_model(replace(spec, num_classes=0), for_training=for_training, classifier=False)
+    _check_backbone(model, spec)
+    mix_in(model, Segmenter)
+    with torch.device("meta"):
+        model.add_head(head, spec.num_classes)
+    return model
+
+
+class _WindowEmbed(EmbedLayer):
+    """Mixed in before an embedding: evaluation's windows [B, K, 3, h, w] are images, which later layers see."""
+
+    def embed(self, images: torch.Tensor) -> torch.Tensor:
+        return super().embed(images.flatten(0, -4))
+
+
+class SegmentationHeadLayer(_PixelHead, HeadLayer):
+    """The end of a `Segmenter`: final norm and head."""
+
+    def __init__(self, model: Segmenter) -> None:
+        """Args: a `copy_to_take_apart`."""
+        super().__init__()
+        self.norm, self.fc_norm, self.attn_pool = model.norm, model.fc_norm, model.attn_pool
+        self.seg_head = model.seg_head
+        self.num_prefix_tokens, self.grid_size = model.num_prefix_tokens, model.grid_size
+
+
+@take_apart.register
+def _(model: Segmenter) -> list[Layer]:
+    """An `EmbedLayer` that also takes windows, a `BlockLayer` for each block, a `SegmentationHeadLayer`."""
+    own = copy_to_take_apart(model)
+    layers, head = encoder_layers(own), SegmentationHeadLayer(own)
+    mix_in(layers[0], _WindowEmbed)
+    head.num_tokens = layers[-1].num_tokens
+    return check_complete([*layers, head], model)
