@@ -12,7 +12,7 @@ import itertools
 import os
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,7 +42,12 @@ _OLD = ".parquet.arrow"  # what earlier versions converted parquet files to
 
 
 def open_hugging_face(
-    folder: str, split: str, classes: Sequence[str] | None = None, captions: CaptionKeys | None = None
+    folder: str,
+    split: str,
+    classes: Sequence[str] | None = None,
+    captions: CaptionKeys | None = None,
+    *,
+    make: Callable[[Sequence[str]], HuggingFaceSource] | None = None,
 ) -> HuggingFaceSource:
     """Open one split of a data set on disk.
 
@@ -52,6 +57,7 @@ def open_hugging_face(
         split: its name.
         classes: the training split's, when this is the validation split.
         captions: the columns of data with captions, whose classes are not read; None for data with classes.
+        make: makes the source of the split's files, of another class; it takes neither `classes` nor `captions`.
 
     Raises:
         UserError: datasets is not installed, no such folder or split, or what `HuggingFaceSource` refuses.
@@ -71,7 +77,8 @@ def open_hugging_face(
         others = ("cache-", *(() if form in forms else (*VAL_NAMES, "test")))
         own = [path for path in found if not path.endswith(_OLD) and not os.path.basename(path).startswith(others)]
         if own:
-            return HuggingFaceSource(in_natural_order(own), classes, captions)
+            own = in_natural_order(own)
+            return HuggingFaceSource(own, classes, captions) if make is None else make(own)
     raise no_such_split(folder, split, f"{split}/ and no {split}-*.parquet")
 
 
