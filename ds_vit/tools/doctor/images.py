@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -17,15 +18,18 @@ from PIL import Image
 from rich.console import Console
 from rich.progress import track
 
-from ds_vit.data.decode import describe_depth, orientation, to_rgb, undecodable
+from ds_vit.data.decode import ImageDecodeError, describe_depth, orientation, to_rgb, undecodable
+from ds_vit.data.masks import MaskValues, decode_mask, require_same_size
 from ds_vit.data.sources.folders import walk
-from ds_vit.data.sources.source import IMAGE_EXTENSIONS, hidden, is_image
+from ds_vit.data.sources.source import IMAGE_EXTENSIONS, LABELS_FILE, hidden, is_image
 from ds_vit.data.sources.tars import members_of
 from ds_vit.fault_tolerance import exit_codes
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.monitoring.metrics import say as print_lines
+from ds_vit.tasks.segmentation.source import find_labels, find_splits, pair_files
 
 _UNREAD = frozenset({".heic", ".heif", ".avif"})
+_FATAL = frozenset({"broken", "unpaired", "size", "values"})
 _SHOWN = 50  # files of a kind
 
 
@@ -43,15 +47,24 @@ class Problem(NamedTuple):
     reason: str = ""
 
 
+class _Pair(NamedTuple):
+    """An image, its mask, and the values that masks may have where labels.csv says so."""
+
+    image: str
+    mask: str
+    values: MaskValues | None
+
+
 def check_images(folder: str, console: Console) -> int:
-    """Carry out `ds-vit doctor --images`; gives the exit code: 0, or 65 where an image cannot be decoded.
+    """Carry out `ds-vit doctor --images`; gives the exit code: 0, or 65 where an image or mask cannot be
+    decoded, lacks the other, or a mask does not fit.
 
     Args:
-        folder: with images and tar shards, at any depth.
+        folder: with images and tar shards, at any depth; of a folder for segmentation, masks are checked too.
         console: gets the list and a progress bar.
 
     Raises:
-        UserError: there is no such folder, or no image in it.
+        UserError: there is no such folder, no image in it, or a malformed labels.csv of masks.
     """
     if not Path(folder).is_dir():
         raise UserError(f"--images {folder}: there is no such folder")
@@ -60,15 +73,58 @@ def check_images(folder: str, console: Console) -> int:
         raise UserError(
             f"--images {folder}: no images and no .tar files (read are {' '.join(sorted(IMAGE_EXTENSIONS))})"
         )
-    found: list[Problem] = []
+    splits = find_splits(folder)
+    pairs, found = _pairs(folder, splits)
+    of_masks = tuple(os.path.join(masks, "") for _, masks in splits.values())
+    tasks = [*(path for path in files if not path.startswith(of_masks)), *pairs]
     count = 0
     with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        results = pool.map(_examine, files, chunksize=min(64, len(files) // 64 + 1))
-        for number, problems in track(results, "decoding", len(files), console=Console(file=sys.stderr)):
+        results = pool.map(_examine, tasks, chunksize=min(64, len(tasks) // 64 + 1))
+        for number, problems in track(results, "decoding", len(tasks), console=Console(file=sys.stderr)):
             count += number
             found += problems
     _show(console, folder, count, found)
-    return exit_codes.UNREADABLE if any(problem.kind == "broken" for problem in found) else exit_codes.OK
+    if pairs:
+        print_lines(console, f"{len(pairs):,} masks were compared with their images")
+    return exit_codes.UNREADABLE if any(problem.kind in _FATAL for problem in found) else exit_codes.OK
+
+
+def _pairs(folder: str, splits: Mapping[str, tuple[str, str]]) -> tuple[list[_Pair], list[Problem]]:
+    """The images with masks of a folder's splits, and the files that lack the other one."""
+    pairs: list[_Pair] = []
+    found: list[Problem] = []
+    values = None
+    if splits and os.path.isfile(os.path.join(folder, LABELS_FILE)):
+        known = find_labels(folder, None, ignore_index=-1).values.values.tolist()
+        values = MaskValues(known, {255} - {*known})
+    for images, masks in splits.values():
+        try:
+            paired = pair_files(images, masks)
+        except UserError as error:
+            found.append(Problem("unpaired", masks, str(error)))
+            continue
+        both = zip(paired.images, paired.masks, strict=True)
+        pairs += [_Pair(os.path.join(images, image), os.path.join(masks, mask), values) for image, mask in both]
+        found += [Problem("unpaired", os.path.join(images, path), "it has no mask") for path in paired.no_mask]
+        found += [Problem("unpaired", os.path.join(masks, path), "it has no image") for path in paired.no_image]
+    return pairs, found
+
+
+def _problem_of_pair(pair: _Pair) -> Problem | None:
+    kind, size = "values", None
+    with contextlib.suppress(Exception), Image.open(pair.image) as image:  # a damaged one is listed as an image
+        size = image.height, image.width
+    try:
+        mask = decode_mask(Path(pair.mask).read_bytes(), pair.mask)
+        if pair.values is not None:
+            pair.values.classes(mask, pair.mask)
+        kind = "size"
+        require_same_size(pair.image, size or mask.shape, mask.shape)
+    except ImageDecodeError as error:
+        return Problem("broken", pair.mask, error.reason)
+    except UserError as error:
+        return Problem(kind, pair.mask, str(error).removeprefix(f"{pair.mask}: "))
+    return None
 
 
 def _files(folder: str) -> Iterator[str]:
@@ -77,8 +133,10 @@ def _files(folder: str) -> Iterator[str]:
             yield os.path.join(folder, path)
 
 
-def _examine(path: str) -> tuple[int, list[Problem]]:
+def _examine(path: str | _Pair) -> tuple[int, list[Problem]]:
     """(images in the file, their problems)."""
+    if isinstance(path, _Pair):
+        return 0, [problem for problem in [_problem_of_pair(path)] if problem]
     if not path.lower().endswith(".tar"):
         return 1, [problem for problem in [_problem(path, lambda: Path(path).read_bytes())] if problem]
     found: list[Problem | None] = []
@@ -117,6 +175,12 @@ _ADVICE = {
     "rotated": (
         "are stored turned, which EXIF says and training ignores by default, as timm does",
         "if they should be upright: --exif-rotation on, or mogrify -auto-orient {files}",
+    ),
+    "unpaired": ("lack the other one of image and mask", "both have the same path without extension: add or remove it"),
+    "size": ("are masks of another size than their image", "save each at the size of its image"),
+    "values": (
+        "are masks with values that are no class",
+        f"list the values in {LABELS_FILE}, or train with --ignore-index or --reduce-zero-label",
     ),
     "scaled": ("have 16 bits per pixel", "training scales them to 8; for another scale convert them"),
 }
