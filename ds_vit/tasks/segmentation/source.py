@@ -396,4 +396,4 @@ def _folders_of(folder: str, split: str) -> tuple[str, str]:
     if not splits:
         found = shortened(sorted(name for name in os.listdir(folder) if not hidden(name)), 8)
         raise UserError(f"--data-dir {folder} has no folders of images and masks (it holds {found}): {_LAYOUTS}")
-    raise no_such_split(folder, split, f"{split}/{IMAGES} with {split}/{MASKS}, and no {IMAGES}/{split}")
+    raise no_such_split(folder, split, f"{split}/{IMAGES} with {split}/{MASKS}, and no {IMAGES}/{split}", f": {_LAYOUTS}")

@@ -1,0 +1,321 @@
+"""Images with masks: files, pairs, labels, their errors, and one geometry for an image and its mask."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from micro_batches import Loaded, load
+from PIL import Image
+
+from ds_vit.cli import main
+from ds_vit.config import RunConfig
+from ds_vit.config.augmentation import AugmentConfig
+from ds_vit.data import masks
+from ds_vit.data.decode import ImageDecodeError
+from ds_vit.data.masks import MaskField, MaskValues, ScaleCrop, crop_mask, decode_mask, default_palette, size_of_mask
+from ds_vit.data.sampler import Share
+from ds_vit.data.settings import ImageConfig
+from ds_vit.data.sources.combined import hold_out, mixed
+from ds_vit.data.sources.source import NoSuchSplit, Source
+from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.tasks.segmentation.fields import SceneImages
+from ds_vit.tasks.segmentation.source import open_segmentation
+
+WHOLE = Share(0, 1, 4)
+COLOURS = np.array([[250, 10, 10], [10, 240, 20], [20, 30, 230], [240, 240, 0], [0, 0, 0]], dtype=np.uint8)
+LABELS = "index,name,colour\n7,road,#804080\n0,sky,#4682b4\n2,tree,#6b8e23\n"
+IMAGE = ImageConfig((24, 32), mean=(0.5, 0.25, 0.0))
+AUGMENT = AugmentConfig(vflip=0.5, color_jitter=0.0)
+
+
+def blocks(number: int, values: tuple[int, ...] = (0, 1, 2), size: tuple[int, int] = (40, 56)) -> np.ndarray:
+    """A mask of blocks of 8 x 8 pixels, in three sizes."""
+    rng = np.random.default_rng(number)
+    coarse = rng.choice(np.array(values, dtype=np.uint8), (size[0] // 8, size[1] // 8 + number % 3))
+    return coarse.repeat(8, axis=0).repeat(8, axis=1)
+
+
+def write(folder: Path, form: str = "{split}/{kind}", values: tuple[int, ...] = (0, 1, 2), number: int = 5) -> Path:
+    """Images whose colours are the classes of their masks, some of them in a folder of their own."""
+    for split in ("train", "val"):
+        for n in range(number):
+            mask = blocks(n + 10 * (split == "val"), values)
+            for kind, pixels in (("images", COLOURS[np.searchsorted(sorted(values), mask)]), ("masks", mask)):
+                path = folder / form.format(split=split, kind=kind) / f"{'ab' if n % 2 else '.'}/n.{n}.png"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                Image.fromarray(pixels).save(path)
+    return folder
+
+
+def opened(folder: Path | str, split: str = "train", **flags: object) -> Source:
+    return open_segmentation(RunConfig(**{"num_classes": 3, **flags}), str(folder), split)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return write(tmp_path / "data")
+
+
+def test_both_layouts_hold_the_same_samples(tmp_path, monkeypatch):
+    """Would catch a layout that pairs otherwise, an identity of places or of decoded masks, and a lost synonym."""
+    both = [write(tmp_path / "a"), write(tmp_path / "b" / "c", "{kind}/{split}")]
+    one, other = (opened(folder, "training") for folder in both)
+    for number in range(5):
+        assert np.array_equal(one.entry("mask", number), blocks(int(one.describe(number)[-5])))
+        assert np.array_equal(one.entry("mask", number), other.entry("mask", number))
+        assert one.entry("mask_size", number) == one.entry("mask", number).shape
+        assert one.target(number).tolist() == [1, 1, 1]
+    assert len(opened(both[1], "validation")) == 5
+    monkeypatch.setattr(masks, "decode_mask", None)
+    assert one.fingerprint == other.fingerprint
+    for flags in ({"num_classes": 4}, {"ignore_index": 9}, {"reduce_zero_label": True}):
+        assert opened(both[0], **flags).fingerprint != one.fingerprint
+
+
+def _saved(mask: np.ndarray, kind: str, **options: object) -> bytes:
+    file = io.BytesIO()
+    image = Image.fromarray(mask)
+    if options.pop("palette", False):
+        image.putpalette(COLOURS.tobytes())
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def _npy(mask: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    np.save(file, mask)
+    return file.getvalue()
+
+
+FILES: dict[str, Callable[[np.ndarray], bytes]] = {
+    "palette png": lambda mask: _saved(mask, "png", palette=True),
+    "palette png of 2 bits": lambda mask: _saved(mask, "png", palette=True, bits=2),
+    "grey png": lambda mask: _saved(mask, "png"),
+    "16-bit png": lambda mask: _saved(mask.astype(np.uint16) * 300, "png"),
+    "tiff": lambda mask: _saved(mask, "tiff", compression="tiff_lzw"),
+    "palette tiff": lambda mask: _saved(mask, "tiff", palette=True),
+    "16-bit tiff": lambda mask: _saved(mask.astype(np.uint16) * 300, "tiff"),
+    "npy": lambda mask: _npy(mask.astype(np.int64) * 300),
+    "negative npy": lambda mask: _npy(-mask.astype(np.int16)),
+}
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_each_kind_of_file_has_its_values_and_a_header_with_its_size(kind):
+    """Would catch colours read for numbers, 16 bits scaled to 8, and a size for which the pixels are read."""
+    mask = blocks(1)
+    data, factor = FILES[kind](mask), 300 if "16" in kind or kind == "npy" else -1 if "neg" in kind else 1
+    assert np.array_equal(decode_mask(data, "m"), mask.astype(np.int64) * factor)
+    values = MaskValues([0, factor], [2 * factor])
+    classes = values.classes(decode_mask(data, "m"), "m")
+    assert classes.dtype == np.int16
+    assert np.array_equal(classes, np.array([0, 1, -1])[mask])
+    cut = data if "tiff" in kind else data[: len(data) - 60]  # a TIFF header may lie at the end
+    assert size_of_mask(io.BytesIO(cut), "m") == mask.shape
+    with pytest.raises(ImageDecodeError, match=r"^m: the image cannot be decoded"):
+        decode_mask(data[: len(data) - 60], "m")
+
+
+def test_the_palette_is_pascal_vocs():
+    """Would catch swapped bits or channels: the colours of aeroplane, bicycle, person and tv monitor are published."""
+    expected = [[0, 0, 0], [128, 0, 0], [0, 128, 0], [192, 128, 128], [0, 64, 128]]
+    assert default_palette(256)[[0, 1, 2, 15, 20]].tolist() == expected
+    assert len(np.unique(default_palette(256), axis=0)) == 256
+
+
+def test_labels_name_values_and_colours(tmp_path):
+    """Would catch classes in the order of their values, and colours that no wrapper forwards."""
+    data = write(tmp_path, values=(0, 2, 7, 255))
+    (data / "labels.csv").write_text(LABELS)
+    source = opened(data, "train[:60%]", num_classes=None)
+    assert (source.class_names, len(source), source.multi_label) == (("road", "sky", "tree"), 3, True)
+    assert source.entry("values", 0).tolist() == [7, 0, 2]
+    assert source.entry("colours", 0).tolist() == [[0x80, 0x40, 0x80], [0x46, 0x82, 0xB4], [0x6B, 0x8E, 0x23]]
+    raw = np.asarray(Image.open(source._source.describe_mask(int(source._numbers[0]))))
+    for value, number in {7: 0, 0: 1, 2: 2, 255: -1}.items():
+        assert np.array_equal(source.entry("mask", 0) == number, raw == value)
+    rest, held_out = hold_out(opened(data, num_classes=None), 0.4)
+    assert (len(rest), len(held_out)) == (3, 2)
+    second = write(tmp_path / "second", values=(1, 2, 3))
+    (second / "labels.csv").write_text("index,name\n1,road\n2,sky\n3,tree\n")
+    both = mixed([opened(data, num_classes=None), opened(second, num_classes=None)])
+    assert np.array_equal(both.entry("mask", 5), np.asarray(Image.open(second / "train/masks/ab/n.1.png")) - 1)
+    (second / "labels.csv").unlink()
+    reduced = opened(second, reduce_zero_label=True)
+    assert (reduced.class_names[0], reduced.entry("values", 0).tolist()) == ("class 0", [1, 2, 3])
+
+
+def _add(path: str, pixels: np.ndarray | bytes | str) -> Callable[[Path], None]:
+    def add(data: Path) -> None:
+        (data / path).parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(pixels, np.ndarray):
+            return Image.fromarray(pixels).save(data / path)
+        (data / path).write_bytes(pixels.encode() if isinstance(pixels, str) else pixels)
+
+    return add
+
+
+def _empty(kind: str) -> Callable[[Path], object]:
+    return lambda data: [file.unlink() for file in data.glob(f"train/{kind}/**/*.png")]
+
+
+SMALL = np.full((8, 8), 9, dtype=np.uint8)
+ERRORS: dict[str, tuple[Callable[[Path], object], dict[str, object], str]] = {
+    "no mask": (_add("train/images/z.jpg", SMALL), {}, r"^1 of 6 images in \S+ have no mask in \S+masks: z.jpg; an im"),
+    "no image": (_add("train/masks/z.npy", b""), {}, r"^1 of 6 masks in \S+ have no image in \S+images: z.npy; an im"),
+    "mask in jpeg": (_add("train/images/z.png", SMALL), {}, r"other kinds: 1 .jpg; masks are .png .tif .tiff .npy\)$"),
+    "two masks": (_add("train/masks/n.2.tif", SMALL), {}, r"masks: n.2.png and n.2.tif would be one mask, because "),
+    "two images": (_add("train/images/n.2.jpg", SMALL), {}, r"images: n.2.jpg and n.2.png would be one image, because"),
+    "value": (_add("train/masks/n.0.png", SMALL), {}, r"n.0.png: 64 of 64 pixels .* neither a class nor ignored: 9 "
+              r"\(64\) .* values 0 to 2, and 255 is ignored; raise --num-classes, or pass --ignore-index VALUE$"),
+    "colours": (_add("train/masks/n.0.png", COLOURS[blocks(0)]), {}, r"n.0.png is an image of mode RGB; a mask has"),
+    "floats": (_add("train/masks/n.0.png", _npy(np.zeros((2, 2)))), {}, r"n.0.png is a float64 array of \[2, 2\]; a "),
+    "nothing says": (lambda data: None, {"num_classes": None}, r"no labels.csv, .*: write one .* or pass --num-"),
+    "ignored class": (lambda data: None, {"ignore_index": 2}, r"--num-classes 3 has the class 2, .*2 leaves out;"),
+    "zero": (_add("labels.csv", LABELS), {"reduce_zero_label": True}, r"lists the index 0, which --reduce-zero"),
+    "listed": (_add("labels.csv", LABELS), {"ignore_index": 7}, r"has the class 7, which --ignore-index 7 leaves"),
+    "header": (_add("labels.csv", "file,labels\n"), {}, r"line 1: the header must be 'index,name' or 'index,"),
+    "index": (_add("labels.csv", "index,name\nx,a\n"), {}, r"line 2: the index 'x' is no whole number"),
+    "twice": (_add("labels.csv", "index,name\n1,a\n1,b\n"), {}, r"line 3: 1,b has the index or the name of 1,a$"),
+    "colour": (_add("labels.csv", "index,name,colour\n1,a,red\n"), {}, r"line 2: the colour 'red' is not #rrggbb$"),
+    "some": (_add("labels.csv", "index,name,colour\n1,a,#000000\n2,b,\n"), {}, r"line 3: some classes have a colour "),
+    "empty": (_add("labels.csv", "index,name\n"), {}, r"labels.csv lists no classes$"),
+    "half": (lambda data: (data / "train/masks").rename(data / "m"), {}, r"has train/images and no train/masks; "),
+    "no images": (_empty("images"), {}, r"train/images holds no images \(files found: none; "),
+    "no masks": (_empty("masks"), {}, r"train/masks holds no masks \(files found: none; supported are .png .tif .tiff"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_an_error_names_the_file_the_numbers_and_the_way_out(data, case):
+    """Would catch a pair, a table or a value that is silently dropped."""
+    change, flags, message = ERRORS[case]
+    change(data)
+    if case == "mask in jpeg":
+        _add("train/masks/z.jpg", SMALL)(data)
+    with pytest.raises(UserError, match=message):
+        [opened(data, **flags).entry("mask", number) for number in range(5)]
+
+
+def test_a_folder_without_the_split_or_either_layout_is_refused(data):
+    """Would catch a missing split that callers cannot tell from other errors."""
+    with pytest.raises(
+        NoSuchSplit, match=r"has no test/images with test/masks, and no images/test .* train, val: "
+    ):
+        opened(data, "test")
+    with pytest.raises(UserError, match=r"it holds images, masks: DIR/train/images and .*, or DIR/images/train and "):
+        opened(data / "train")
+    with pytest.raises(
+        UserError, match=r"has no folders of images and masks \(it holds \.?ab, n.0.png, .*: DIR/"
+    ):
+        opened(data / "train" / "images")
+    with pytest.raises(UserError, match=r"^--dataset digits has no masks; --task segmentation takes "):
+        opened("", dataset="digits")
+
+
+def _fields(flips: bool = True) -> list:
+    images = SceneImages("images", IMAGE, AUGMENT, (0.5, 2.0))
+    mask = MaskField("masks", images)
+    if not flips:
+        mask._follows = SceneImages("images", IMAGE, AUGMENT.model_copy(update={"hflip": 0.0}), (0.5, 2.0))
+    return [images, mask]
+
+
+def _load(data: Path, fields: list, share: Share = WHOLE, **options: object) -> Loaded:
+    return load(opened(data), share, image=IMAGE, augment=AUGMENT, fields=fields, stop=12, **options)
+
+
+def _agreement(batches: Loaded) -> tuple[float, float]:
+    """Of pixels around which the mask does not change, those with its class's colour; the share of padding."""
+    right, padding = [], []
+    colours = np.array([*COLOURS[:3].tolist(), [128, 64, 0]])
+    for batch in batches:
+        for pixels, mask in zip(batch.packed["images"].pixels, batch.packed["masks"].numpy(), strict=True):
+            windows = np.lib.stride_tricks.sliding_window_view(mask, (3, 3)).reshape(22, 30, 9)
+            same, inner = (windows == windows[..., :1]).all(-1), pixels.permute(1, 2, 0).numpy()[1:-1, 1:-1]
+            right.append((inner[same] == colours[windows[same][:, 0]]).all(-1).mean())
+            padding.append((mask < 0).mean())
+            assert {*np.unique(mask).tolist()} <= {-1, 0, 1, 2}
+    return float(np.mean(right)), float(np.mean(padding))
+
+
+def test_image_and_mask_have_one_geometry_on_every_rank(data):
+    """Would catch a crop, flip or padding of one of the two, planted as a missing flip, and draws by layout."""
+    batches = _load(data, _fields())
+    right, padding = _agreement(batches)
+    assert (right, 0.03 < padding < 0.5) == (1.0, True)
+    assert _agreement(_load(data, _fields(flips=False)))[0] < 0.9
+    expected = batches.tensors()
+    assert expected["masks"].dtype == torch.int64
+    for share, workers in ((Share(0, 2, 2), 0), (Share(0, 1, 2, 2), 2)):
+        found = _load(data, _fields(), share, num_workers=workers).tensors()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_mask_takes_the_nearest_pixel():
+    """Would catch a bilinear mask (planted), a centre that is off by half a pixel, and a wrong range of scales."""
+    crop, heights = ScaleCrop((24, 32), (0.5, 2.0), (0.0, 0.0, 0.0)), []
+    for key in range(60):
+        mask = (blocks(key) * 2).astype(np.int16)
+        box = top, left, height, width = crop.draw(key, mask.shape)
+        heights.append(height * max(24 / mask.shape[0], 32 / mask.shape[1]) / 24)
+        found = crop_mask(mask, box, (24, 32))
+        for y, x in np.ndindex(24, 32):
+            row, column = int(np.floor(top + (y + 0.5) * height / 24)), int(np.floor(left + (x + 0.5) * width / 32))
+            inside = 0 <= row < mask.shape[0] and 0 <= column < mask.shape[1]
+            assert found[y, x] == (mask[row, column] if inside else -1)
+    assert 0.5 <= min(heights) < 0.6 < 1.8 < max(heights) <= 2.05
+    assert not {1, 3} & {*np.unique(found).tolist()}
+    planted = Image.fromarray(blocks(0) * 2).resize((32, 24), Image.Resampling.BILINEAR)
+    assert {1, 3} & {*np.unique(planted).tolist()}
+
+
+def test_a_damaged_mask_is_skipped_and_another_size_is_an_error(data):
+    """Would catch a damaged mask that ends the run in spite of skip, and a mask that is stretched to its image."""
+    path = data / "train/masks/n.2.png"
+    path.write_bytes(path.read_bytes()[:60])
+    with pytest.raises(ImageDecodeError, match=r"masks/n.2.png: the image cannot be decoded"):
+        _load(data, _fields())
+    assert _load(data, _fields(), on_bad_image="skip").num_skipped
+    Image.fromarray(blocks(2).T.copy()).save(path)
+    with pytest.raises(UserError, match=r"n.2.png: the image has 40x72 .* and its mask 72x40; .*--exif-rot"):
+        _load(data, _fields())
+
+
+def test_hugging_face_rows_with_masks(data):
+    """Would catch the image read for its mask, and a column of labels taken for classes."""
+    datasets = pytest.importorskip("datasets")
+    files = {kind: sorted(data.glob(f"train/{kind}/*.png")) for kind in ("images", "masks")}
+    for name, folder in (("label", "good"), ("other", "bad")):
+        columns = {"image": files["images"], name: files["masks"]}
+        rows = {column: [{"bytes": f.read_bytes(), "path": None} for f in of] for column, of in columns.items()}
+        table = datasets.Dataset.from_dict(rows).cast(datasets.Features(dict.fromkeys(rows, datasets.Image())))
+        (data / folder).mkdir()
+        table.to_parquet(data / folder / "train-00000-of-00001.parquet")
+    source = opened(f"parquet/{data / 'good'}")
+    for number, file in enumerate(files["masks"]):
+        assert np.array_equal(source.entry("mask", number), np.asarray(Image.open(file)))
+        assert source.entry("mask_size", number) == source.entry("mask", number).shape
+    with pytest.raises(UserError, match=r"has no Image column of masks named mask, .*; it has image, other: rename_"):
+        opened("", dataset=f"parquet/{data / 'bad'}")
+
+
+def test_doctor_checks_masks(data, capsys):
+    """Would catch a pair, a size or a value that training would stop at."""
+    (data / "labels.csv").write_text("index,name\n0,a\n1,b\n2,c\n")
+    assert main(["doctor", "--images", str(data)]) == 0
+    assert "10 masks were compared with their images" in capsys.readouterr().out
+    _add("train/images/z.png", SMALL)(data)
+    _add("val/masks/n.0.png", SMALL[:4])(data)
+    Image.fromarray(blocks(2).T.copy()).save(data / "train/masks/n.2.png")
+    (data / "train/masks/n.4.png").write_bytes(b"nothing")
+    assert main(["doctor", "--images", str(data)]) == 65
+    said = capsys.readouterr().out
+    for part in ("11 images in", "4 need attention", "train/images/z.png: it has no mask", "masks/n.4.png: 7 bytes",
+                 "train/masks/n.2.png: ", "40x72 pixels", "val/masks/n.0.png: 32 of 32 pixels"):  # fmt: skip
+        assert part in said
