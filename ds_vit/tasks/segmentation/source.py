@@ -256,11 +256,8 @@ class MaskFolders(MaskSource, FileSource):
 
     def __init__(self, images: str, masks: str, labels: Labels) -> None:
         pairs = pair_files(images, masks)
-        if problems := unpaired(images, masks, pairs):
-            raise UserError(
-                f"{'; '.join(problems)}; an image and its mask have the same path without extension: add what is "
-                f"missing, or remove the other{_others(pairs)}"
-            )
+        if problem := unpaired(images, masks, pairs):
+            raise UserError(problem)
         super().__init__(images, pairs.images, np.zeros(len(pairs.images), dtype=np.int64))
         self._mask_root = masks
         self._masks = np.array([os.fsencode(path) for path in pairs.masks], dtype=np.bytes_)
@@ -280,19 +277,16 @@ class MaskFolders(MaskSource, FileSource):
         return *super().identity(), self._masks
 
 
-def unpaired(images: str, masks: str, pairs: Pairs) -> list[str]:
-    """What is wrong with the pairs of two folders, with the first names."""
-    of_images, of_masks = (len(pairs.images) + len(single) for single in (pairs.no_mask, pairs.no_image))
-    found = (
-        (pairs.no_mask, f"of {of_images} images in {images} have no mask in {masks}"),
-        (pairs.no_image, f"of {of_masks} masks in {masks} have no image in {images}"),
-    )
-    return [f"{len(paths)} {text}: {shortened(paths)}" for paths, text in found if paths]
-
-
-def _others(pairs: Pairs) -> str:
-    counts = described_counts(suffix_counts(pairs.others))
-    return f" (files of other kinds: {counts}; masks are {' '.join(MASK_EXTENSIONS)})" if pairs.others else ""
+def unpaired(images: str, masks: str, pairs: Pairs) -> str:
+    """What is wrong with the pairs of two folders; "" if nothing."""
+    sides = ((pairs.no_mask, images, masks, "mask"), (pairs.no_image, masks, images, "image"))
+    found = [
+        f"{len(alone)} of {len(alone) + len(pairs.masks)} files in {here} have no {what} in {there}: {shortened(alone)}"
+        for alone, here, there, what in sides
+        if alone
+    ]
+    rule = f"an image and its mask ({' '.join(MASK_EXTENSIONS)}) have the same path without extension"
+    return f"{'; '.join(found)}; {rule}: add what is missing, or remove the other" if found else ""
 
 
 class MaskTable(MaskSource, HuggingFaceSource):
@@ -384,16 +378,7 @@ def _folders_of(folder: str, split: str) -> tuple[str, str]:
     if not os.path.isdir(folder):
         raise UserError(f"--data-dir {folder} is no folder")
     splits = find_splits(folder)
-    names = synonyms_of(split)
-    if (name := next((name for name in names if name in splits), None)) is not None:
-        return splits[name]
-    for one in names:
-        for both in ((f"{one}/{IMAGES}", f"{one}/{MASKS}"), (f"{IMAGES}/{one}", f"{MASKS}/{one}")):
-            there = [path for path in both if os.path.isdir(os.path.join(folder, path))]
-            if there:
-                lacking = both[1 - both.index(there[0])]
-                raise UserError(f"{folder} has {there[0]} and no {lacking}; masks and images lie in {_LAYOUTS}")
-    if not splits:
-        found = shortened(sorted(name for name in os.listdir(folder) if not hidden(name)), 8)
-        raise UserError(f"--data-dir {folder} has no folders of images and masks (it holds {found}): {_LAYOUTS}")
-    raise no_such_split(folder, split, f"{split}/{IMAGES} with {split}/{MASKS}, and no {IMAGES}/{split}", f": {_LAYOUTS}")
+    for name in synonyms_of(split):
+        if name in splits:
+            return splits[name]
+    raise no_such_split(folder, split, f"{split}/{IMAGES} with {split}/{MASKS}", f". The layouts are {_LAYOUTS}")
