@@ -40,6 +40,7 @@ from ds_vit.data.sources.source import (
     synonyms_of,
 )
 from ds_vit.fault_tolerance.errors import UserError, did_you_mean
+from ds_vit.tasks.segmentation.scenes import open_scenes
 
 IMAGES, MASKS = "images", "masks"
 _LAYOUTS = "DIR/train/images and DIR/train/masks, or DIR/images/train and DIR/masks/train (and val for train)"
@@ -355,11 +356,13 @@ def open_segmentation(config: RunConfig, folder: str, split: str) -> Source:
         ignore_index=config.ignore_index,
         reduce_zero_label=config.reduce_zero_label,
     )
-    if dataset.startswith(_FORMS):
+    if dataset == "scenes":
+        source: Source = open_scenes(split)
+    elif dataset.startswith(_FORMS):
         folder = os.path.join(folder, dataset.partition("/")[2])
-        source: Source = open_hugging_face(folder, split, make=partial(MaskTable, labels(folder)))
+        source = open_hugging_face(folder, split, make=partial(MaskTable, labels(folder)))
     elif dataset:
-        known = [*(f"{form}PATH" for form in _FORMS)]
+        known = ["scenes", *(f"{form}PATH" for form in _FORMS)]
         near = did_you_mean(dataset, known)
         raise UserError(
             f"--dataset {dataset} has no masks{near}; --task segmentation takes {', '.join(known)}, or --data-dir "

@@ -1,0 +1,120 @@
+"""The embedded scenes with masks (`--dataset scenes`): handwritten digits on textures, without any download."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+from PIL import Image
+
+from ds_vit import randomness
+from ds_vit.data.masks import IGNORED, default_palette
+from ds_vit.data.sources.datasets import DigitsSource
+from ds_vit.data.sources.source import TRAIN_NAMES, VAL_NAMES, Source
+from ds_vit.fault_tolerance.errors import UserError
+
+_NUM_TRAIN, _NUM_VAL = 1000, 200
+_DIGITS = 5  # 0 to 4
+_SIDES = (48, 96)  # of a scene in pixels, smallest and largest
+_SIZES = (18, 36)  # of a digit
+_MOST = 5  # digits of a scene
+_INSIDE, _OUTSIDE = 0.5, 0.2  # of a digit's ink; what lies between is its outline, which is ignored
+
+
+class SceneSource(Source):
+    """Digits 0 to 4 of both splits of `DigitsSource` on textures: 1,000 scenes for training, 200 for validation.
+
+    A scene is a function of its number: 48 to 96 pixels high and wide, with one to five digits, each 18 to 36 pixels
+    large, the later ones above the earlier. The outline of a digit is ignored (-1). The splits share no digit.
+    """
+
+    multi_label = True
+    class_names = ("background", "zero", "one", "two", "three", "four")
+    entries: ClassVar = ("image", "mask", "mask_size", "values", "colours")
+
+    def __init__(self, train: bool) -> None:
+        digits = DigitsSource(train)
+        targets = np.array([digits.target(index) for index in range(len(digits))])
+        kept = np.flatnonzero(targets < _DIGITS)
+        self._targets = targets[kept]
+        self._digits = np.stack([np.asarray(digits.image(int(index)).convert("L")) for index in kept])
+        self._train = train
+        self._last: tuple[int, np.ndarray, np.ndarray] | None = None  # a sample's image is read, then its mask
+
+    def __len__(self) -> int:
+        return _NUM_TRAIN if self._train else _NUM_VAL
+
+    def _scene(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """`_drawn`, kept for the next call."""
+        last = self._last
+        if last is None or last[0] != index:
+            self._last = last = (index, *self._drawn(index))
+        return last[1:]
+
+    def _drawn(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Pixels uint8 [H, W, 3] and classes int16 [H, W]."""
+        key = randomness.mix(0, randomness.name_key("training scene" if self._train else "scene"), index)
+        random = np.random.RandomState(key & 0xFFFFFFFF)  # its numbers are the same in every version
+        height, width = random.randint(_SIDES[0], _SIDES[1] + 1, 2)
+        rows, columns = np.mgrid[0:height, 0:width]
+        waves = [np.sin(rows * y + columns * x + turn) for y, x, turn in random.uniform(0.05, 0.6, (2, 3))]
+        first, second, light = random.uniform(0, 255, (3, 3))
+        blend = (0.5 + 0.25 * (waves[0] + waves[1]))[..., None]
+        pixels = first * blend + second * (1.0 - blend) + random.normal(0.0, 8.0, (height, width, 1))
+        mask = np.zeros((height, width), dtype=np.int16)
+        for number in random.randint(0, len(self._digits), random.randint(1, _MOST + 1)):
+            side = int(random.randint(_SIZES[0], _SIZES[1] + 1))
+            top, left = (int(random.randint(0, length - side + 1)) for length in (height, width))
+            here = slice(top, top + side), slice(left, left + side)
+            enlarged = Image.fromarray(self._digits[number]).resize((side, side), Image.Resampling.BICUBIC)
+            ink = np.asarray(enlarged, dtype=np.float64) / 255.0
+            # Far from the colours of the texture, so that the outline is seen.
+            colour = np.where((first + second) / 2.0 < 127.5, 255.0 - light / 4.0, light / 4.0)
+            pixels[here] += ink[..., None] * (colour - pixels[here])
+            part = mask[here]
+            part[ink > _OUTSIDE] = IGNORED
+            part[ink > _INSIDE] = 1 + self._targets[number]
+        return np.clip(np.rint(pixels), 0, 255).astype(np.uint8), mask
+
+    def has(self, entry: str) -> bool:
+        """As `Source.has`."""
+        return entry in self.entries
+
+    def entry(self, name: str, index: int) -> Any:
+        """As `Source.entry`: "mask" int16 [H, W], "mask_size" (H, W), "values" and "colours" of the classes."""
+        if name in ("mask", "mask_size"):
+            mask = self._scene(index)[1]
+            return mask if name == "mask" else mask.shape
+        if name == "values":
+            return np.arange(self.num_classes)
+        return default_palette(self.num_classes) if name == "colours" else super().entry(name, index)
+
+    def image(self, index: int) -> Image.Image:
+        """As `Source.image`."""
+        return Image.fromarray(self._scene(index)[0])
+
+    def target(self, index: int) -> np.ndarray:
+        """The classes that the scene has, multi-hot."""
+        there = np.zeros(self.num_classes, dtype=np.float32)
+        mask = self._scene(index)[1]
+        there[np.unique(mask[mask != IGNORED])] = 1.0
+        return there
+
+    def identity(self) -> tuple[np.ndarray, ...]:
+        """As `Source.identity`."""
+        return self._targets, self._digits
+
+    def describe(self, index: int) -> str:
+        """As `Source.describe`."""
+        return f"scenes[{'train' if self._train else 'validation'}, {index}]"
+
+
+def open_scenes(split: str) -> SceneSource:
+    """A split of the scenes.
+
+    Raises:
+        UserError: there is no such split.
+    """
+    if split not in (*TRAIN_NAMES, *VAL_NAMES):
+        raise UserError(f"scenes has no split {split!r}; it has train and validation")
+    return SceneSource(train=split in TRAIN_NAMES)
