@@ -26,8 +26,6 @@ from ds_vit.fault_tolerance.errors import UserError, is_out_of_memory
 IGNORED = -1
 """The class number of pixels that count in no loss and no metric."""
 MASK_EXTENSIONS = (".png", ".tif", ".tiff", ".npy")
-MOST_CLASSES = 2**15 - 1
-"""Masks travel as int16."""
 
 _UNKNOWN = -2  # a value that is neither a class nor ignored
 _SHOWN = 5  # values of an error
@@ -88,8 +86,8 @@ def size_of_mask(file: BinaryIO, name: str) -> Size:
     try:
         if file.read(len(np.lib.format.MAGIC_PREFIX)) == np.lib.format.MAGIC_PREFIX:
             file.seek(0)
-            read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-            height, width = read[np.lib.format.read_magic(file)](file)[0]
+            np.lib.format.read_magic(file)
+            height, width = np.lib.format.read_array_header_1_0(file)[0]
             return height, width
         file.seek(0)
         with Image.open(file) as image:
@@ -139,20 +137,13 @@ class MaskValues:
         if (unknown := classes == _UNKNOWN).any():
             values, counts = np.unique(mask[unknown], return_counts=True)
             shown = ", ".join(f"{value} ({count:,})" for value, count in zip(values[:_SHOWN], counts, strict=False))
-            more = ", ..." if len(values) > _SHOWN else ""
+            known = f"{len(self.values)} classes have values from {self.values.min()} to {self.values.max()}"
+            ignored = f", ignored is {', '.join(map(str, self.ignored.tolist()))}" if len(self.ignored) else ""
             raise UserError(
                 f"{name}: {int(counts.sum()):,} of {mask.size:,} pixels have values that are neither a class nor "
-                f"ignored: {shown}{more} (pixels in brackets); {self.in_words}{self._way_out}"
+                f"ignored: {shown}{', ...' * (len(values) > _SHOWN)} (pixels); {known}{ignored}{self._way_out}"
             )
         return classes
-
-    @property
-    def in_words(self) -> str:
-        """For messages."""
-        first, last, number = self.values.min(), self.values.max(), len(self.values)
-        span = f"{first} to {last}" + ("" if last - first + 1 == number else f", {number} of them")
-        ignored = ", ".join(map(str, self.ignored.tolist()))
-        return f"classes have the values {span}" + (f", and {ignored} is ignored" if ignored else "")
 
 
 def require_same_size(name: str, image: Size, mask: Size) -> None:

@@ -166,26 +166,26 @@ def _empty(kind: str) -> Callable[[Path], object]:
 
 SMALL = np.full((8, 8), 9, dtype=np.uint8)
 ERRORS: dict[str, tuple[Callable[[Path], object], dict[str, object], str]] = {
-    "no mask": (_add("train/images/z.jpg", SMALL), {}, r"^1 of 6 files in \S+ have no mask in \S+masks: z.jpg; an im"),
-    "no image": (_add("train/masks/z.npy", b""), {}, r"^1 of 6 files in \S+ have no image in \S+images: z.npy; an im"),
-    "two masks": (_add("train/masks/n.2.tif", SMALL), {}, r"masks: n.2.png and n.2.tif would be one mask, because "),
-    "two images": (_add("train/images/n.2.jpg", SMALL), {}, r"images: n.2.jpg and n.2.png would be one image, because"),
-    "value": (_add("train/masks/n.0.png", SMALL), {}, r"n.0.png: 64 of 64 pixels .* neither a class nor ignored: 9 "
-              r"\(64\) .* values 0 to 2, and 255 is ignored; raise --num-classes, or pass --ignore-index VALUE$"),
+    "no mask": (_add("train/images/z.jpg", SMALL), {}, r"^1 of 6 files of \S+images have no partner in \S+mask"),
+    "no image": (_add("train/masks/z.npy", b""), {}, r"^1 of 6 files of \S+masks have no partner in \S+images:"),
+    "two masks": (_add("train/masks/n.2.tif", SMALL), {}, r"masks: n.2.png and n.2.tif have one path without e"),
+    "two images": (_add("train/images/n.2.jpg", SMALL), {}, r"images: n.2.jpg and n.2.png have one path .* rem"),
+    "value": (_add("train/masks/n.0.png", SMALL), {}, r"n.0.png: 64 of 64 pixels have values .* a class "
+              r"nor ignored: 9 \(64\) .*; 3 classes have values from 0 to 2, ignored is 255; raise --num-class"),
     "colours": (_add("train/masks/n.0.png", COLOURS[blocks(0)]), {}, r"n.0.png is an image of mode RGB; a mask has"),
     "floats": (_add("train/masks/n.0.png", _npy(np.zeros((2, 2)))), {}, r"n.0.png is a float64 array of \[2, 2\]; a "),
     "nothing says": (lambda data: None, {"num_classes": None}, r"no labels.csv, .*: write one .* or pass --num-"),
-    "ignored class": (lambda data: None, {"ignore_index": 2}, r"--num-classes 3 has the class 2, .*2 leaves out;"),
-    "zero": (_add("labels.csv", LABELS), {"reduce_zero_label": True}, r"lists the index 0, which --reduce-zero"),
-    "listed": (_add("labels.csv", LABELS), {"ignore_index": 7}, r"has the class 7, which --ignore-index 7 leaves"),
+    "ignored": (lambda data: None, {"ignore_index": 2}, r"^--num-classes 3: the value 2 is a class, which --ig"),
+    "zero": (_add("labels.csv", LABELS), {"reduce_zero_label": True}, r"value 0 is a class, which --reduce-zer"),
+    "listed": (_add("labels.csv", LABELS), {"ignore_index": 7}, r"labels.csv: the value 7 is a class, which --"),
     "header": (_add("labels.csv", "file,labels\n"), {}, r"line 1: the header must be 'index,name' or 'index,"),
-    "index": (_add("labels.csv", "index,name\nx,a\n"), {}, r"line 2: the index 'x' is no whole number"),
-    "twice": (_add("labels.csv", "index,name\n1,a\n1,b\n"), {}, r"line 3: 1,b has the index or the name of 1,a$"),
-    "colour": (_add("labels.csv", "index,name,colour\n1,a,red\n"), {}, r"line 2: the colour 'red' is not #rrggbb$"),
-    "some": (_add("labels.csv", "index,name,colour\n1,a,#000000\n2,b,\n"), {}, r"line 3: some classes have a colour "),
-    "empty": (_add("labels.csv", "index,name\n"), {}, r"labels.csv lists no classes$"),
+    "index": (_add("labels.csv", "index,name\nx,a\n"), {}, r"line 2: a class has a whole number .*, not 'x,a'$"),
+    "twice": (_add("labels.csv", "index,name\n1,a\n1,b\n"), {}, r"line 3: another row has the index 1 or the name b$"),
+    "colour": (_add("labels.csv", "index,name,colour\n1,a,red\n"), {}, r"line 2: .* #rrggbb .*, not '1,a,red'$"),
+    "some": (_add("labels.csv", "index,name,colour\n1,a,#000000\n2,b,\n"), {}, r"2 classes, 1 with a colour: g"),
+    "empty": (_add("labels.csv", "index,name\n"), {}, r"labels.csv lists 0 classes"),
     "no images": (_empty("images"), {}, r"train/images holds no images \(files found: none; "),
-    "no masks": (_empty("masks"), {}, r"train/masks holds no masks \(files found: none; supported are .png .tif .tiff"),
+    "no masks": (_empty("masks"), {}, r"^5 of 5 files of \S+images have no partner .* mask \(.png .tif .tiff ."),
 }  # fmt: skip
 
 
@@ -205,7 +205,7 @@ def test_a_folder_without_the_split_or_either_layout_is_refused(data):
     (data / "train/masks").rename(data / "train/annotations")
     with pytest.raises(NoSuchSplit, match=r"has no train/images with train/masks .*, or DIR/images/train and "):
         opened(data)
-    with pytest.raises(UserError, match=r"^--dataset digits has no masks; --task segmentation takes "):
+    with pytest.raises(UserError, match=r"^--dataset digits has no masks: pass --dataset scenes, hfds/PATH or "):
         opened("", dataset="digits")
 
 
@@ -307,6 +307,6 @@ def test_doctor_checks_masks(data, capsys):
     (data / "train/masks/n.4.png").write_bytes(b"nothing")
     assert main(["doctor", "--images", str(data)]) == 65
     said = capsys.readouterr().out
-    for part in ("11 images in", "4 need attention", "train/images/z.png: it has no mask", "masks/n.4.png: 7 bytes",
+    for part in ("11 images in", "4 need attention", "images: 1 of 6 files of", "masks/n.4.png: 7 bytes",
                  "train/masks/n.2.png: ", "40x72 pixels", "val/masks/n.0.png: 32 of 32 pixels"):  # fmt: skip
         assert part in said

@@ -17,12 +17,13 @@ import re
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
 from ds_vit.config import RunConfig
-from ds_vit.data.masks import MASK_EXTENSIONS, MOST_CLASSES, MaskValues, decode_mask, size_of_mask
+from ds_vit.data.masks import MASK_EXTENSIONS, MaskValues, decode_mask, size_of_mask
 from ds_vit.data.sources.combined import first_part, part_of
 from ds_vit.data.sources.folders import FileSource, read_table, require_utf8, walk
 from ds_vit.data.sources.hugging_face import HuggingFaceSource, open_hugging_face
@@ -30,7 +31,6 @@ from ds_vit.data.sources.source import (
     LABELS_FILE,
     ArraySource,
     Source,
-    described_counts,
     hidden,
     images_among,
     in_natural_order,
@@ -39,13 +39,11 @@ from ds_vit.data.sources.source import (
     suffix_counts,
     synonyms_of,
 )
-from ds_vit.fault_tolerance.errors import UserError, did_you_mean
+from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.tasks.segmentation.scenes import open_scenes
 
-IMAGES, MASKS = "images", "masks"
 _LAYOUTS = "DIR/train/images and DIR/train/masks, or DIR/images/train and DIR/masks/train (and val for train)"
 _COLUMNS = ("mask", "annotation", "label", "segmentation", "seg_map")
-_COLOUR = re.compile(r"#[0-9a-fA-F]{6}")
 _FORMS = ("hfds/", "parquet/")
 
 
@@ -66,22 +64,22 @@ class Labels(NamedTuple):
     colours: np.ndarray | None = None
 
 
-def find_labels(
-    folder: str, num_classes: int | None, *, ignore_index: int = 255, reduce_zero_label: bool = False
-) -> Labels:
-    """The classes of a folder: those of its labels.csv, else --num-classes.
+def find_labels(folder: str, num_classes: int | None, ignore_index: int, reduce_zero_label: bool) -> Labels:
+    """The classes of a folder: those of its labels.csv, else of --num-classes.
+
+    Args:
+        folder: of the data.
+        num_classes: of the flag.
+        ignore_index: of the flag; -1 for no value.
+        reduce_zero_label: whether 0 is no class either.
 
     Raises:
         UserError: neither says what the classes are, a malformed table, or a class that a flag leaves out.
     """
-    path = os.path.join(folder, LABELS_FILE)
-    colours, first = None, int(reduce_zero_label)
+    path, first, colours = os.path.join(folder, LABELS_FILE), int(reduce_zero_label), None
     if os.path.isfile(path):
-        rows = _read_labels(path)
         where, way_out = path, f"; list the value in {path}, or pass --ignore-index VALUE"
-        values, names = [value for value, _, _ in rows], [name for _, name, _ in rows]
-        if rows[0][2]:
-            colours = np.array([list(bytes.fromhex(colour[1:])) for _, _, colour in rows], dtype=np.uint8)
+        values, names, colours = _read_labels(path)
     elif num_classes is not None:
         where, way_out = f"--num-classes {num_classes}", "; raise --num-classes, or pass --ignore-index VALUE"
         values = [*range(first, first + num_classes)]
@@ -92,104 +90,87 @@ def find_labels(
             "index,name, then a row per class: the pixel value and the name), or pass --num-classes N for the pixel "
             f"values {first} to {'N' if first else 'N - 1'}"
         )
-    if len(names) > MOST_CLASSES:
-        raise UserError(f"{where}: {len(names):,} classes; masks have at most {MOST_CLASSES:,}")
-    if reduce_zero_label and 0 in values:
-        raise UserError(f"{where} lists the index 0, which --reduce-zero-label leaves out; remove one of the two")
-    if ignore_index in values:
-        way = "pass --ignore-index -1 if every value counts, or the value that does not"
-        raise UserError(f"{where} has the class {ignore_index}, which --ignore-index {ignore_index} leaves out; {way}")
-    ignored = [*([0] if reduce_zero_label else []), *([ignore_index] if ignore_index >= 0 else [])]
+    ignored = [*[0] * reduce_zero_label, *[ignore_index] * (ignore_index >= 0)]
+    if left_out := [value for value in ignored if value in values]:
+        flag = f"--ignore-index {ignore_index}" if left_out[-1] == ignore_index else "--reduce-zero-label"
+        way = "remove the class or the flag (--ignore-index -1: every value counts)"
+        raise UserError(f"{where}: the value {left_out[-1]} is a class, which {flag} leaves out; {way}")
     return Labels(tuple(names), MaskValues(values, ignored, way_out), colours)
 
 
-def _read_labels(path: str) -> list[tuple[int, str, str]]:
-    """(value, name, colour or "") of the classes in a labels.csv."""
-    table = read_table(path, ",")
-    where, header = next(table, (f"{path}, line 1", []))
-    header = [cell.strip() for cell in header]
-    if header not in (["index", "name"], ["index", "name", "colour"]):
-        raise UserError(f"{where}: the header must be 'index,name' or 'index,name,colour', not {','.join(header)!r}")
-    rows: list[tuple[int, str, str]] = []
-    for where, cells in table:
-        index, name, colour = (require_utf8(cell, where).strip() for cell in (*cells, "")[:3])
-        if not re.fullmatch(r"-?[0-9]{1,9}", index):
-            raise UserError(f"{where}: the index {index!r} is no whole number; it is the value of the class in masks")
-        if not name or (colour and not _COLOUR.fullmatch(colour)):
-            raise UserError(f"{where}: " + (f"the colour {colour!r} is not #rrggbb" if name else "a class has no name"))
-        if known := [row for row in rows if row[0] == int(index) or row[1] == name]:
-            raise UserError(f"{where}: {index},{name} has the index or the name of {known[0][0]},{known[0][1]}")
-        if rows and bool(rows[0][2]) != bool(colour):
-            raise UserError(f"{where}: some classes have a colour and some have none; give each one, or none")
-        rows.append((int(index), name, colour))
-    if not rows:
-        raise UserError(f"{path} lists no classes")
-    return rows
+def _read_labels(path: str) -> tuple[list[int], list[str], np.ndarray | None]:
+    """The values, names and colours of a labels.csv."""
+    values: list[int] = []
+    names: list[str] = []
+    colours: list[bytes] = []
+    for number, (where, cells) in enumerate(read_table(path, ",")):
+        index, name, colour = (*(require_utf8(cell, where).strip() for cell in cells), "", "")[:3]
+        if not number:
+            if (index, name) != ("index", "name") or colour not in ("", "colour"):
+                raise UserError(f"{where}: the header must be 'index,name' or 'index,name,colour', not {cells}")
+            continue
+        if not re.fullmatch(r"-?[0-9]{1,9}", index) or not name or not re.fullmatch(r"(#[0-9a-fA-F]{6})?", colour):
+            row = "a whole number (the pixel value), a name, and #rrggbb if there is a column colour"
+            raise UserError(f"{where}: a class has {row}, not {','.join(cells)!r}")
+        if int(index) in values or name in names:
+            raise UserError(f"{where}: another row has the index {index} or the name {name}")
+        values.append(int(index))
+        names.append(name)
+        colours += [bytes.fromhex(colour[1:])] * bool(colour)
+    if not values or len(colours) not in (0, len(values)):
+        raise UserError(f"{path} lists {len(values)} classes, {len(colours)} with a colour: give each one, or none")
+    table = np.frombuffer(b"".join(colours), dtype=np.uint8).reshape(-1, 3)
+    return values, names, table if len(colours) else None
 
 
 # ---- pairs of files --------------------------------------------------------------------------------------------------
 
 
-class Pairs(NamedTuple):
-    """Images and masks of two folders, by their paths there.
-
-    Attributes:
-        images: that have a mask, in natural order.
-        masks: of these images.
-        no_mask: images without one.
-        no_image: masks without one.
-        others: the other files.
-    """
-
-    images: list[str]
-    masks: list[str]
-    no_mask: list[str]
-    no_image: list[str]
-    others: list[str]
-
-
 def find_splits(folder: str) -> dict[str, tuple[str, str]]:
     """The folders of images and of masks of each split, by its name, in either layout."""
+    found = {}
+    for form in ("{name}/{kind}", "{kind}/{name}"):
+        for path in sorted(Path(folder).glob(form.format(name="*", kind="images"))):
+            name = path.parts[-2 if form.endswith("{kind}") else -1]
+            masks = os.path.join(folder, form.format(name=name, kind="masks"))
+            if not hidden(name) and os.path.isdir(path) and os.path.isdir(masks):
+                found[name] = (str(path), masks)
+    return found
 
-    def inside(*names: str) -> list[str]:
-        path = os.path.join(folder, *names)
-        return sorted(name for name in os.listdir(path) if not hidden(name)) if os.path.isdir(path) else []
 
-    found = {name: (os.path.join(folder, IMAGES, name), os.path.join(folder, MASKS, name)) for name in inside(IMAGES)}
-    found |= {name: (os.path.join(folder, name, IMAGES), os.path.join(folder, name, MASKS)) for name in inside()}
-    return {name: both for name, both in found.items() if all(map(os.path.isdir, both))}
-
-
-def pair_files(images: str, masks: str) -> Pairs:
+def pair_files(images: str, masks: str) -> tuple[list[str], list[str], list[str], str]:
     """Pair the images below one folder with the masks below another.
 
+    Returns:
+        The images with masks in natural order, their masks, the files of other kinds, and what is wrong with those
+        without a partner ("" if there are none).
+
     Raises:
-        UserError: there are no images or no masks, or two of them share a stem.
+        UserError: there are no images, or two of them or of the masks share a stem.
     """
     image_paths, mask_paths = walk(images), walk(masks)
-    image_of = _by_stem(images_among(image_paths, images), images, "image")
-    files = [path for path in mask_paths if posixpath.splitext(path)[1].lower() in MASK_EXTENSIONS and not hidden(path)]
-    mask_of = _by_stem(in_natural_order(files), masks, "mask")
-    if not mask_of:
-        found = f"files found: {described_counts(suffix_counts(mask_paths))}; supported are {' '.join(MASK_EXTENSIONS)}"
-        raise UserError(f"{masks} holds no masks ({found})")
+    kept = [path for path in mask_paths if posixpath.splitext(path)[1].lower() in MASK_EXTENSIONS and not hidden(path)]
+    image_of = _by_stem(images_among(image_paths, images), images)
+    mask_of = _by_stem(in_natural_order(kept), masks)
     both = [stem for stem in image_of if stem in mask_of]
-    return Pairs(
-        [image_of[stem] for stem in both],
-        [mask_of[stem] for stem in both],
-        [path for stem, path in image_of.items() if stem not in mask_of],
-        [path for stem, path in mask_of.items() if stem not in image_of],
-        [*{*image_paths}.difference(image_of.values()), *{*mask_paths}.difference(files)],
-    )
+    problems = []
+    for own, here, other, there in ((image_of, images, mask_of, masks), (mask_of, masks, image_of, images)):
+        if rest := [path for stem, path in own.items() if stem not in other]:
+            problems.append(f"{len(rest)} of {len(own)} files of {here} have no partner in {there}: {shortened(rest)}")
+    if problems:
+        rule = f"an image and its mask ({' '.join(MASK_EXTENSIONS)}) have the same path without extension"
+        problems.append(f"{rule}: add what is missing, or remove the other")
+    others = [*{*image_paths}.difference(image_of.values()), *{*mask_paths}.difference(kept)]
+    return [image_of[stem] for stem in both], [mask_of[stem] for stem in both], others, "; ".join(problems)
 
 
-def _by_stem(paths: Iterable[str], root: str, what: str) -> dict[str, str]:
+def _by_stem(paths: Iterable[str], root: str) -> dict[str, str]:
     """Path without extension → path."""
     found: dict[str, str] = {}
     for path in paths:
         if (other := found.setdefault(posixpath.splitext(path)[0], path)) != path:
-            why = f"an {IMAGES[:-1]} and its mask share their path without extension"
-            raise UserError(f"{root}: {other} and {path} would be one {what}, because {why}; rename or remove one")
+            why = "have one path without extension, by which images and masks are paired"
+            raise UserError(f"{root}: {other} and {path} {why}; rename or remove one")
     return found
 
 
@@ -252,17 +233,17 @@ class MaskFolders(MaskSource, FileSource):
         labels: the classes.
 
     Raises:
-        UserError: what `pair_files` refuses, or a file without its partner.
+        UserError: what `pair_files` refuses, or a file without a partner.
     """
 
     def __init__(self, images: str, masks: str, labels: Labels) -> None:
-        pairs = pair_files(images, masks)
-        if problem := unpaired(images, masks, pairs):
+        paths, mask_paths, others, problem = pair_files(images, masks)
+        if problem:
             raise UserError(problem)
-        super().__init__(images, pairs.images, np.zeros(len(pairs.images), dtype=np.int64))
+        super().__init__(images, paths, np.zeros(len(paths), dtype=np.int64))
         self._mask_root = masks
-        self._masks = np.array([os.fsencode(path) for path in pairs.masks], dtype=np.bytes_)
-        self.left_out = dict(suffix_counts(pairs.others))
+        self._masks = np.array([os.fsencode(path) for path in mask_paths], dtype=np.bytes_)
+        self.left_out = dict(suffix_counts(others))
         self.set_labels(labels)
 
     def describe_mask(self, index: int) -> str:
@@ -276,18 +257,6 @@ class MaskFolders(MaskSource, FileSource):
     def identity(self) -> tuple[np.ndarray, ...]:
         """As `Source.identity`."""
         return *super().identity(), self._masks
-
-
-def unpaired(images: str, masks: str, pairs: Pairs) -> str:
-    """What is wrong with the pairs of two folders; "" if nothing."""
-    sides = ((pairs.no_mask, images, masks, "mask"), (pairs.no_image, masks, images, "image"))
-    found = [
-        f"{len(alone)} of {len(alone) + len(pairs.masks)} files in {here} have no {what} in {there}: {shortened(alone)}"
-        for alone, here, there, what in sides
-        if alone
-    ]
-    rule = f"an image and its mask ({' '.join(MASK_EXTENSIONS)}) have the same path without extension"
-    return f"{'; '.join(found)}; {rule}: add what is missing, or remove the other" if found else ""
 
 
 class MaskTable(MaskSource, HuggingFaceSource):
@@ -306,17 +275,10 @@ class MaskTable(MaskSource, HuggingFaceSource):
         self.set_labels(labels)
 
     def _read_classes(self, classes: Sequence[str] | None) -> None:
-        import pyarrow as pa
-
-        table = self._tables[0]
-        types = {name: table.data.schema.field(name).type for name in _COLUMNS if name in table.column_names}
-        named = [
-            name
-            for name, kind in types.items()
-            if name != self._image and (pa.types.is_struct(kind) or pa.types.is_binary(kind))
-        ]
+        features = self._tables[0].features
+        named = [name for name in _COLUMNS if name != self._image and type(features.get(name)).__name__ == "Image"]
         if not named:
-            has = f"it has {', '.join(table.column_names)}: rename_column and save it again"
+            has = f"it has {', '.join(features)}: rename_column and save it again"
             raise UserError(f"{self._files[0]} has no Image column of masks named {', '.join(_COLUMNS)}; {has}")
         self._targets = np.zeros(len(self), dtype=np.int64)
         self._mask_rows = copy.copy(self)
@@ -347,32 +309,20 @@ def open_segmentation(config: RunConfig, folder: str, split: str) -> Source:
         UserError: no data, data without masks, or masks without their images.
     """
     split, percent = part_of(split)
-    dataset = config.dataset
+    dataset, flags = config.dataset, (config.num_classes, config.ignore_index, config.reduce_zero_label)
     if not dataset and folder.startswith(_FORMS) and not os.path.exists(folder):
         dataset, folder = folder, ""
-    labels = partial(
-        find_labels,
-        num_classes=config.num_classes,
-        ignore_index=config.ignore_index,
-        reduce_zero_label=config.reduce_zero_label,
-    )
+    source: Source
     if dataset == "scenes":
-        source: Source = open_scenes(split)
+        source = open_scenes(split)
     elif dataset.startswith(_FORMS):
         folder = os.path.join(folder, dataset.partition("/")[2])
-        source = open_hugging_face(folder, split, make=partial(MaskTable, labels(folder)))
-    elif dataset:
-        known = ["scenes", *(f"{form}PATH" for form in _FORMS)]
-        near = did_you_mean(dataset, known)
-        raise UserError(
-            f"--dataset {dataset} has no masks{near}; --task segmentation takes {', '.join(known)}, or --data-dir "
-            f"DIR without it: {_LAYOUTS}"
-        )
-    elif not folder:
-        raise UserError(f"no data: pass --data-dir DIR: {_LAYOUTS}")
+        source = open_hugging_face(folder, split, make=partial(MaskTable, find_labels(folder, *flags)))
+    elif dataset or not folder:
+        what = f"--dataset {dataset} has no masks" if dataset else "no data"
+        raise UserError(f"{what}: pass --dataset scenes, hfds/PATH or parquet/PATH, or --data-dir DIR with {_LAYOUTS}")
     else:
-        images, masks = _folders_of(folder, split)
-        source = MaskFolders(images, masks, labels(folder))
+        source = MaskFolders(*_folders_of(folder, split), find_labels(folder, *flags))
     return source if percent == 100 else first_part(source, percent)
 
 
@@ -384,4 +334,4 @@ def _folders_of(folder: str, split: str) -> tuple[str, str]:
     for name in synonyms_of(split):
         if name in splits:
             return splits[name]
-    raise no_such_split(folder, split, f"{split}/{IMAGES} with {split}/{MASKS}", f". The layouts are {_LAYOUTS}")
+    raise no_such_split(folder, split, f"{split}/images with {split}/masks", f". The layouts are {_LAYOUTS}")

@@ -90,23 +90,21 @@ def check_images(folder: str, console: Console) -> int:
 
 
 def _pairs(folder: str, splits: Mapping[str, tuple[str, str]]) -> tuple[list[_Pair], list[Problem]]:
-    """The images with masks of a folder's splits, and the files that lack the other one."""
+    """The images with masks of a folder's splits, and what is wrong with their names."""
     pairs: list[_Pair] = []
     found: list[Problem] = []
     values = None
     if splits and os.path.isfile(os.path.join(folder, LABELS_FILE)):
-        known = find_labels(folder, None, ignore_index=-1).values.values.tolist()
+        known = find_labels(folder, None, -1, False).values.values.tolist()
         values = MaskValues(known, {255} - {*known})
-    for images, masks in splits.values():
+    for roots in splits.values():
         try:
-            paired = pair_files(images, masks)
+            images, masks, _, problem = pair_files(*roots)
         except UserError as error:
-            found.append(Problem("unpaired", masks, str(error)))
-            continue
-        both = zip(paired.images, paired.masks, strict=True)
-        pairs += [_Pair(os.path.join(images, image), os.path.join(masks, mask), values) for image, mask in both]
-        found += [Problem("unpaired", os.path.join(images, path), "it has no mask") for path in paired.no_mask]
-        found += [Problem("unpaired", os.path.join(masks, path), "it has no image") for path in paired.no_image]
+            images, masks, problem = [], [], str(error)
+        found += [Problem("unpaired", roots[0], problem)] if problem else []
+        for image, mask in zip(images, masks, strict=True):
+            pairs.append(_Pair(os.path.join(roots[0], image), os.path.join(roots[1], mask), values))
     return pairs, found
 
 
@@ -176,12 +174,9 @@ _ADVICE = {
         "are stored turned, which EXIF says and training ignores by default, as timm does",
         "if they should be upright: --exif-rotation on, or mogrify -auto-orient {files}",
     ),
-    "unpaired": ("lack the other one of image and mask", "both have the same path without extension: add or remove it"),
+    "unpaired": ("folders of images and masks do not pair", "training stops at them"),
     "size": ("are masks of another size than their image", "save each at the size of its image"),
-    "values": (
-        "are masks with values that are no class",
-        f"list the values in {LABELS_FILE}, or train with --ignore-index or --reduce-zero-label",
-    ),
+    "values": ("are masks with values that are no class", f"list them in {LABELS_FILE}, or pass --ignore-index VALUE"),
     "scaled": ("have 16 bits per pixel", "training scales them to 8; for another scale convert them"),
 }
 
