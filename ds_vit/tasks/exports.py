@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -86,6 +86,8 @@ class MaskPredictor(ABC):
         UserError: a file of the run's folder is invalid.
     """
 
+    refused_flags: ClassVar[Mapping[str, str]] = {}
+    """Flags of `ds-vit predict` that would have no effect, each with the reason."""
     fields: tuple[Field, ...]
 
     @abstractmethod

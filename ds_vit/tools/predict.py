@@ -117,10 +117,10 @@ def predict_each(
         raise UserError(
             f"{source} has no classifier: its run's task has no classes; `ds-vit embed` writes its features"
         )
-    idle = "bce_loss" if exported.masks else "slide_stride"
-    if idle in settings:
-        what = "gives each pixel its most probable class" if exported.masks else "has no masks"
-        raise UserError(f"--{idle.replace('_', '-')} has no effect: the task of {source} {what}; drop it")
+    idle = exported.masks.refused_flags if exported.masks else {"slide_stride": "images have one class each"}
+    for name in settings:
+        if name in idle:
+            raise UserError(f"{flags.spelling(name)} has no effect for {source}: {idle[name]}; drop it")
     top_k = _top_k(top_k, num_classes, 3 if exported.masks else 5)
     return exported, _predictions(exported, top_k, forward.of_images(exported, files))
 

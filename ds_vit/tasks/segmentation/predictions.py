@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -55,6 +55,12 @@ class _Size(Field):
 
 class SegmentationMasks(MaskPredictor):
     """As `MaskPredictor`: `masks/` has palette PNG files, `overlays/` JPEG files with a legend."""
+
+    refused_flags: ClassVar[Mapping[str, str]] = {
+        "bce_loss": "each pixel gets its most probable class",
+        "interpolation": "images are resized bilinearly",
+        **dict.fromkeys(("crop_pct", "crop_mode"), "windows slide over whole images (--slide-stride)"),
+    }
 
     def __init__(self, exported: Exported, values: Mapping[str, Any], folder: Path | None) -> None:
         self._image, self._stride = exported.image, values.get("slide_stride")
