@@ -22,6 +22,7 @@ TASKS: Mapping[str, str] = {
     "siglip": "ds_vit.tasks.clip.task:SigLip",
     "bridgetower": "ds_vit.tasks.bridgetower.task:BridgeTowerTask",
     "dino": "ds_vit.tasks.dino.task:SelfDistillation",
+    "segmentation": "ds_vit.tasks.segmentation.task:Segmentation",
 }
 """From the word of `--task` to the class, which is imported when it is asked for."""
 _OF_CLASSES = (

@@ -145,6 +145,8 @@ class _WindowEmbed(EmbedLayer):
 class SegmentationHeadLayer(_PixelHead, HeadLayer):
     """The end of a `Segmenter`: final norm and head."""
 
+    global_pool = "avg"  # it reads the patches
+
     def __init__(self, model: Segmenter) -> None:
         """Args: a `copy_to_take_apart`."""
         super().__init__()

@@ -1,0 +1,261 @@
+"""Segmentation: a class for each pixel, by a timm ViT with a head on its patch tokens.
+
+The loss is the mean over the pixels of the global batch that count, as torch's `CrossEntropyLoss` of the whole batch
+has it: not a mean of the means of micro-batches or ranks, in which a pixel of an image that is mostly ignored would
+count for more. The number of these pixels needs the masks only, so there is no second forward pass.
+
+Shapes: B images, K windows of an image, C classes, h x w the model's size, gh x gw the grid of its logits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from ds_vit.config import RunConfig
+from ds_vit.config.run_folder import RunFolder
+from ds_vit.data.decode import ImageDecodeError
+from ds_vit.data.field import Field
+from ds_vit.data.masks import IGNORED, MaskField
+from ds_vit.data.settings import ImageConfig
+from ds_vit.data.sources.source import Source
+from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.models.layers import MAIN_TOWER, Layer
+from ds_vit.models.zoo import ModelSpec, TimmViT
+from ds_vit.tasks.metrics import Batch, Metrics
+from ds_vit.tasks.panels import Panel, pictures
+from ds_vit.tasks.segmentation.export import FORMATS
+from ds_vit.tasks.segmentation.fields import SceneImages
+from ds_vit.tasks.segmentation.flags import SETTINGS
+from ds_vit.tasks.segmentation.metrics import FIGURES, PICTURES, MeanIoU, iou_panels, write_iou
+from ds_vit.tasks.segmentation.predictions import SegmentationMasks, write_labels
+from ds_vit.tasks.segmentation.source import open_segmentation
+from ds_vit.tasks.segmentation.towers import HEAD, Segmenter, create_segmenter
+from ds_vit.tasks.segmentation.windows import Sizes, WholeMask, Windows, extent
+from ds_vit.tasks.task import Coupled, StepContext, Task
+
+BALANCED = "balanced"
+_READERS = 16  # threads that read masks
+_NO_CLASS = "an image has a class for each pixel, and none of its own"
+_OWN_CROP = "images and masks are cropped by --scale-range"
+_WHOLE_IMAGES = "evaluation slides windows over whole images (--slide-stride)"
+_EXACT = "images are cropped exactly as their masks, in the loader's processes"
+
+
+class Segmentation(Task):
+    """`--task segmentation`.
+
+    A batch of training has "images" [B, 3, h, w] on the first stage and "masks" int64 [B, h, w] on the last; one of
+    evaluation the windows "images" [B, K, 3, h, w], and "masks" and "sizes" of the masks' own sizes (windows.py).
+    """
+
+    name = "segmentation"
+    not_replayed = ""
+    coupled = True
+    collects_outputs = False
+    example_dataset = "scenes"
+    settings = SETTINGS
+    refused_flags: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("mixup", "cutmix", "cutmix_minmax"), "masks of two images cannot be mixed"),
+        **dict.fromkeys(("smoothing", "bce_loss", "bce_sum", "bce_target_thresh"), "its loss is cross-entropy"),
+        **dict.fromkeys(("eval_knn", "eval_linear_probe"), _NO_CLASS),
+        "linear_probe": "--freeze-backbone trains only the head",
+        "class_parallel": "its head has no sharded classifier",
+        "drop": "its head has no dropout",
+        **dict.fromkeys(("aa", "reprob"), "masks do not follow its operations"),
+        **dict.fromkeys(("train_crop_mode", "scale", "ratio"), _OWN_CROP),
+        **dict.fromkeys(("train_interpolation", "interpolation"), "images are resized bilinearly"),
+        **dict.fromkeys(("crop_pct", "crop_mode"), _WHOLE_IMAGES),
+        **dict.fromkeys(("decode", "augment_on"), _EXACT),
+        **dict.fromkeys(("img_size_schedule", "train_img_sizes"), "crops and windows are of one size"),
+    }
+    parts: ClassVar = {HEAD: "segmentation head"}
+    separate_files: ClassVar = {"seg_head": (HEAD,)}
+    tower_files: ClassVar = {"seg_head": "segmentation head"}
+    export_formats = FORMATS
+    mask_predictor = SegmentationMasks
+    figures = FIGURES
+
+    model: Segmenter
+
+    def __init__(self, config: RunConfig, image: ImageConfig, source: Source, model: nn.Module, **more: Any) -> None:
+        super().__init__(config, image, source, model, **more)
+        self._given: tuple[float, ...] = ()
+        if config.class_weights not in ("", BALANCED):
+            self._given = read_class_weights(config.class_weights, self.num_classes)
+
+    # ---- the model -------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def create_model(cls, spec: ModelSpec, config: RunConfig, *, for_training: bool) -> TimmViT:
+        """As `Task.create_model`."""
+        return create_segmenter(spec, config.seg_head, for_training=for_training)
+
+    @classmethod
+    def locked_names(cls, model: nn.Module, config: RunConfig) -> Mapping[str, frozenset[str]]:
+        """As `Task.locked_names`, for --freeze-backbone."""
+        if not config.freeze_backbone:
+            return {}
+        names = (name for name, _ in model.named_parameters())
+        return {"--freeze-backbone": frozenset(name for name in names if not name.startswith(HEAD))}
+
+    def supports(self, model: nn.Module) -> str | None:
+        """As `Task.supports`."""
+        side, stride = min(self.image.img_size), self.config.slide_stride
+        if stride is not None and stride > side:
+            return f"--slide-stride {stride} leaves pixels out between windows of {side}; it must be at most {side}"
+        return super().supports(model)
+
+    def identity(self) -> dict[str, Any]:
+        """As `Task.identity`; of a file of class weights its numbers, whatever its name."""
+        return super().identity() | ({"class_weights": [*self._given]} if self._given else {})
+
+    # ---- a batch ---------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def open_source(cls, config: RunConfig, folder: str, split: str) -> Source:
+        """As `Task.open_source`: images with masks."""
+        return open_segmentation(config, folder, split)
+
+    def fields(self, *, training: bool) -> tuple[Field, ...]:
+        """As `Task.fields`."""
+        if training:
+            images = SceneImages("images", self.image, self.config, self.config.scale_range)
+            return images, MaskField("masks", images)
+        stride = self.config.slide_stride
+        windows, height, width = extent(self.validation, self.image.img_size, stride)
+        most = height, width
+        return Windows("images", self.image, stride, windows), WholeMask("masks", most), Sizes("sizes")
+
+    # ---- a step ----------------------------------------------------------------------------------------------------
+
+    def setup(self, context: StepContext) -> None:
+        """As `Task.setup`; reads all masks for balanced weights.
+
+        Raises:
+            UserError: a mask cannot be read, on this rank or on another.
+        """
+        weights = self._given
+        if self.config.class_weights == BALANCED:
+            weights = balanced_weights(self._pixels_of_classes(context))
+        self._weights = torch.tensor(weights or (1.0,) * self.num_classes, device=context.device)
+
+    def _pixels_of_classes(self, context: StepContext) -> list[int]:
+        """The pixels of each class in all training masks, [C] (a collective); a damaged mask counts nothing."""
+        dp, source = dist.get_world_size(context.groups.dp), self.source
+
+        def pixels(index: int) -> np.ndarray:
+            try:
+                mask = source.entry("mask", index)
+            except ImageDecodeError:
+                return np.zeros(self.num_classes, dtype=np.int64)
+            return np.bincount(mask[mask != IGNORED], minlength=self.num_classes)
+
+        counts, error = np.zeros(self.num_classes + 1, dtype=np.int64), None
+        try:
+            with ThreadPoolExecutor(_READERS) as threads:
+                for of_mask in threads.map(pixels, range(context.groups.dp_rank, len(source), dp)):
+                    counts[:-1] += of_mask
+        except UserError as wrong:
+            error, counts[-1] = wrong, 1
+        total = _sum_over(context, torch.from_numpy(counts).to(context.device)).tolist()
+        if error is not None:
+            raise error
+        if total.pop():
+            raise UserError("--class-weights balanced: another rank could not read all training masks")
+        return total
+
+    def _weight(self, masks: torch.Tensor) -> torch.Tensor:
+        """The summed weights of the pixels that count, fp32 scalar; summed in float64."""
+        weights = torch.where(masks == IGNORED, 0.0, self._weights[masks.clamp(min=0)])
+        return weights.sum(dtype=torch.float64).float()
+
+    def _sum(self, logits: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
+        """The summed cross-entropy of the pixels that count, each by the weight of its class; fp32 scalar."""
+        logits = F.interpolate(logits.float(), masks.shape[-2:], mode="bilinear")
+        return F.cross_entropy(logits, masks, self._weights, ignore_index=IGNORED, reduction="sum")
+
+    def step(self, context: StepContext, batch: Batch, piece: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
+        """As `Task.step`: this micro-batch's share of the loss of the global batch; 0 where no pixel counts."""
+        logits, masks = context.forward(MAIN_TOWER, [batch.get("images")], batch), batch["masks"]
+        total = _sum_over(context, self._weight(masks)) if piece is None else piece["total"]
+        with torch.autocast(logits.device.type, enabled=False):
+            share = self._sum(logits, masks) / torch.where(total > 0, total, 1.0)
+        return share * (dist.get_world_size(context.groups.dp) * context.accumulation)
+
+    def collect(self, context: StepContext, batch: Batch) -> Mapping[str, torch.Tensor]:
+        """As `Task.collect`, of the masks only."""
+        return {"weight": self._weight(batch["masks"])}
+
+    def couple(self, context: StepContext, collected: Sequence[Mapping[str, torch.Tensor]]) -> Coupled:
+        """As `Task.couple`: the summed weights of the global batch."""
+        total = _sum_over(context, torch.stack([found["weight"] for found in collected]).sum())
+        return Coupled(None, [{"total": total}] * len(collected))
+
+    def outputs(self, context: StepContext, batch: Batch) -> torch.Tensor:
+        """As `Task.outputs`: logits [B, K, C, gh, gw]."""
+        return super().outputs(context, batch).unflatten(0, (-1, self.evaluation_fields[0].shape[0]))
+
+    def loss_on_meta(self, layers: Sequence[Layer], samples: int) -> torch.Tensor:
+        """As `Task.loss_on_meta`: the logits upsampled to the masks take most of it."""
+        grid = (side * self.model.upsampling for side in self.model.grid_size)
+        logits = torch.empty(samples, self.num_classes, *grid, device="meta", requires_grad=True)
+        masks = torch.empty(samples, *self.image.img_size, dtype=torch.int64, device="meta")
+        return F.cross_entropy(F.interpolate(logits, masks.shape[-2:], mode="bilinear"), masks, reduction="sum")
+
+    # ---- evaluation and the report ---------------------------------------------------------------------------------
+
+    def metrics(self, device: torch.device) -> Metrics:
+        """As `Task.metrics`."""
+        size, stride = self.image.img_size, self.config.slide_stride
+        return MeanIoU(self.num_classes, size, stride, device, source=self.validation, image=self.image)
+
+    def write_files(self, metrics: Metrics, folder: RunFolder, source: Source) -> None:
+        """As `Task.write_files`: the classes and their colours, and the IoU of each."""
+        assert isinstance(metrics, MeanIoU)
+        write_labels(folder.path, source)
+        write_iou(folder, metrics, self.class_names)
+
+    @classmethod
+    def panels(cls, folder: RunFolder) -> Mapping[str, Sequence[Panel]]:
+        """As `Task.panels`: the IoU of each class, and images with their masks."""
+        return {"Classes": iou_panels(folder), "Images": pictures(folder, PICTURES)}
+
+
+def _sum_over(context: StepContext, own: torch.Tensor) -> torch.Tensor:
+    """The sum over the data-parallel ranks (a collective)."""
+    total = own.clone()
+    dist.all_reduce(total, group=context.groups.dp)
+    return total
+
+
+def read_class_weights(path: str, num_classes: int) -> tuple[float, ...]:
+    """The weights of a file, one for each class, separated by spaces, commas or lines.
+
+    Raises:
+        UserError: it cannot be read, or does not hold as many numbers that are weights.
+    """
+    try:
+        words = Path(path).read_text().replace(",", " ").split()
+        weights = tuple(map(float, words))
+    except (OSError, ValueError) as error:
+        raise UserError(f"--class-weights {path} is neither {BALANCED} nor a file of numbers: {error}") from error
+    if len(weights) != num_classes:
+        raise UserError(f"--class-weights {path} has {len(weights)} numbers, and there are {num_classes} classes")
+    if wrong := [weight for weight in weights if not 0 <= weight < math.inf]:
+        raise UserError(f"--class-weights {path}: a weight must be a number of at least 0, not {wrong[0]}")
+    return weights
+
+
+def balanced_weights(pixels: Sequence[int]) -> tuple[float, ...]:
+    """scikit-learn's weights "balanced", n / (C * pixels) of C classes and n pixels; 1 for a class without pixels."""
+    return tuple(sum(pixels) / (len(pixels) * number) if number else 1.0 for number in pixels)

@@ -1,0 +1,422 @@
+"""`--task segmentation`: the loss of a plain loop in every layout, masks in which little counts, and class weights."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import NamedTuple
+from unittest import mock
+
+import numpy as np
+import oracle
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from curves import assert_same_curve, read_rows, train_main
+from PIL import Image
+from project import write_config
+from runs import KINDS, refusal, resolved
+from safetensors.torch import load_file
+from sklearn.utils.class_weight import compute_class_weight
+from torch import nn
+
+from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.models.keyed_init import initialise
+from ds_vit.models.layers import take_apart
+from ds_vit.models.sequential import SequentialViT, giving_features
+from ds_vit.models.zoo import ModelSpec
+from ds_vit.tasks.segmentation.task import balanced_weights, read_class_weights
+from ds_vit.tasks.segmentation.towers import create_segmenter
+
+CLASSES, SIDE, STEPS, CLIP = 5, 16, 4, 0.1
+RTOL = 1e-5
+NAME = "vit_tiny_patch16_224"
+KWARGS = {"patch_size": 4, "embed_dim": 24, "depth": 3, "num_heads": 6}
+SGD = {"lr": 0.5, "momentum": 0.9, "weight_decay": 0.05}
+WORDS = [
+    *("--task", "segmentation", "--model", NAME, "--img-size", SIDE, *oracle.kwargs_words(KWARGS), "--workers", 0),
+    *("--no-aug", "--mean", 0.5, 0.5, 0.5, "--std", 0.5, 0.5, 0.5, "--sched", "constant", "--warmup-epochs", 0),
+    *("--log-interval", 1, "--num-classes", CLASSES),
+]
+BLOCKS = {"optimizer": {"type": "SGD", "params": SGD}, "gradient_clipping": CLIP}
+WEIGHTS = (0.5, 3.0, 1.0, 0.0, 2.0)
+
+
+def write_split(folder, split, masks):
+    """Images of noise and their masks."""
+    draw = np.random.default_rng(len(masks))
+    for part in ("images", "masks"):
+        (folder / split / part).mkdir(parents=True)
+    for number, mask in enumerate(masks):
+        # Colours that follow the classes, so that something is learned.
+        pixels = 40 * (mask[..., None] % 7) + draw.integers(0, 40, (*mask.shape, 3))
+        Image.fromarray(pixels.astype(np.uint8)).save(folder / split / "images" / f"{number}.png")
+        Image.fromarray(mask).save(folder / split / "masks" / f"{number}.png")
+
+
+def masks_of(number, ignored, seed):
+    """Masks of 4 x 4 squares; of image i the share `ignored(i)` of the pixels does not count."""
+    draw = np.random.default_rng(seed)
+    squares = draw.integers(0, CLASSES, (number, 4, 4)).astype(np.uint8)
+    masks = squares.repeat(SIDE // 4, axis=1).repeat(SIDE // 4, axis=2)
+    for index, mask in enumerate(masks):
+        order = draw.permutation(mask.size)
+        mask.reshape(-1)[order[: round(ignored(index) * mask.size)]] = 255
+    return masks
+
+
+def initial_values(head):
+    """Random weights of the whole model, by its names."""
+    model = Plain(head)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        parameter.data.add_(torch.randn(parameter.shape, generator=generator), alpha=0.05)
+    return model.named_values()
+
+
+class Plain(nn.Module):
+    """timm's ViT and a head of torch's modules."""
+
+    def __init__(self, head="linear"):
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.vit = timm.create_model(NAME, img_size=SIDE, num_classes=0, **KWARGS)
+            width = KWARGS["embed_dim"]
+            self.seg_head = nn.Conv2d(width, CLASSES, 1) if head == "linear" else conv_head(width)
+
+    def forward(self, images):
+        tokens = self.vit.forward_features(images)[:, 1:]
+        grid = SIDE // KWARGS["patch_size"]
+        logits = self.seg_head(tokens.transpose(1, 2).unflatten(2, (grid, grid)))
+        return F.interpolate(logits, (SIDE, SIDE), mode="bilinear")
+
+    def named_values(self):
+        """The parameters by ds_vit's names and shapes."""
+        values = {name.removeprefix("vit."): p.detach().clone() for name, p in self.named_parameters()}
+        if "seg_head.weight" in values:
+            values["seg_head.weight"] = values["seg_head.weight"].flatten(1)
+        return values
+
+    def load(self, values):
+        """The inverse of `named_values`."""
+        own = dict(zip(self.named_values(), self.parameters(), strict=True))
+        for name, parameter in own.items():
+            parameter.data.copy_(values[name].view_as(parameter))
+
+
+def conv_head(width):
+    """The paper's two transposed convolutions, normed over channels."""
+
+    class Norm(nn.LayerNorm):
+        def forward(self, x):
+            return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+    layers = []
+    for inputs in (width, 256):
+        layers += [nn.ConvTranspose2d(inputs, 256, 2, 2), Norm(256, eps=1e-6), nn.GELU()]
+    return nn.Sequential(*layers, nn.Conv2d(256, CLASSES, 1))
+
+
+def tensors_of(folder, split):
+    """All images of a split as a run with mean and std of 0.5 has them, and their masks, -1 where ignored."""
+    names = sorted(path.name for path in (folder / split / "images").iterdir())
+    images = [np.asarray(Image.open(folder / split / "images" / name)) for name in names]
+    masks = [np.asarray(Image.open(folder / split / "masks" / name)) for name in names]
+    images = torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).float() / 127.5 - 1.0
+    masks = torch.from_numpy(np.stack(masks)).long()
+    return images, masks.where(masks != 255, -1)
+
+
+class Curve(NamedTuple):
+    """A run's training rows, its weights in the end and its mIoU in the end."""
+
+    rows: list
+    weights: dict
+    miou: float
+
+
+def plainly(folder, head="linear", weights=None, frozen=False):
+    """Train on all images in each step, in one process."""
+    model = Plain(head)
+    model.load(load_file(str(folder / f"{head}.safetensors")))
+    images, masks = tensors_of(folder, "train")
+    criterion = nn.CrossEntropyLoss(None if weights is None else torch.tensor(weights), ignore_index=-1)
+    decayed = [[p for p in model.parameters() if (p.ndim > 1) == more] for more in (True, False)]
+    tokens = [model.vit.pos_embed, model.vit.cls_token]
+    decayed = [[p for p in decayed[0] if all(p is not t for t in tokens)], [*decayed[1], *tokens]]
+    groups = [{"params": decayed[0]}, {"params": decayed[1], "weight_decay": 0.0}]
+    model.vit.requires_grad_(not frozen)
+    optimizer, rows = torch.optim.SGD(groups, **SGD), []
+    for step in range(1, STEPS + 1):
+        optimizer.zero_grad()
+        loss = criterion(model(images), masks)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        rows.append({"kind": "train", "step": step, "loss": loss.item(), "grad_norm": norm.item()})
+    assert min(row["grad_norm"] for row in rows) > 1.5 * CLIP, "clipping does nothing: a wrong factor would not show"
+    images, masks = tensors_of(folder, "val")
+    with torch.no_grad():
+        found = model(images).argmax(1)
+    shares = []
+    for number in range(CLASSES):
+        its, own = masks == number, (found == number) & (masks >= 0)
+        shares += [((its & own).sum() / (its | own).sum()).item()] * bool((its | own).any())
+    return Curve(rows, model.named_values(), 100 * sum(shares) / len(shares))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """24 training images: all of image 0's pixels are ignored, all but one of image 1's; and 7 of evaluation."""
+    made = tmp_path_factory.mktemp("scenes")
+    shares = {0: 1.0, 1: 1.0 - 1.0 / SIDE**2}
+    write_split(made, "train", masks_of(24, lambda index: shares.get(index, index / 30), 0))
+    write_split(made, "val", masks_of(7, lambda index: index / 10, 1))
+    for head in ("linear", "conv"):
+        oracle.save_file(initial_values(head), str(made / f"{head}.safetensors"))
+    (made / "weights.txt").write_text(" ".join(map(str, WEIGHTS)))
+    return made
+
+
+@pytest.fixture(scope="module")
+def one_of_six(tmp_path_factory, folder):
+    """Six images, of which one pixel of one image counts: most micro-batches and ranks have none."""
+    made = tmp_path_factory.mktemp("few")
+    write_split(made, "train", masks_of(6, lambda index: 1.0 - (index == 2) / SIDE**2, 0))
+    write_split(made, "val", masks_of(3, lambda index: 0.0, 1))
+    (made / "linear.safetensors").write_bytes((folder / "linear.safetensors").read_bytes())
+    return made
+
+
+def per_rank(context, own):
+    """A planted error: each rank's own mean."""
+    return own * torch.distributed.get_world_size(context.groups.dp)
+
+
+def per_micro_batch(self, context, collected):
+    """A planted error: each micro-batch's own mean."""
+    from ds_vit.tasks.segmentation import task
+    from ds_vit.tasks.task import Coupled
+
+    totals = [task._sum_over(context, found["weight"]) * len(collected) for found in collected]
+    return Coupled(None, [{"total": total} for total in totals])
+
+
+def counted(self, masks):
+    """A planted error: ignored pixels count in the denominator."""
+    return torch.tensor(float(masks.numel()))
+
+
+BREAKAGES = {
+    "a mean of each rank": ("_sum_over", per_rank),
+    "a mean of each micro-batch": ("Segmentation.couple", per_micro_batch),
+    "ignored pixels count": ("Segmentation._weight", counted),
+}
+
+
+def train_on_rank(argv, breakage=None):
+    """On a rank: the exit code of a run."""
+    with contextlib.ExitStack() as stack:
+        if breakage is not None:
+            name, function = BREAKAGES[breakage]
+            stack.enter_context(mock.patch(f"ds_vit.tasks.segmentation.task.{name}", function))
+        return train_main(argv)
+
+
+class Case(NamedTuple):
+    """A layout and what differs from a linear head."""
+
+    pp: int = 1
+    dp: int = 1
+    tp: int = 1
+    stage: int = 1
+    accumulation: int = 1
+    words: tuple = ()
+
+
+def train(ranks, folder, output, case, *words, images=24, breakage=None):
+    """Our run in a layout."""
+    config = write_config(output.with_name(f"{output.name}.json"), case.stage, **BLOCKS)
+    argv = [*WORDS, "--deepspeed_config", config, "--data-dir", folder, "--output", output, *case.words]
+    argv += ["--pp", case.pp, "--tp", case.tp, "-b", images // case.dp // case.accumulation]
+    argv += ["--grad-accum-steps", case.accumulation, "--max-steps", STEPS, *words]
+    argv += [] if "--initial-checkpoint" in argv else ["--initial-checkpoint", folder / "linear.safetensors"]
+    argv += [] if "--checkpoint-interval" in argv else ["--checkpoint-interval", 0]
+    world = case.pp * case.dp * case.tp
+    codes = ranks.run(world, train_on_rank, [str(word) for word in argv], breakage, timeout=300)
+    assert codes == [0] * world
+    return result(output)
+
+
+def result(output):
+    """What a run wrote."""
+    rows = read_rows(output)
+    weights = load_file(str(output / "model.safetensors")) | load_file(str(output / "seg_head.safetensors"))
+    return Curve(rows, weights, [row for row in rows if row["kind"] == "eval"][-1]["miou"])
+
+
+def assert_same(expected, found):
+    """Losses, gradient norms, weights and mIoU."""
+    assert_same_curve(expected.rows, found.rows, RTOL)
+    part, tensor = oracle.furthest(found.weights, expected.weights)
+    assert part <= RTOL, f"the weights part: {tensor} by {part:.2e} of its norm"
+    assert found.miou == pytest.approx(expected.miou, rel=1e-5)
+
+
+CASES = {
+    "1 rank": Case(stage=0),
+    "x4": Case(stage=3, accumulation=4),
+    "dp2 ZeRO-3": Case(dp=2, stage=3),
+    "dp2 x4 ZeRO-0": Case(dp=2, stage=0, accumulation=4),
+    "dp2 x4 ZeRO-2, recomputed": Case(dp=2, stage=2, accumulation=4, words=("--grad-checkpointing",)),
+    "dp3 ZeRO-2": Case(dp=3, stage=2),
+    "dp3 x4 ZeRO-3": Case(dp=3, stage=3, accumulation=4),
+    "dp3 x4 ZeRO-1": Case(dp=3, stage=1, accumulation=4),
+    "tp2": Case(tp=2, stage=2),
+    "tp2 x4, sequence": Case(tp=2, accumulation=4, words=("--sequence-parallel",)),
+    "pp2 x4": Case(pp=2, accumulation=4),
+    "pp2 dp2 x4 ZeRO-0": Case(pp=2, dp=2, stage=0, accumulation=4),
+    "pp2, head apart, recomputed": Case(pp=2, words=("--pp-partition", "0,4,5", "--grad-checkpointing", "2")),
+}
+
+
+@pytest.fixture(scope="module")
+def expected(folder):
+    """The plain curve."""
+    return plainly(folder)
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("case", CASES)
+def test_the_curve_is_that_of_a_plain_loop(ranks, folder, expected, case, tmp_path):
+    """A mean that follows micro-batches or ranks; a factor; the first pass of a pipeline; a head that is not shared."""
+    assert_same(expected, train(ranks, folder, tmp_path / "run", CASES[case]))
+
+
+@pytest.mark.parametrize("case", [Case(dp=2, stage=2, accumulation=3), Case(pp=2, dp=2, accumulation=3)], ids=str)
+def test_a_conv_head_with_class_weights(ranks, folder, case, tmp_path):
+    """A head or a weight that only the plain loss has, one of them zero; the weights in the denominator."""
+    words = ["--seg-head", "conv", "--class-weights", folder / "weights.txt"]
+    words += ["--initial-checkpoint", folder / "conv.safetensors"]
+    assert_same(plainly(folder, "conv", WEIGHTS), train(ranks, folder, tmp_path / "run", case, *words))
+
+
+def test_a_frozen_backbone_and_balanced_weights(ranks, folder, tmp_path):
+    """Weights of a rank's own share of the masks; a backbone that is trained."""
+    pixels = [int((tensors_of(folder, "train")[1] == number).sum()) for number in range(CLASSES)]
+    weights = balanced_weights(pixels)
+    words = ["--freeze-backbone", "--class-weights", "balanced"]
+    found = train(ranks, folder, tmp_path / "run", Case(dp=3, stage=1, accumulation=2), *words)
+    assert_same(plainly(folder, weights=weights, frozen=True), found)
+    before = load_file(str(folder / "linear.safetensors"))
+    assert all(torch.equal(found.weights[name], before[name]) for name in before if not name.startswith("seg_head."))
+
+
+@pytest.mark.parametrize("case", [Case(dp=3, stage=2), Case(dp=3, accumulation=2), Case(pp=2, accumulation=3)], ids=str)
+def test_one_pixel_counts(ranks, one_of_six, case, tmp_path):
+    """Ranks and micro-batches without a pixel that counts: no number divided by their own count."""
+    found = train(ranks, one_of_six, tmp_path / "run", case, images=6)
+    assert_same(plainly(one_of_six), found)
+
+
+def test_no_pixel_counts(ranks, folder, tmp_path):
+    """A division by zero: the loss is 0 and only weight decay moves the weights."""
+    made = tmp_path / "none"
+    write_split(made, "train", masks_of(4, lambda index: 1.0, 0))
+    write_split(made, "val", masks_of(2, lambda index: 0.0, 1))
+    words = ["--initial-checkpoint", folder / "linear.safetensors"]
+    found = train(ranks, made, tmp_path / "run", Case(dp=2, accumulation=2), *words, images=4)
+    steps = [row for row in found.rows if row["kind"] == "train"]
+    assert [(row["loss"], row["grad_norm"]) for row in steps] == [(0.0, 0.0)] * STEPS
+    assert all(tensor.isfinite().all() for tensor in found.weights.values())
+
+
+@pytest.mark.parametrize("breakage", BREAKAGES)
+def test_a_wrong_mean_is_seen(ranks, folder, expected, breakage, tmp_path):
+    """The curves must be able to part."""
+    found = train(ranks, folder, tmp_path / "run", Case(dp=2, accumulation=2), breakage=breakage)
+    with pytest.raises(AssertionError, match="the curves part"):
+        assert_same(expected, found)
+
+
+# ---- the model -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("head", ["linear", "conv"])
+@pytest.mark.parametrize("kind", ["", *KINDS])
+def test_layers_compute_what_timm_does(kind, head):
+    """A norm that is left out, tokens that are no patches, a grid in the wrong order; windows that mix."""
+    name, kwargs = KINDS.get(kind, (NAME, {}))
+    small = {"embed_dim": 24, "depth": 2, "num_heads": 2, "patch_size": 4} | kwargs
+    spec = ModelSpec(name, CLASSES, img_size=(8, 12), model_kwargs=small)
+    whole = create_segmenter(spec, head)
+    layers = take_apart(whole)
+    initialise(whole, layers, seed=1, device="cpu")
+    plain = timm.create_model(name, num_classes=0, img_size=(8, 12), dynamic_img_size=False, **small).eval()
+    values = {key: value for layer in layers for key, value in layer.state_dict().items()}
+    plain.load_state_dict({key: value for key, value in values.items() if not key.startswith("seg_head.")})
+    model, images = SequentialViT(layers).eval(), torch.randn(2, 3, 3, 8, 12)
+    with torch.no_grad():
+        found = model(images, torch.arange(2))
+        tokens = plain.fc_norm(plain.forward_features(images.flatten(0, 1))[:, plain.num_prefix_tokens :])
+        patches = tokens.transpose(1, 2).unflatten(2, (2, 3))
+        if head == "linear":
+            weight = values["seg_head.weight"][..., None, None]
+            wanted = F.conv2d(patches, weight, values["seg_head.bias"])
+        else:
+            other = conv_head(small["embed_dim"])
+            other.load_state_dict({k.removeprefix("seg_head."): v for k, v in values.items() if "seg_head" in k})
+            wanted = other(patches)
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+        with giving_features(model):
+            torch.testing.assert_close(model(images[:, 0], torch.arange(2)), tokens.mean(1)[::3])
+
+
+def test_weights_of_a_classifier_start_a_segmenter(ranks, folder, tmp_path):
+    """A classifier that is in the way; a head that is not drawn."""
+    oracle.write_weights(tmp_path / "classifier.safetensors", img_size=SIDE, num_classes=10, **KWARGS)
+    argv = [*WORDS, "--data-dir", folder, "--initial-checkpoint", tmp_path / "classifier.safetensors"]
+    found = resolved(
+        [*argv, "--deepspeed_config", write_config(tmp_path / "1.json", **BLOCKS), "-b", 8, "--max-steps", 1]
+    )
+    assert found.model.initial_checkpoint.newly_initialised == ("seg_head.bias", "seg_head.weight")
+
+
+# ---- flags -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--mixup", 0.8], "masks of two images cannot be mixed"),
+        (["--linear-probe"], "--freeze-backbone"),
+        (["--smoothing", 0.3], "its loss is cross-entropy"),
+        (["--slide-stride", 17], "must be at most 16"),
+        (["--img-size", 18], "use --img-size 16"),
+        (["--class-weights", "missing.txt"], "neither balanced nor a file of numbers"),
+        (["--model-kwargs", "patch_drop_rate=0.5"], "leaves patches out"),
+    ],
+)
+def test_what_has_no_effect_is_refused(capsys, folder, words, message, tmp_path):
+    """A flag that would be ignored silently."""
+    config = write_config(tmp_path / "1.json", **BLOCKS)
+    argv = [*WORDS, "--data-dir", folder, "--deepspeed_config", config, "--output", tmp_path / "run", "-b", 8, *words]
+    assert message in refusal(capsys, argv)
+
+
+@pytest.mark.parametrize(("text", "message"), [("1 2", "2 numbers"), ("1,2,-1", "not -1"), ("1,2,nan", "not nan")])
+def test_class_weights_that_are_none(text, message, tmp_path):
+    """Numbers that would make a loss of another sign, or none."""
+    path = tmp_path / "weights.txt"
+    path.write_text(text)
+    with pytest.raises(UserError, match=message):
+        read_class_weights(str(path), 3)
+
+
+def test_balanced_weights_are_scikit_learns():
+    """Another normalisation."""
+    labels = np.repeat(np.arange(3), (5, 1, 14))
+    wanted = compute_class_weight("balanced", classes=np.arange(3), y=labels)
+    assert balanced_weights(np.bincount(labels).tolist()) == pytest.approx(wanted)
+    assert balanced_weights([4, 0])[1] == 1.0
