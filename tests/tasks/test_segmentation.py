@@ -28,7 +28,7 @@ from ds_vit.models.zoo import ModelSpec
 from ds_vit.tasks.segmentation.task import balanced_weights, read_class_weights
 from ds_vit.tasks.segmentation.towers import create_segmenter
 
-CLASSES, SIDE, STEPS, CLIP = 5, 16, 4, 0.1
+CLASSES, SIDE, STEPS, STOP, CLIP = 5, 16, 4, 2, 0.1
 RTOL = 1e-5
 NAME = "vit_tiny_patch16_224"
 KWARGS = {"patch_size": 4, "embed_dim": 24, "depth": 3, "num_heads": 6}
@@ -420,3 +420,15 @@ def test_balanced_weights_are_scikit_learns():
     wanted = compute_class_weight("balanced", classes=np.arange(3), y=labels)
     assert balanced_weights(np.bincount(labels).tolist()) == pytest.approx(wanted)
     assert balanced_weights([4, 0])[1] == 1.0
+
+
+def test_a_run_resumed_in_another_layout_keeps_the_curve(ranks, folder, expected, tmp_path):
+    """State that a layout does not hand on."""
+    output = tmp_path / "run"
+    case = Case(dp=2, stage=3, accumulation=4, words=("--checkpoint-interval", STOP))
+    train(ranks, folder, output, case, "--max-steps", STOP, "--epochs", STEPS)
+    words = ["--recipe", output / "config.yaml", "--resume", "auto", "--output", output, "--max-steps", STEPS]
+    words += ["--deepspeed_config", write_config(tmp_path / "then.json", 1, **BLOCKS), "--pp", 2]
+    codes = ranks.run(2, train_main, [str(word) for word in words], timeout=300)
+    assert codes == [0, 0]
+    assert_same(expected, result(output))

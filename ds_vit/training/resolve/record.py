@@ -56,6 +56,7 @@ def resolved_flags(run: Run) -> dict[str, Any]:
             values["epochs"] = DEFAULT_EPOCHS
     # A resolved value of a flag that does nothing here (the crop of a split that is not evaluated) would be rejected.
     idle = {name for name in flags.idle_flags(config) if values[name] != config.default_of(name)}
+    idle |= idle_flags(type(run.model.task)).keys()
     return {name: value for name, value in values.items() if value is not None and name not in idle}
 
 
