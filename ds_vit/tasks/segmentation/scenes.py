@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from colorsys import hsv_to_rgb
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,16 +17,21 @@ from ds_vit.fault_tolerance.errors import UserError
 _NUM_TRAIN, _NUM_VAL = 1000, 200
 _DIGITS = 5  # 0 to 4
 _SIDES = (48, 96)  # of a scene in pixels, smallest and largest
-_SIZES = (18, 36)  # of a digit
-_MOST = 5  # digits of a scene
-_INSIDE, _OUTSIDE = 0.5, 0.2  # of a digit's ink; what lies between is its outline, which is ignored
+_SIZES = (0.4, 0.7)  # of a digit, as a share of the scene's shorter side
+_MOST = 3  # digits of a scene
+_HUE_SPREAD = 0.05  # the five hues lie 0.2 apart
+_INSIDE, _OUTSIDE = 0.4, 0.15  # of a digit's ink; what lies between is its outline, which is ignored
 
 
 class SceneSource(Source):
     """Digits 0 to 4 of both splits of `DigitsSource` on textures: 1,000 scenes for training, 200 for validation.
 
-    A scene is a function of its number: 48 to 96 pixels high and wide, with one to five digits, each 18 to 36 pixels
-    large, the later ones above the earlier. The outline of a digit is ignored (-1). The splits share no digit.
+    A scene is a function of its number: 48 to 96 pixels high and wide, with one to three digits, of which the later
+    lie above the earlier. The outline of a digit is ignored (-1). The splits share no digit. The ink is lighter than
+    the texture and has the hue of its class, up to a draw, so that a small model learns the scenes in minutes.
+
+    Attributes:
+        digits: that the scenes show, uint8 [N, 8, 8].
     """
 
     multi_label = True
@@ -37,7 +43,7 @@ class SceneSource(Source):
         targets = np.array([digits.target(index) for index in range(len(digits))])
         kept = np.flatnonzero(targets < _DIGITS)
         self._targets = targets[kept]
-        self._digits = np.stack([np.asarray(digits.image(int(index)).convert("L")) for index in kept])
+        self.digits = np.stack([np.asarray(digits.image(int(index)).convert("L")) for index in kept])
         self._train = train
         self._last: tuple[int, np.ndarray, np.ndarray] | None = None  # a sample's image is read, then its mask
 
@@ -58,18 +64,18 @@ class SceneSource(Source):
         height, width = random.randint(_SIDES[0], _SIDES[1] + 1, 2)
         rows, columns = np.mgrid[0:height, 0:width]
         waves = [np.sin(rows * y + columns * x + turn) for y, x, turn in random.uniform(0.05, 0.6, (2, 3))]
-        first, second, light = random.uniform(0, 255, (3, 3))
+        first, second = random.uniform(0, 90, (2, 3))
         blend = (0.5 + 0.25 * (waves[0] + waves[1]))[..., None]
         pixels = first * blend + second * (1.0 - blend) + random.normal(0.0, 8.0, (height, width, 1))
         mask = np.zeros((height, width), dtype=np.int16)
-        for number in random.randint(0, len(self._digits), random.randint(1, _MOST + 1)):
-            side = int(random.randint(_SIZES[0], _SIZES[1] + 1))
+        for number in random.randint(0, len(self.digits), random.randint(1, _MOST + 1)):
+            side = round(min(height, width) * random.uniform(*_SIZES))
             top, left = (int(random.randint(0, length - side + 1)) for length in (height, width))
             here = slice(top, top + side), slice(left, left + side)
-            enlarged = Image.fromarray(self._digits[number]).resize((side, side), Image.Resampling.BICUBIC)
+            enlarged = Image.fromarray(self.digits[number]).resize((side, side), Image.Resampling.BICUBIC)
             ink = np.asarray(enlarged, dtype=np.float64) / 255.0
-            # Far from the colours of the texture, so that the outline is seen.
-            colour = np.where((first + second) / 2.0 < 127.5, 255.0 - light / 4.0, light / 4.0)
+            hue = self._targets[number] / _DIGITS + random.uniform(-_HUE_SPREAD, _HUE_SPREAD)
+            colour = np.array(hsv_to_rgb(hue % 1.0, random.uniform(0.4, 0.7), random.uniform(0.8, 1.0))) * 255.0
             pixels[here] += ink[..., None] * (colour - pixels[here])
             part = mask[here]
             part[ink > _OUTSIDE] = IGNORED
@@ -78,7 +84,7 @@ class SceneSource(Source):
 
     def has(self, entry: str) -> bool:
         """As `Source.has`."""
-        return entry in self.entries
+        return entry in self.entries or super().has(entry)
 
     def entry(self, name: str, index: int) -> Any:
         """As `Source.entry`: "mask" int16 [H, W], "mask_size" (H, W), "values" and "colours" of the classes."""
@@ -102,7 +108,7 @@ class SceneSource(Source):
 
     def identity(self) -> tuple[np.ndarray, ...]:
         """As `Source.identity`."""
-        return self._targets, self._digits
+        return self._targets, self.digits
 
     def describe(self, index: int) -> str:
         """As `Source.describe`."""

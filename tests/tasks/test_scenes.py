@@ -1,0 +1,81 @@
+"""The embedded scenes: masks agree with pixels, each process draws the same, and the splits share no digit."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+from colorsys import rgb_to_hsv
+
+import numpy as np
+import pytest
+
+from ds_vit.data.masks import IGNORED
+from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.tasks.segmentation.scenes import SceneSource, open_scenes
+
+FIRST = """
+import hashlib
+from ds_vit.tasks.segmentation.scenes import open_scenes
+source = open_scenes("train")
+parts = (source.image(i).tobytes() + source.entry("mask", i).tobytes() for i in (7, 3))
+print(hashlib.sha256(b"".join(parts)).hexdigest())
+"""
+
+
+@pytest.fixture(scope="module", params=["train", "validation"])
+def source(request) -> SceneSource:
+    return open_scenes(request.param)
+
+
+def test_masks_agree_with_the_pixels(source):
+    # Catches: a mask that is shifted or transposed, another size than the image's, a value that is no class, an outline
+    # that counts.
+    shares = np.zeros(source.num_classes + 1)
+    for index in range(60):
+        pixels, mask = np.asarray(source.image(index), dtype=np.float64), source.entry("mask", index)
+        assert mask.dtype == np.int16
+        assert mask.shape == pixels.shape[:2] == source.entry("mask_size", index)
+        assert mask.min() >= IGNORED
+        assert mask.max() < source.num_classes
+        # Only ink is as bright as this, and its hue is that of its class, where no ink covers another class's.
+        ink = pixels.max(axis=2) > 160.0
+        assert (mask[ink] != 0).all()
+        if len(present := np.unique(mask[mask > 0])) == 1:
+            apart = np.abs(np.array([rgb_to_hsv(*pixel)[0] for pixel in pixels[ink]]) - (present[0] - 1) / 5.0)
+            assert (np.minimum(apart, 1.0 - apart) < 0.1).mean() > 0.98
+        np.testing.assert_array_equal(np.flatnonzero(source.target(index)), np.unique(mask[mask != IGNORED]))
+        shares += np.bincount(mask.ravel() + 1, minlength=len(shares)) / mask.size / 60
+    assert 0.5 < shares[1] < 0.9, shares
+    assert 0.01 < shares[0] < 0.2, shares
+    assert (shares[2:] > 0.005).all(), shares
+
+
+def test_a_scene_is_a_function_of_its_index(source):
+    # Catches: a draw from a process's own generator, an order of reading that matters, a cache that mixes scenes up.
+    again = open_scenes("train" if len(source) > 500 else "val")
+    for index in (5, 0, 5, len(source) - 1):
+        np.testing.assert_array_equal(np.asarray(source.image(index)), np.asarray(again.image(index)))
+    for index in (len(source) - 1, 5, 0):
+        np.testing.assert_array_equal(source.entry("mask", index), again.entry("mask", index))
+    assert len({source.image(index).tobytes() for index in range(40)}) == 40
+
+
+def test_another_process_draws_the_same_scenes():
+    # Catches: a seed from Python's hash or from the clock.
+    here = open_scenes("train")
+    parts = (here.image(index).tobytes() + here.entry("mask", index).tobytes() for index in (7, 3))
+    done = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.strip() == hashlib.sha256(b"".join(parts)).hexdigest()
+
+
+def test_splits_share_no_digit_and_no_scene():
+    # Catches: a validation scene of digits that were trained on, the same keys for both splits.
+    train, validation = open_scenes("train"), open_scenes("validation")
+    assert (len(train), len(validation)) == (1000, 200)
+    assert train.class_names == validation.class_names
+    digits = [{digit.tobytes() for digit in source.digits} for source in (train, validation)]
+    assert not digits[0] & digits[1]
+    assert train.image(0).tobytes() != validation.image(0).tobytes()
+    with pytest.raises(UserError, match="scenes has no split 'test'"):
+        open_scenes("test")
