@@ -138,12 +138,13 @@ def _augmentation(task: Task) -> str:
     augment = task.config
     if "hflip" in task.refused_flags:
         return task.refused_flags["hflip"]
+    own_crop = task.refused_flags.get("scale", "")
     if augment.no_aug:
-        words = ["none: resized, the centre cropped"]
+        words = [own_crop or "none: resized, the centre cropped"]
     else:
         area, crop = augment.scale or (0.08, 1.0), augment.train_crop_mode or "rrc"
         random_size = f"a random crop of {area[0]:.0%} to {area[1]:.0%} of the area"
-        words = [random_size if crop == "rrc" else f"crop {crop}"]
+        words = [own_crop or (random_size if crop == "rrc" else f"crop {crop}")]
         chances = {"flip": augment.hflip, "upside down": augment.vflip, "grey": augment.grayscale_prob}
         chances |= {"blur": augment.gaussian_blur_prob, "erased": augment.reprob}
         colours = {augment.aa: bool(augment.aa), f"colour jitter {augment.color_jitter}": not augment.aa}
