@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from timm.models._hub import save_config_for_hf
 
-from ds_vit.data.field import Field
 from ds_vit.data.settings import PIXEL_FLAGS, ImageConfig
 from ds_vit.models.zoo import ModelSpec, TimmViT
 
@@ -77,10 +76,7 @@ class MaskPredictor(ABC):
     Args:
         exported: the whole model.
         values: the flags of its run, by their recipe names.
-        folder: of the run; None for weights without one.
-
-    Attributes:
-        fields: of an image, which may have any size: they are collated for one image, and not finished.
+        folder: of the run, or of weights without one.
 
     Raises:
         UserError: a file of the run's folder is invalid.
@@ -88,21 +84,24 @@ class MaskPredictor(ABC):
 
     refused_flags: ClassVar[Mapping[str, str]] = {}
     """Flags of `ds-vit predict` that would have no effect, each with the reason."""
-    fields: tuple[Field, ...]
 
     @abstractmethod
-    def __init__(self, exported: Exported, values: Mapping[str, Any], folder: Path | None) -> None: ...
+    def __init__(self, exported: Exported, values: Mapping[str, Any], folder: Path) -> None: ...
 
     @abstractmethod
-    def classes(self, read: Mapping[str, Any], forward: Predict) -> np.ndarray:
+    def classes(self, data: bytes, name: str, forward: Predict) -> torch.Tensor:
         """The classes of the pixels of an image.
 
         Args:
-            read: what was collated, by the names of the fields.
+            data: the image's file.
+            name: of the file.
             forward: the model on the device, for any number of normalised images on the CPU.
 
         Returns:
-            Class numbers, integers [H, W], of the image's size.
+            Class numbers, int64 [H, W] on the CPU, of the image's size.
+
+        Raises:
+            ImageDecodeError: the image is damaged.
         """
 
     @abstractmethod
@@ -111,7 +110,7 @@ class MaskPredictor(ABC):
 
         Args:
             image: path of the image.
-            classes: what `classes` gave.
+            classes: what `classes` gave, as numpy's.
             folder: to write into.
             stem: path of the files below their folders, without an ending.
 

@@ -30,7 +30,8 @@ from rich.table import Table
 
 from ds_vit import config as flags
 from ds_vit.config.run_folder import to_json, written_whole
-from ds_vit.data.field import MicroBatch, finished
+from ds_vit.data.decode import ImageDecodeError
+from ds_vit.data.field import finished
 from ds_vit.data.fields import ImageField
 from ds_vit.data.loader import Loader
 from ds_vit.data.reader import Reader
@@ -47,7 +48,6 @@ from ds_vit.weights.files import add_weights_arguments, find_weights, tokenizer_
 from ds_vit.weights.source import MODEL_FLAGS, load_source
 
 _MOST_WORKERS = 4  # timm's default
-_MASKS_FOLDER = "predictions"
 
 
 Row = dict[str, Any]
@@ -118,11 +118,11 @@ def predict_each(
             f"{source} has no classifier: its run's task has no classes; `ds-vit embed` writes its features"
         )
     idle = exported.masks.refused_flags if exported.masks else {"slide_stride": "images have one class each"}
-    for name in settings:
-        if name in idle:
-            raise UserError(f"{flags.spelling(name)} has no effect for {source}: {idle[name]}; drop it")
-    top_k = _top_k(top_k, num_classes, 3 if exported.masks else 5)
-    return exported, _predictions(exported, top_k, forward.of_images(exported, files))
+    for name in idle.keys() & {*settings, *(["workers"] if workers is not None else [])}:
+        raise UserError(f"{flags.spelling(name)} has no effect for {source}: {idle[name]}; drop it")
+    if exported.masks:
+        return exported, forward.of_pixels(exported, files, _top_k(top_k, num_classes, 3))
+    return exported, _predictions(exported, _top_k(top_k, num_classes), forward.of_images(exported, files))
 
 
 def _top_k(top_k: int | None, num_classes: int, default: int = 5) -> int:
@@ -254,42 +254,48 @@ class _Forward:
 
     @torch.inference_mode()
     def of_images(self, exported: Exported, files: Sequence[str], *, pre_logits: bool = False) -> Outputs:
-        """The logits of each file, or the classifier's input (`pre_logits`), fp32 on the CPU, in their order.
-
-        Of a model that gives each pixel a class: class numbers [H, W].
-        """
-        source, workers, masks = ImageFiles(list(files)), self._workers, exported.masks
-        batch_size = self._batch_size if masks is None else 1  # images of any size
+        """The logits of each file, or the classifier's input (`pre_logits`), fp32 on the CPU, in their order."""
+        source, batch_size, workers = ImageFiles(list(files)), self._batch_size, self._workers
         if workers is None:
             workers = 0 if len(files) <= 2 * batch_size else min(_MOST_WORKERS, len(os.sched_getaffinity(0)))
         rows = EvalRows(len(source), Share(0, 1, min(batch_size, len(source))))
-        fields = [ImageField("images", exported.image)] if masks is None else masks.fields
+        fields = [ImageField("images", exported.image)]
         reader = Reader(source, fields, rows, on_bad_image="skip")
         loader = Loader(reader, range(len(rows)), workers, pin_memory=self._device.type != "cpu")
         console = Console(stderr=True)
         hidden = not console.is_terminal or len(loader) == 1
         indices = iter(range(len(source)))  # there is none for the rows that pad the last batch
-        smaller = f"--batch-size {self._batch_size // 2}, " if self._batch_size > 1 else ""
+        smaller = f"--batch-size {batch_size // 2}, " if batch_size > 1 else ""
         with memory_errors(lambda of_loader: f"try {smaller}--workers 0 or another --device"):
             model = exported.model.to(self._device)
-
-            def forward(images: torch.Tensor) -> torch.Tensor:
-                parts = images.split(self._batch_size)
-                return torch.cat([model(part.to(self._device)).float() for part in parts])
-
-            def outputs_of(batch: MicroBatch) -> torch.Tensor:
-                if masks is None:
-                    features = model.forward_features(finished(fields, batch, device=self._device)["images"])
-                    return model.forward_head(features, pre_logits=pre_logits).float().cpu()
-                if not batch.rows.valid.any():
-                    return batch.rows.keys
-                return torch.from_numpy(masks.classes(batch.packed, forward))[None]
-
             for batch in track(loader, "images", len(loader), console=console, transient=True, disable=hidden):
+                features = model.forward_features(finished(fields, batch, device=self._device)["images"])
+                outputs = model.forward_head(features, pre_logits=pre_logits).float().cpu()
                 reasons = dict(batch.skipped)
-                for output, valid, index in zip(outputs_of(batch), batch.rows.valid.tolist(), indices, strict=False):
+                for output, valid, index in zip(outputs, batch.rows.valid.tolist(), indices, strict=False):
                     image = source.describe(index)
                     yield (image, output) if valid else {"image": image, "reason": reasons[index]}
+
+    @torch.inference_mode()
+    def of_pixels(self, exported: Exported, files: Sequence[str], top_k: int) -> Iterator[Row]:
+        """The classes of each file's pixels; files are read one after the other."""
+        source, model, masks = ImageFiles(list(files)), exported.model.to(self._device), exported.masks
+        assert masks is not None, "the caller has seen it"
+
+        def forward(images: torch.Tensor) -> torch.Tensor:
+            return torch.cat([model(part.to(self._device)).float() for part in images.split(self._batch_size)])
+
+        hidden = len(files) == 1 or not sys.stderr.isatty()
+        for index, name in enumerate(
+            track(files, "images", console=Console(stderr=True), transient=True, disable=hidden)
+        ):
+            try:
+                mask = masks.classes(source.encoded(index), name, forward)
+            except ImageDecodeError as error:
+                yield {"image": name, "reason": error.reason}
+                continue
+            shares = torch.bincount(mask.flatten(), minlength=model.num_classes) / mask.numel()
+            yield {"image": name, "mask": mask.numpy(), "classes": _largest(exported, shares, top_k, "share")}
 
 
 def _find_device(name: str) -> torch.device:
@@ -309,22 +315,21 @@ def _find_device(name: str) -> torch.device:
 
 def _predictions(exported: Exported, top_k: int, outputs: Outputs) -> Iterator[Row]:
     """The most probable classes of each image, from its logits."""
-    names = exported.labels or tuple(f"LABEL_{number}" for number in range(exported.model.num_classes))
     for one in outputs:
         if isinstance(one, dict):
             yield one
             continue
         image, logits = one
-        if exported.masks is not None:
-            shares = (torch.bincount(logits.flatten(), minlength=len(names)) / logits.numel()).topk(top_k)
-            pairs = zip(shares.indices.tolist(), shares.values.tolist(), strict=True)
-            classes = [{"number": number, "name": names[number], "share": share} for number, share in pairs]
-            yield {"image": image, "mask": logits.numpy(), "classes": classes}
-            continue
-        probabilities = (logits.sigmoid() if exported.bce else logits.softmax(0)).topk(top_k)
-        pairs = zip(probabilities.indices.tolist(), probabilities.values.tolist(), strict=True)
-        classes = [{"number": number, "name": names[number], "probability": value} for number, value in pairs]
-        yield {"image": image, "classes": classes}
+        probabilities = logits.sigmoid() if exported.bce else logits.softmax(0)
+        yield {"image": image, "classes": _largest(exported, probabilities, top_k)}
+
+
+def _largest(exported: Exported, values: torch.Tensor, top_k: int, what: str = "probability") -> list[Row]:
+    """The classes with the largest values [C]."""
+    names = exported.labels or tuple(f"LABEL_{number}" for number in range(exported.model.num_classes))
+    best = values.topk(top_k)
+    pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    return [{"number": number, "name": names[number], what: value} for number, value in pairs]
 
 
 def _collect(exported: Exported, rows: Iterable[Row]) -> dict[str, Any]:
@@ -374,15 +379,9 @@ def main(argv: Sequence[str]) -> int:
 
 def build_parser(command: str) -> flags.Parser:
     """The command line of `ds-vit predict` or `ds-vit embed`."""
-    does = (
-        "Write the features of images." if command == "embed" else "Predict the classes of images or of their pixels."
-    )
-    only = (
-        *MODEL_FLAGS,
-        *PIXEL_FLAGS,
-        "exif_rotation",
-        *(("bce_loss", "slide_stride") if command == "predict" else ()),
-    )
+    does = "Write the features of images." if command == "embed" else "Predict the classes of images or pixels."
+    more = ("bce_loss", "slide_stride") if command == "predict" else ()
+    only = (*MODEL_FLAGS, *PIXEL_FLAGS, "exif_rotation", *more)
     parser = flags.build_parser(f"ds-vit {command}", does, only, show_defaults=False, examples=_EXAMPLES[command])
     add_weights_arguments(parser)
     number = "*" if command == "embed" else "+"
@@ -405,25 +404,20 @@ def build_parser(command: str) -> flags.Parser:
         help="file with the names of the classes, one per line [the run's]; with a text tower, texts or a file",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object in place of a table or CSV")
-    parser.add_argument(
-        "--output",
-        metavar="FILE.csv|FILE.json|FOLDER",
-        help="write there [a table of files, CSV of a folder, on stdout]; of a run with masks the new folder of masks/ "
-        f"and overlays/ [{_MASKS_FOLDER}]",
-    )
+    what = "write there [a table of files, CSV of a folder, on stdout]; a run with masks writes a folder [predictions]"
+    parser.add_argument("--output", metavar="FILE.csv|FILE.json|FOLDER", help=what)
     return parser
 
 
 def _predict(source: str, images: Sequence[str], output: str | None = None, **words: Any) -> int:
-    as_json = words.pop("json", False)
+    as_json, table = words.pop("json", False), output
     exported, rows = predict_each(source, images, **words)
-    file_name = output
-    if exported.masks is not None:
-        file_name, output = None, output or _MASKS_FOLDER
-        rows = _written(exported.masks, rows, images, Path(output))
-    form = _form(images, as_json, file_name)
+    if exported.masks:
+        output, table = output or "predictions", None
+        rows = _written(exported.masks, rows, _stems(images), Path(output))
+    form = _form(images, as_json, table)
     # Names of files need not be UTF-8.
-    with _opened(file_name, mode="w", newline="", encoding="utf-8", errors="surrogateescape") as file:
+    with _opened(table, mode="w", newline="", encoding="utf-8", errors="surrogateescape") as file:
         print(weights_line(source, **words), file=sys.stderr, flush=True)
         if form == "csv":
             num_read, unreadable = _write_csv(rows, file)
@@ -437,36 +431,30 @@ def _predict(source: str, images: Sequence[str], output: str | None = None, **wo
     return _report(num_read, unreadable, output)
 
 
-def _written(masks: MaskPredictor, rows: Iterable[Row], images: Sequence[str], folder: Path) -> Iterator[Row]:
-    """The rows with the path of each mask in place of it, once it is written.
+def _stems(images: Sequence[str]) -> dict[str, str]:
+    """Where the mask of each image is written: its path below the folder that was given, else its name; no suffix."""
+    folders = [path for path in images if os.path.isdir(path)]
+    below = {file: os.path.relpath(file, folder) for folder in folders for file in find_images([folder])}
+    below = {**{path: os.path.basename(path) for path in images if path not in folders}, **below}
+    stems = {file: os.path.splitext(path)[0] for file, path in below.items()}
+    first = {stem: file for file, stem in reversed(stems.items())}
+    if twice := [file for file, stem in stems.items() if first[stem] != file]:
+        other = first[stems[twice[0]]]
+        raise UserError(f"{other} and {twice[0]} would have one mask, {stems[twice[0]]}.png; predict one at a time")
+    return stems
 
-    Raises:
-        UserError: the folder holds something, or two images would have the same mask.
-    """
+
+def _written(masks: MaskPredictor, rows: Iterable[Row], stems: dict[str, str], folder: Path) -> Iterator[Row]:
+    """The rows with the path of each mask in place of it, once it is written into a new folder."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"--output {folder} exists already; remove it, or name another folder")
-    stems: dict[str, str] = {}
-    of_stem: dict[str, str] = {}
-    for given in images:
-        for file in find_images([given]):
-            path = Path(file)
-            stem = str((path.relative_to(given) if os.path.isdir(given) else Path(path.name)).with_suffix(""))
-            if of_stem.setdefault(stem, file) != file:
-                raise UserError(
-                    f"{of_stem[stem]} and {file} would both have the mask {stem}.png; predict one at a time"
-                )
-            stems[file] = stem
-
-    def written() -> Iterator[Row]:
-        for row in rows:
-            if "mask" in row:
-                try:
-                    row = {**row, "mask": str(masks.write(row["image"], row["mask"], folder, stems[row["image"]]))}
-                except OSError as error:
-                    raise UserError(f"--output {folder}: {error.strerror}") from None
-            yield row
-
-    return written()
+        raise UserError(f"{folder} exists already; remove it, or name another folder with --output")
+    for row in rows:
+        if "mask" in row:
+            try:
+                row["mask"] = str(masks.write(row["image"], row["mask"], folder, stems[row["image"]]))
+            except OSError as error:
+                raise UserError(f"--output {folder}: {error.strerror}") from None
+        yield row
 
 
 def _embed(source: str, output: str, images: Sequence[str] = (), **words: Any) -> int:
@@ -510,8 +498,7 @@ def _opened(output: str | None, **how: Any) -> Iterator[Any]:
 
 
 def _write_csv(rows: Iterable[Row], file: TextIO) -> tuple[int, list[Row]]:
-    """A line per image, as it comes: image,class1,probability1 (or share1),class2,…; gives their number, and the other
-    rows."""
+    """A line per image, as it comes: image,class1,probability1,class2,…; gives their number, and the other rows."""
     writer, num_read, unreadable = None, 0, []
     for row in rows:
         if "reason" in row:
@@ -530,10 +517,9 @@ def _write_csv(rows: Iterable[Row], file: TextIO) -> tuple[int, list[Row]]:
 
 
 def _print_table(found: dict[str, Any]) -> None:
-    measure = "share" if found["by"] == "pixels" else "probability"
     separately = ", each class by itself" if found["by"] == "sigmoid" else ""
-    what = "shares of the pixels" if measure == "share" else f"probabilities by {found['by']}{separately}"
-    title = f"{found['model']}, {what}"
+    measure, what = ("share", "shares of") if found["by"] == "pixels" else ("probability", "probabilities by")
+    title = f"{found['model']}, {what} {found['by']}{separately}"
     table = Table("image", "class", title=title, title_justify="left", title_style="bold")
     table.columns[0].overflow = table.columns[1].overflow = "fold"
     table.add_column(measure, justify="right")

@@ -141,7 +141,7 @@ def _load(
     """What to export, and the format for it."""
     values, task = settings_of(stored, settings)
     form = task.export_formats.get(to)
-    if form is None and task.takes_pairs:
+    if form is None and (task.takes_pairs or (task.mask_predictor and to != "onnx")):
         raise UserError(
             f"--to {to} has no counterpart of --task {task.name}; use --to {' or '.join(task.export_formats)}"
         )

@@ -139,9 +139,8 @@ def load_whole(
     exported = Exported(model, image, names, weights.path, spec, tokenizer=tokenizer, text_tower=texts)
     if task.mask_predictor is None:
         return exported
-    return replace(
-        exported, masks=task.mask_predictor(exported, values, weights.recipe.parent if weights.recipe else None)
-    )
+    folder = weights.recipe.parent if weights.recipe else weights.folder
+    return replace(exported, masks=task.mask_predictor(exported, values, folder))
 
 
 def _filled(model: TimmViT, checkpoint: InitialCheckpoint, values: Mapping[str, Any]) -> ImageConfig:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Mapping, Sequence
-from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,40 +15,17 @@ import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
-from ds_vit.config.run_folder import written_whole
-from ds_vit.data.decode import open_image
-from ds_vit.data.field import Field, Sample
+import ds_vit.data
+from ds_vit.data.decode import decode, upright
 from ds_vit.data.fields import normalised
 from ds_vit.data.masks import default_palette
-from ds_vit.data.sources.source import Source
-from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.data.sources.source import LABELS_FILE, Source
 from ds_vit.tasks.exports import Exported, MaskPredictor, Predict
-from ds_vit.tasks.segmentation.windows import Windows, canvas_of, classes_at, stitched
+from ds_vit.tasks.segmentation.source import find_labels
+from ds_vit.tasks.segmentation.windows import canvas_of, classes_at, stitched, windows_of
 
-LABELS = "labels.csv"
-"""In a run's folder: a row for each class in the order of the logits."""
-_COLUMNS = ("index", "name", "colour")
 _SIDES = (512, 2048)  # of an overlay's longer side: the legend is readable, and a photo of 50 megapixels opens
-_OPACITY = 0.5
-
-
-class _Windows(Windows):
-    """The windows of an image, however many it has."""
-
-    def checked(self, value: torch.Tensor, sample: Sample) -> torch.Tensor:
-        return value
-
-
-class _Size(Field):
-    """The height and width of the image of some windows."""
-
-    def __init__(self, of_windows: Windows) -> None:
-        super().__init__("size", (2,), torch.int64, entry=of_windows.entry)
-        self._windows = of_windows
-
-    def read(self, sample: Sample) -> Any:
-        opened = self._windows.opened(sample)
-        return [opened.height, opened.width]
+_FONT = Path(ds_vit.data.__path__[0]) / "glyphs" / "DejaVuSans.ttf"
 
 
 class SegmentationMasks(MaskPredictor):
@@ -59,26 +34,28 @@ class SegmentationMasks(MaskPredictor):
     refused_flags: ClassVar[Mapping[str, str]] = {
         "bce_loss": "each pixel gets its most probable class",
         "interpolation": "images are resized bilinearly",
+        "workers": "images are read one after the other",
         **dict.fromkeys(("crop_pct", "crop_mode"), "windows slide over whole images (--slide-stride)"),
     }
 
-    def __init__(self, exported: Exported, values: Mapping[str, Any], folder: Path | None) -> None:
+    def __init__(self, exported: Exported, values: Mapping[str, Any], folder: Path) -> None:
         self._image, self._stride = exported.image, values.get("slide_stride")
-        num_classes = exported.model.num_classes
-        self._names = exported.labels or tuple(f"LABEL_{number}" for number in range(num_classes))
-        first = int(bool(values.get("reduce_zero_label")))  # value 0 is no class
-        self._values = np.arange(num_classes) + first
-        self._colours = default_palette(num_classes + first)[self._values]
-        if folder is not None and (path := folder / LABELS).is_file():
-            self._values, self._colours = _read_labels(path, num_classes)
-        self.fields = (windows := _Windows("windows", self._image, self._stride, most=1), _Size(windows))
+        flags = values.get("ignore_index", -1), bool(values.get("reduce_zero_label"))
+        labels = find_labels(str(folder), exported.model.num_classes, *flags)
+        self._names, self._values = exported.labels or labels.names, labels.values.values
+        default = default_palette(self._values.max() + 1)[self._values]
+        self._colours = default if labels.colours is None else labels.colours
 
-    def classes(self, read: Mapping[str, Any], forward: Predict) -> np.ndarray:
+    def _decoded(self, data: bytes, name: str) -> Image.Image:
+        image = decode(data, name)
+        return upright(image) if self._image.exif_rotation else image
+
+    def classes(self, data: bytes, name: str, forward: Predict) -> torch.Tensor:
         """As `MaskPredictor.classes`, by the windows of evaluation."""
-        height, width = read["size"][0].tolist()
-        canvas = canvas_of((height, width), self._image.img_size, self._stride)
-        logits = forward(normalised(read["windows"]["items"], self._image))
-        return classes_at(stitched(logits, canvas, self._image.img_size), (height, width)).cpu().numpy()
+        image, size = self._decoded(data, name), self._image.img_size
+        logits = forward(normalised(windows_of(image, size, self._stride), self._image))
+        canvas = canvas_of((image.height, image.width), size, self._stride)
+        return classes_at(stitched(logits, canvas, size), (image.height, image.width)).cpu()
 
     def write(self, image: str, classes: np.ndarray, folder: Path, stem: str) -> Path:
         """As `MaskPredictor.write`."""
@@ -86,8 +63,7 @@ class SegmentationMasks(MaskPredictor):
         for path in (mask, overlay):
             path.parent.mkdir(parents=True, exist_ok=True)
         mask_picture(classes, self._values, self._colours).save(mask)
-        opened = open_image(Path(image).read_bytes(), image, exif_rotation=self._image.exif_rotation)
-        pixels = opened if isinstance(opened, Image.Image) else opened.image()
+        pixels = self._decoded(Path(image).read_bytes(), image)
         overlay_picture(pixels, classes, self._names, self._colours).save(overlay, quality=90)
         return mask
 
@@ -102,25 +78,11 @@ def write_labels(folder: Path, source: Source) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    names, values = source.class_names, source.entry("values", 0).tolist()
-    colours = source.entry("colours", 0) if source.has("colours") else default_palette(max(values) + 1)[values]
-    with written_whole(folder / LABELS) as partial, partial.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(_COLUMNS)
-        writer.writerows((v, name, f"#{bytes(c).hex()}") for v, name, c in zip(values, names, colours, strict=True))
-
-
-def _read_labels(path: Path, num_classes: int) -> tuple[np.ndarray, np.ndarray]:
-    """The pixel values [C] and the colours uint8 [C, 3] of the classes of a run."""
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            rows = [(int(row["index"]), [*bytes.fromhex(row["colour"].lstrip("#"))]) for row in csv.DictReader(file)]
-        values, colours = np.array([row[0] for row in rows]), np.array([row[1] for row in rows], dtype=np.uint8)
-        if values.shape != (num_classes,) or colours.shape != (num_classes, 3) or values.min() < 0:
-            raise ValueError(f"{len(rows)} rows in place of {num_classes}, or another form than a training run writes")
-    except (KeyError, OSError, TypeError, ValueError) as error:
-        raise UserError(f"{path} cannot be read ({error}): restore it, or remove it for default colours") from None
-    return values, colours
+    values = source.entry("values", 0)
+    colours = source.entry("colours", 0) if source.has("colours") else default_palette(values.max() + 1)[values]
+    rows = zip(values, source.class_names, [f"#{bytes(colour).hex()}" for colour in colours], strict=True)
+    with (folder / LABELS_FILE).open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([("index", "name", "colour"), *rows])
 
 
 def mask_picture(classes: np.ndarray, values: np.ndarray, colours: np.ndarray) -> Image.Image:
@@ -131,44 +93,29 @@ def mask_picture(classes: np.ndarray, values: np.ndarray, colours: np.ndarray) -
         values: pixel value of each class [C].
         colours: uint8 [C, 3].
     """
-    pixels = values[classes]
     if values.max() > 255:
-        return Image.fromarray(pixels.astype(np.uint16))
-    palette = default_palette(256)
+        return Image.fromarray(values[classes].astype(np.uint16))
+    picture, palette = Image.fromarray(values[classes].astype(np.uint8)), default_palette(256)
     palette[values] = colours
-    picture = Image.fromarray(pixels.astype(np.uint8))
     picture.putpalette(palette.tobytes())
     return picture
 
 
 def overlay_picture(image: Image.Image, classes: np.ndarray, names: Sequence[str], colours: np.ndarray) -> Image.Image:
-    """An image under the half transparent colours of its classes, next to their names and shares, the largest first."""
+    """An image under the half transparent colours of its classes, beside their names and shares, the largest first."""
     scale = np.clip(max(image.size), *_SIDES) / max(image.size)
-    size = max(1, round(image.width * scale)), max(1, round(image.height * scale))
-    tint = Image.fromarray(colours[classes]).resize(size, Image.Resampling.NEAREST)
-    picture = Image.blend(image.convert("RGB").resize(size, Image.Resampling.BICUBIC), tint, _OPACITY)
-    line = max(size) // 24
-    font = _font(line * 2 // 3)
+    width, height = (max(1, round(length * scale)) for length in image.size)
+    tint = Image.fromarray(colours[classes]).resize((width, height), Image.Resampling.NEAREST)
+    line = max(width, height) // 24
+    font = ImageFont.truetype(_FONT, line * 2 // 3, layout_engine=ImageFont.Layout.BASIC)  # every Pillow has that one
     shares = np.bincount(classes.flatten(), minlength=len(names)) / classes.size
-    present = [number for number in np.argsort(-shares, kind="stable").tolist() if shares[number]]
+    present = np.flatnonzero(shares)[np.argsort(-shares[shares > 0], kind="stable")][: height // line - 1 or 1]
     lines = [f"{100 * shares[number]:.1f} %  {names[number]}" for number in present]
-    most = max(1, size[1] // line - 1)
-    if len(lines) > most:
-        lines[most - 1 :] = [f"and {len(lines) - most + 1} more"]
-    width = round(max(font.getlength(text) for text in lines)) + line * 5 // 2
-    whole = Image.new("RGB", (size[0] + width, size[1]), "white")
-    whole.paste(picture, (0, 0))
+    whole = Image.new("RGB", (width + round(max(map(font.getlength, lines))) + line * 5 // 2, height), "white")
+    whole.paste(Image.blend(image.resize((width, height)), tint, 0.5), (0, 0))
     draw = ImageDraw.Draw(whole)
-    for row, (number, text) in enumerate(zip(present, lines, strict=False)):
-        left, top = size[0] + line // 3, line // 2 + row * line
-        if not text.startswith("and "):
-            draw.rectangle((left, top, left + line, top + line * 3 // 4), fill=tuple(colours[number].tolist()))
-        draw.text((left + line * 4 // 3, top), text, fill="black", font=font)
+    for top, number, text in zip(range(line // 2, height, line), present, lines, strict=False):
+        swatch = (width + line // 3, top, width + line * 4 // 3, top + line * 3 // 4)
+        draw.rectangle(swatch, fill=tuple(colours[number].tolist()))
+        draw.text((width + line * 5 // 3, top), text, fill="black", font=font)
     return whole
-
-
-@cache
-def _font(size: int) -> ImageFont.FreeTypeFont:
-    # The basic layout, which every build of Pillow has.
-    path = str(files("ds_vit.data") / "glyphs" / "DejaVuSans.ttf")
-    return ImageFont.truetype(path, size, layout_engine=ImageFont.Layout.BASIC)

@@ -36,7 +36,7 @@ HEAD = "seg_head."
 _CONV_WIDTH = 256
 
 
-def _head(kind: HeadKind, width: int, num_classes: int) -> nn.Module:
+def make_head(kind: HeadKind, width: int, num_classes: int) -> nn.Module:
     """A head of tokens of this width; "conv" makes the grid four times as fine."""
     if kind == "linear":
         return nn.Linear(width, num_classes)
@@ -56,7 +56,7 @@ class _PixelHead(nn.Module):
     """The end of a segmenter, of the whole model and of its last layer.
 
     Attributes:
-        seg_head: see `_head`.
+        seg_head: see `make_head`.
         grid_size: patches of an image in (height, width).
     """
 
@@ -91,7 +91,7 @@ class Segmenter(_PixelHead):
         self.num_classes = num_classes
         self.grid_size = self.patch_embed.grid_size
         self.upsampling = 1 if kind == "linear" else 4
-        self.seg_head = _head(kind, self.embed_dim, num_classes)
+        self.seg_head = make_head(kind, self.embed_dim, num_classes)
         if self.attn_pool is not None:
             self.attn_pool.requires_grad_(False)
 

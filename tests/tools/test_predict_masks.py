@@ -1,0 +1,234 @@
+"""`ds-vit predict`, `embed` and `export` of segmentation runs, held against timm and torch alone."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+
+import numpy as np
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+import yaml
+from picture_folders import smooth_photo
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from ds_vit import cli
+from ds_vit.api import export, predict
+from ds_vit.models.zoo import ModelSpec
+from ds_vit.tasks.segmentation.predictions import overlay_picture
+from ds_vit.tasks.segmentation.towers import create_segmenter
+
+MODEL, SIDE = "vit_tiny_patch16_224", 32
+KWARGS = {"patch_size": 8, "embed_dim": 24, "depth": 1, "num_heads": 2}
+VALUES, NAMES = [3, 10, 200], ["sky, clear", "Größe", "road"]
+COLOURS = [(0, 128, 255), (200, 10, 10), (90, 90, 90)]
+SIZES = {"wide.jpg": (40, 90), "tall.png": (70, 33)}  # height, width
+
+
+@torch.no_grad()
+def random_run(folder, head="linear", labels=True, **more):
+    """What a run with random weights leaves; its head's bias makes all classes about as frequent."""
+    model = create_segmenter(ModelSpec(MODEL, num_classes=3, img_size=SIDE, model_kwargs=KWARGS), head)
+    model.to_empty(device="cpu").eval()
+    generator = torch.Generator().manual_seed(0)
+    for weight in model.parameters():
+        weight.data.normal_(std=0.3, generator=generator)
+    state = model.state_dict()
+    of_head = {name: state.pop(name) for name in [*state] if name.startswith("seg_head.")}
+    of_head[[*of_head][-1]] -= (
+        F.adaptive_avg_pool2d(model(torch.randn(8, 3, SIDE, SIDE, generator=generator)), 1).mean(0).flatten()
+    )
+    folder.mkdir(parents=True)
+    save_file(state, folder / "model.safetensors")
+    save_file(of_head, folder / "seg_head.safetensors")
+    recipe = {"task": "segmentation", "seg_head": head, "model": MODEL, "model_kwargs": KWARGS, "num_classes": 3}
+    recipe |= {"img_size": SIDE, "mean": [0.5] * 3, "std": [0.5] * 3, "deepspeed_config": "deepspeed.json", **more}
+    (folder / "config.yaml").write_text(yaml.safe_dump(recipe))
+    (folder / "classes.json").write_text(json.dumps(NAMES))
+    if labels:
+        rows = zip(VALUES, NAMES, [f"#{bytes(colour).hex()}" for colour in COLOURS], strict=True)
+        with (folder / "labels.csv").open("w", newline="") as file:
+            csv.writer(file).writerows([("index", "name", "colour"), *rows])
+    return folder
+
+
+def write_photos(folder):
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, (name, size) in enumerate(SIZES.items()):
+        smooth_photo(*size, seed=number).save(folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return random_run(tmp_path_factory.mktemp("masks") / "run")
+
+
+def plainly(run, path, stride):
+    """The classes of an image's pixels by timm, torch and Pillow, and timm's backbone."""
+    backbone = timm.create_model(MODEL, num_classes=0, img_size=SIDE, **KWARGS).eval()
+    backbone.load_state_dict(load_file(run / "model.safetensors"))
+    head = nn.Linear(24, 3)
+    head.load_state_dict({n.partition(".")[2]: t for n, t in load_file(run / "seg_head.safetensors").items()})
+    image = Image.open(path).convert("RGB")
+    cover = SIDE / min(image.size)
+    width, height = (round(length * cover) for length in image.size) if stride else (SIDE, SIDE)
+    pixels = np.array(image.resize((width, height), Image.Resampling.BILINEAR))
+    pixels = (torch.from_numpy(pixels).permute(2, 0, 1)[None] / 255 - 0.5) / 0.5
+    total, count = torch.zeros(1, 3, height, width), torch.zeros(height, width)
+    starts = [{min(place, length - SIDE) for place in range(0, length, stride or SIDE)} for length in (height, width)]
+    for top in starts[0]:
+        for left in starts[1]:
+            window = pixels[:, :, top : top + SIDE, left : left + SIDE]
+            logits = head(backbone.forward_features(window)[:, 1:]).transpose(1, 2).reshape(1, 3, SIDE // 8, SIDE // 8)
+            total[:, :, top : top + SIDE, left : left + SIDE] += F.interpolate(logits, SIDE, mode="bilinear")
+            count[top : top + SIDE, left : left + SIDE] += 1
+    scores = F.interpolate(total / count, image.size[::-1], mode="bilinear")
+    return scores[0].argmax(0).numpy(), backbone
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("stride", [None, 0])
+def test_masks_have_the_images_sizes_and_the_values_of_the_data(run, tmp_path, capsys, stride):
+    """Class numbers in place of the data's values, a mask of the model's size, other windows than evaluation's."""
+    photos, output = write_photos(tmp_path / "photos" / "deeper").parent, tmp_path / "out"
+    words = [] if stride is None else ["--slide-stride", str(stride)]
+    assert cli.main(["predict", str(run), str(photos), "--output", str(output), *words]) == 0
+    out, err = capsys.readouterr()
+    rows = {row["image"]: row for row in csv.DictReader(io.StringIO(out))}
+    assert f"{output}: 2 images" in err
+    seen = set()
+    for name, size in SIZES.items():
+        path = photos / "deeper" / name
+        classes, _ = plainly(run, path, 21 if stride is None else 0)  # 2/3 of 32
+        mask = Image.open((output / "masks" / "deeper" / name).with_suffix(".png"))
+        assert (mask.mode, np.asarray(mask).shape) == ("P", size)
+        agree = np.asarray(mask) == np.array(VALUES)[classes]
+        assert agree.mean() > 0.999, "rounding may turn a tie"
+        painted = np.asarray(mask.convert("RGB"))
+        assert (painted[agree] == np.array(COLOURS)[classes[agree]]).all()
+        numbers = [VALUES.index(value) for value in np.unique(np.asarray(mask))]
+        seen |= {*numbers}
+        row = rows[str(path)]
+        assert list(row) == ["image", "class1", "share1", "class2", "share2", "class3", "share3"]
+        largest = np.bincount(classes.flatten(), minlength=3)
+        assert NAMES.index(row["class1"]) == largest.argmax()
+        assert float(row["share1"]) == pytest.approx(largest.max() / classes.size, abs=1e-3)
+        overlay = Image.open((output / "overlays" / "deeper" / name).with_suffix(".jpg"))
+        assert overlay.height >= max(size[0], 512 * size[0] // max(size))
+    assert len(seen) > 1, "the random weights give several classes"
+
+
+def test_overlays_blend_image_and_colours_and_name_the_classes_present():
+    """Colours of other classes, a picture without a legend, a class that is absent in it."""
+    image = Image.new("RGB", (600, 300), (100, 50, 20))
+    classes = np.zeros((300, 600), dtype=np.int64)
+    classes[:, 300:] = 2
+    colours = np.array(COLOURS, dtype=np.uint8)
+    pixels = np.asarray(overlay_picture(image, classes, NAMES, colours)).astype(int)
+    for left, number in ((10, 0), (590, 2)):
+        expected = np.add(COLOURS[number], (100, 50, 20)) // 2
+        assert np.abs(pixels[150, left] - expected).max() <= 1
+    legend = pixels[:, 600:].reshape(-1, 3).tolist()
+    assert [list(COLOURS[number]) in legend for number in range(3)] == [True, False, True]
+
+
+def test_a_table_of_files_and_an_image_that_cannot_be_read(run, tmp_path, capsys, monkeypatch):
+    """A bad file whose neighbour loses its mask; an empty mask for it; the default folder."""
+    monkeypatch.chdir(tmp_path)
+    write_photos(tmp_path)
+    (tmp_path / "bad.jpg").write_text("not a picture")
+    assert cli.main(["predict", str(run), "wide.jpg", "bad.jpg", "tall.png", "-k", "2"]) == 65
+    out, err = capsys.readouterr()
+    assert "bad.jpg: cannot be read" in err
+    assert "share" in out
+    assert "probability" not in out
+    assert sorted(path.name for path in tmp_path.glob("predictions/*/*")) == [
+        *("tall.jpg", "tall.png", "wide.jpg", "wide.png")
+    ]
+
+
+def test_from_python_and_without_a_table_of_labels(run, tmp_path):
+    """Values of the file in place of class numbers; a run of which nothing says the colours."""
+    write_photos(tmp_path)
+    found = predict(run, [str(tmp_path / name) for name in SIZES])
+    assert found["by"] == "pixels"
+    for row, size in zip(found["images"], SIZES.values(), strict=True):
+        assert row["mask"].shape == size
+        assert {*np.unique(row["mask"])} <= {0, 1, 2}
+        for one in row["classes"]:
+            assert one["share"] == pytest.approx((row["mask"] == one["number"]).mean())
+            assert one["name"] == NAMES[one["number"]]
+    bare = random_run(tmp_path / "bare", labels=False, reduce_zero_label=True)
+    assert cli.main(["predict", str(bare), str(tmp_path / "tall.png"), "--output", str(tmp_path / "out")]) == 0
+    mask = np.asarray(Image.open(tmp_path / "out" / "masks" / "tall.png"))
+    assert np.array_equal(mask, found["images"][1]["mask"] + 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--bce-loss"], "--bce-loss has no effect"),
+        (["--workers", "1"], "--workers has no effect"),
+        (["--crop-pct", "0.9"], "windows slide over whole images"),
+        (["--top-k", "4"], "--top-k 4 must lie between 1 and the model's 3 classes"),
+        (["--output", "full"], "full exists already; remove it"),
+        (["wide.png"], "wide.jpg and wide.png would have one mask, wide.png"),
+    ],
+)
+def test_refusals(run, tmp_path, capsys, monkeypatch, words, message):
+    """A flag that is ignored, masks of another run overwritten, a mask that overwrites another's."""
+    monkeypatch.chdir(tmp_path)
+    write_photos(tmp_path)
+    (tmp_path / "wide.png").write_bytes((tmp_path / "tall.png").read_bytes())
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine.txt").touch()
+    assert cli.main(["predict", str(run), "wide.jpg", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+@torch.no_grad()
+def test_embed_writes_the_backbones_features(run, tmp_path):
+    """Features of a model with a drawn backbone, or a head that timm does not know."""
+    write_photos(tmp_path)
+    output = tmp_path / "features.npz"
+    assert cli.main(["embed", str(run), str(tmp_path / "wide.jpg"), "--output", str(output)]) == 0
+    _, backbone = plainly(run, tmp_path / "wide.jpg", 0)
+    transform = timm.data.create_transform((3, SIDE, SIDE), mean=(0.5,) * 3, std=(0.5,) * 3, crop_pct=0.9)
+    transform.transforms[0].interpolation = transform.transforms[0].interpolation.BICUBIC
+    expected = backbone(transform(Image.open(tmp_path / "wide.jpg").convert("RGB"))[None])
+    with np.load(output) as found:
+        np.testing.assert_allclose(found["features"], expected.numpy(), atol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("head", ["linear", "conv"])
+def test_timm_reads_the_exported_backbone(tmp_path, head):
+    """A folder that timm refuses, or a head whose file does not fit its description."""
+    run = random_run(tmp_path / "run", head)
+    found = export(run, "timm")
+    assert found.largest < 1e-6
+    model = timm.create_model(f"local-dir:{found.folder}", pretrained=True).eval()
+    _, backbone = plainly(run, write_photos(tmp_path) / "wide.jpg", 0) if head == "linear" else (None, None)
+    if backbone is not None:
+        images = torch.randn(2, 3, SIDE, SIDE)
+        torch.testing.assert_close(model(images), backbone(images), rtol=0, atol=1e-6)
+    assert json.loads((found.folder / "head.json").read_text()) == {
+        **{"kind": head, "grid": [4, 4], "num_classes": 3, "classes": NAMES, "img_size": [SIDE, SIDE]}
+    }
+
+
+def test_onnx_has_the_whole_model(tmp_path):
+    """The backbone without its head."""
+    runtime = pytest.importorskip("onnxruntime")
+    run = random_run(tmp_path / "run", "conv")
+    found = export(run, "onnx")
+    assert found.within
+    session = runtime.InferenceSession(str(found.folder / "model.onnx"), providers=["CPUExecutionProvider"])
+    [logits] = session.run(None, {"images": np.zeros((2, 3, SIDE, SIDE), dtype=np.float32)})
+    assert logits.shape == (2, 3, 16, 16)
