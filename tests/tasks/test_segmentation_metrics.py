@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from PIL import Image
 
 from ds_vit.config.run_folder import RunFolder
-from ds_vit.data.decode import ImageDecodeError
 from ds_vit.data.field import finished
 from ds_vit.data.reader import Reader
 from ds_vit.data.rows import EvalRows
@@ -57,8 +56,8 @@ class Pairs(Source):
 
     def entry(self, name, index):
         (height, width), generator = SIZES[index], np.random.default_rng(index)
-        if name == "mask_size":
-            return height, width
+        if name in ("mask_size", "values"):
+            return (height, width) if name == "mask_size" else np.arange(CLASSES)
         blocks = generator.integers(0, 256, (height // 6 + 2, width // 6 + 2, 3), dtype=np.uint8)
         if name == "image":
             if index == BAD:
@@ -86,7 +85,7 @@ def counted(rank, world, stride, batch_size=2):
     most, height, width = extent(source, IMAGE.img_size, stride)
     fields = [Windows("images", IMAGE, stride, most), WholeMask("masks", (height, width)), Sizes("sizes")]
     reader = Reader(source, fields, EvalRows(len(source), Share(rank, world, batch_size)), on_bad_image="skip")
-    metrics = MeanIoU(CLASSES, IMAGE.img_size, stride, torch.device("cpu"))
+    metrics = MeanIoU(CLASSES, IMAGE, stride, torch.device("cpu"))
     metrics.expect(len(source))
     for number in range(len(reader.rows)):
         read = reader.read(reader.rows.at(number))
@@ -247,7 +246,7 @@ def test_windows_are_parts_of_the_resized_image():
 
 def metrics_of(counts):
     """Metrics that have counted a matrix of one image."""
-    metrics = MeanIoU(len(counts), (8, 8), None, torch.device("cpu"))
+    metrics = MeanIoU(len(counts), IMAGE, None, torch.device("cpu"))
     metrics.sums = torch.tensor([*np.ravel(counts), 1], dtype=torch.float64)
     return metrics
 
@@ -281,7 +280,7 @@ def test_no_pixel_with_a_class():
 def test_pictures_are_of_the_counted_samples():
     """Mask and prediction of another sample, another palette, ignored pixels in the colour of a class."""
     source = Pairs()
-    metrics = MeanIoU(CLASSES, IMAGE.img_size, 0, torch.device("cpu"), source, IMAGE)
+    metrics = MeanIoU(CLASSES, IMAGE, 0, torch.device("cpu"), source)
     metrics.expect(len(source))
     metrics._show(1, torch.from_numpy(source.entry("mask", 1)), torch.full(SIZES[1], 2))
     image, mask, predicted = metrics.pixels[1].round().to(torch.uint8)
@@ -290,19 +289,6 @@ def test_pictures_are_of_the_counted_samples():
     assert predicted[:, 96, 96].tolist() == [0, 128, 0]
     assert len(image.unique()) > 50
     assert metrics.pictures()["segmentation"].shape == (3, 4 * 196 + 4, 6 * 196 + 4)
-
-
-def test_inputs_that_do_not_fit():
-    """An image that is cut to its mask's size, and a mask or windows that are cut to the batch's."""
-    source = Pairs()
-    fields = [Windows("images", IMAGE, None, 1), WholeMask("masks", (20, 20))]
-    rows = EvalRows(len(source), Share(0, 1, len(source)))
-    with pytest.raises(UserError, match="image 1 has 3 windows, and images has room for 1"):
-        Reader(source, fields[:1], rows, on_bad_image="skip").read(rows.at(0))
-    with pytest.raises(UserError, match="the mask of image 0 has 24x32 pixels, and masks has room for 20x20"):
-        Reader(source, fields[1:], rows).read(rows.at(0))
-    with pytest.raises(ImageDecodeError, match="image 4"):
-        Reader(source, [Windows("images", IMAGE, None, 9)], rows).read(rows.at(0))
 
 
 def test_an_image_of_another_size_than_its_mask(monkeypatch):

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from torchvision.utils import make_grid
 
 from ds_vit.config.run_folder import RunFolder, written_whole
@@ -33,7 +33,6 @@ PICTURES: Mapping[str, str] = {
 }
 ABSENT = "absent"
 _FILE = "iou.csv"
-_HEADER = ("class", "iou", "accuracy", "share_of_pixels")
 _PANEL = 192  # pixels across of a picture
 _OUTSIDE = 255  # white: pixels that are ignored, and what is beside an image
 
@@ -43,11 +42,10 @@ class MeanIoU(Metrics):
 
     Args:
         num_classes: C.
-        img_size: (h, w) of the model.
+        image: the model's size, and how files are read.
         stride: --slide-stride.
         device: where the sums are kept.
         source: of the evaluated samples, for the pictures; None for none.
-        image: how the pictures' files are read.
     """
 
     num_shown = 8
@@ -55,37 +53,33 @@ class MeanIoU(Metrics):
     def __init__(
         self,
         num_classes: int,
-        img_size: tuple[int, int],
+        image: ImageConfig,
         stride: int | None,
         device: torch.device,
         source: Source | None = None,
-        image: ImageConfig | None = None,
     ) -> None:
         super().__init__(num_classes**2 + 1, device)  # pixels by class of the mask and predicted class; images
-        self.num_classes, self._img_size, self._stride = num_classes, img_size, stride
-        self._source, self._image = source, image or ImageConfig()
+        self.num_classes, self._image, self._stride, self._source = num_classes, image, stride, source
         self._shown: list[int] = []
 
     def expect(self, num_samples: int) -> None:
         """As `Metrics.expect`."""
         super().expect(num_samples)
-        if self._source is None:
-            return
-        # From all over the split: a folder's images lie subject by subject.
-        places = np.linspace(0, num_samples - 1, min(self.num_shown, num_samples)).round()
-        self._shown = [int(place) for place in places]
-        # An image, its mask and the prediction.
-        self.pixels = self.sums.new_zeros(len(places), 3, 3, _PANEL, _PANEL, dtype=torch.float32)
+        if self._source is not None:
+            # From all over the split: a folder's images lie subject by subject.
+            self._shown = np.linspace(0, num_samples - 1, min(self.num_shown, num_samples)).round().astype(int).tolist()
+            # An image, its mask and the prediction.
+            self.pixels = torch.zeros(len(self._shown), 3, 3, _PANEL, _PANEL, device=self.sums.device)
 
     def update(self, outputs: torch.Tensor, batch: Batch) -> None:
         """Logits fp32 [B, K, C, gh, gw]; "masks" int32 [B, ...] and their "sizes" int64 [B, 2]."""
         places = iter(self.places(batch).tolist())
-        for row, (valid, size) in enumerate(zip(batch["valid"].tolist(), batch["sizes"].tolist(), strict=True)):
-            if not valid:
+        for row, (height, width) in enumerate(batch["sizes"].tolist()):
+            if not batch["valid"][row]:
                 continue
-            canvas = canvas_of((size[0], size[1]), self._img_size, self._stride)
-            scores = stitched(outputs[row, : len(canvas.starts)], canvas, self._img_size)
-            predicted, mask = classes_at(scores, (size[0], size[1])), batch["masks"][row, : size[0], : size[1]]
+            canvas = canvas_of((height, width), self._image.img_size, self._stride)
+            scores = stitched(outputs[row, : len(canvas.starts)], canvas, self._image.img_size)
+            predicted, mask = classes_at(scores, (height, width)), batch["masks"][row, :height, :width]
             known = mask != IGNORED
             pairs = mask[known].long() * self.num_classes + predicted[known]
             self.sums[:-1] += torch.bincount(pairs, minlength=self.num_classes**2)
@@ -100,29 +94,30 @@ class MeanIoU(Metrics):
 
     def compute(self) -> dict[str, float]:
         """As `Metrics.compute`; both are NaN where all pixels are ignored."""
-        counts = self.counts
+        counts, images = self.counts, int(self.sums[-1])
         iou, _, _ = rates(counts)
-        present, total = ~np.isnan(iou), counts.sum()
-        return {
-            "miou": float(iou[present].mean()) if present.any() else np.nan,
-            "pixel_accuracy": float(100.0 * np.trace(counts) / total) if total else np.nan,
-            "images": int(self.sums[-1]),
-        }
+        if not counts.any():
+            return {"miou": np.nan, "pixel_accuracy": np.nan, "images": images}
+        accuracy = 100.0 * np.trace(counts) / counts.sum()
+        return {"miou": float(np.nanmean(iou)), "pixel_accuracy": float(accuracy), "images": images}
 
     def _show(self, place: int, mask: torch.Tensor, predicted: torch.Tensor) -> None:
         """Draw a sample; only the rank that counts it does."""
-        assert self._source is not None, "nothing is shown without a source"
+        source = self._source
+        assert source is not None, "nothing is shown without a source"
         assert self.pixels is not None, "expect() was not called"
-        has_colours = self._source.has("colours")
-        palette = self._source.entry("colours", place) if has_colours else default_palette(self.num_classes)
-        colours = np.full((self.num_classes + 1, 3), _OUTSIDE, dtype=np.uint8)
-        colours[: len(palette)] = palette[: self.num_classes]  # the last one is of pixels that are ignored
-        data, name = self._source.entry("image", place), self._source.describe(place)
-        opened = open_image(data, name, exif_rotation=self._image.exif_rotation)
+        # The last colour is of pixels that are ignored.
+        colours = np.vstack((colours_of(source), np.full((1, 3), _OUTSIDE, dtype=np.uint8)))
+        opened = open_image(
+            source.entry("image", place), source.describe(place), exif_rotation=self._image.exif_rotation
+        )
         image = opened.image() if isinstance(opened, Jpeg) else opened
         masks = [Image.fromarray(colours[classes.cpu().numpy()]) for classes in (mask, predicted)]
-        for at, picture in enumerate((image.convert("RGB"), *masks)):
-            self.pixels[self._shown.index(place), at] = torch.from_numpy(_fitted(picture, smooth=at == 0))
+        tiles = [
+            _fitted(image, Image.Resampling.BILINEAR),
+            *(_fitted(each, Image.Resampling.NEAREST) for each in masks),
+        ]
+        self.pixels[self._shown.index(place)] = torch.from_numpy(np.stack(tiles))
 
     def pictures(self) -> dict[str, torch.Tensor]:
         """Image, mask and prediction of each sample, two samples a row."""
@@ -146,14 +141,18 @@ def rates(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         return 100.0 * right / (own + predicted - right), 100.0 * right / own, 100.0 * own / counts.sum()
 
 
-def _fitted(picture: Image.Image, *, smooth: bool) -> np.ndarray:
-    """An RGB picture in the middle of a square, float32 [3, side, side]; class colours are not mixed."""
-    scale = _PANEL / max(picture.size)
-    width, height = (max(1, round(length * scale)) for length in picture.size)
-    how = Image.Resampling.BILINEAR if smooth and scale < 1 else Image.Resampling.NEAREST
-    square = Image.new("RGB", (_PANEL, _PANEL), (_OUTSIDE,) * 3)
-    square.paste(picture.resize((width, height), how), ((_PANEL - width) // 2, (_PANEL - height) // 2))
-    return np.asarray(square, dtype=np.float32).transpose(2, 0, 1)
+def _fitted(picture: Image.Image, how: Image.Resampling) -> np.ndarray:
+    """An RGB picture in the middle of a square, uint8 [3, side, side]."""
+    padded = ImageOps.pad(picture, (_PANEL, _PANEL), how, color=(_OUTSIDE,) * 3)
+    return np.asarray(padded).transpose(2, 0, 1)
+
+
+def colours_of(source: Source) -> np.ndarray:
+    """The colours of the classes, uint8 [C, 3]: the source's, or by the values that stand for them in its masks."""
+    if source.has("colours"):
+        return source.entry("colours", 0)
+    values = source.entry("values", 0)
+    return default_palette(max(values) + 1)[values]
 
 
 # ---- the report: the IoU of each class -------------------------------------------------------------------------------
@@ -170,12 +169,9 @@ def write_iou(folder: RunFolder, metrics: MeanIoU, names: Sequence[str]) -> None
     Raises:
         OSError: the file cannot be written.
     """
-    with (
-        written_whole(folder.path / _FILE) as partial,
-        partial.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file,
-    ):
+    with written_whole(folder.path / _FILE) as partial, partial.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
-        writer.writerow(_HEADER)
+        writer.writerow(("class", "iou", "accuracy", "share_of_pixels"))
         for at, values in enumerate(zip(*rates(metrics.counts), strict=True)):
             iou, accuracy, share = ("" if np.isnan(value) else f"{value:.2f}" for value in values)
             writer.writerow((class_name(at, names), iou or ABSENT, accuracy, share))
@@ -183,19 +179,10 @@ def write_iou(folder: RunFolder, metrics: MeanIoU, names: Sequence[str]) -> None
 
 def iou_panels(folder: RunFolder) -> list[Panel]:
     """The table of iou.csv, the lowest IoU first and absent classes last; none without the file."""
-    rows: list[dict[str, str]] = []
-    with (
-        contextlib.suppress(OSError),
-        (folder.path / _FILE).open(newline="", encoding="utf-8", errors="surrogateescape") as file,
-    ):
-        rows = list(csv.DictReader(file))
-    if not rows:
-        return []
-    rows.sort(key=lambda row: np.inf if row["iou"] == ABSENT else float(row["iou"]))
-
-    def shown(value: str) -> str:
-        return "-" if value in ("", ABSENT) else f"{value} %"
-
-    lines = [(row["class"], *(shown(row[name]) for name in _HEADER[1:])) for row in rows]
-    title = "IoU of the classes, the lowest first (-: in no mask and no prediction)"
-    return [table(title, ("class", "IoU", "accuracy", "of the pixels"), lines)]
+    with contextlib.suppress(OSError), (folder.path / _FILE).open(newline="", encoding="utf-8") as file:
+        _, *rows = csv.reader(file)
+        rows.sort(key=lambda row: np.inf if row[1] == ABSENT else float(row[1]))
+        lines = [[row[0], *("-" if value in ("", ABSENT) else f"{value} %" for value in row[1:])] for row in rows]
+        title = "IoU of the classes, the lowest first (-: in no mask and no prediction)"
+        return [table(title, ("class", "IoU", "accuracy", "of the pixels"), lines)]
+    return []

@@ -19,8 +19,9 @@ import torch.nn.functional as F
 from PIL import Image
 
 from ds_vit.data.decode import ImageDecodeError, Jpeg
-from ds_vit.data.field import Field, Rows, Sample
+from ds_vit.data.field import Field, RaggedField, Rows, Sample
 from ds_vit.data.fields import ImageField, normalised
+from ds_vit.data.masks import IGNORED
 from ds_vit.data.settings import ImageConfig
 from ds_vit.data.slots import empty
 from ds_vit.data.sources.source import Source
@@ -167,12 +168,6 @@ class Windows(ImageField):
             )
         return windows_of(opened.image() if isinstance(opened, Jpeg) else opened, self.image.img_size, self._stride)
 
-    def checked(self, value: torch.Tensor, sample: Sample) -> torch.Tensor:
-        """As `Field.checked`: at most the declared number of windows."""
-        if len(value) > self.shape[0]:
-            raise UserError(f"{sample.name} has {len(value)} windows, and {self.name} has room for {self.shape[0]}")
-        return value
-
     def blank(self) -> torch.Tensor:
         """No window, with room for all."""
         return torch.zeros(self.shape, dtype=torch.uint8)[:0]
@@ -193,43 +188,23 @@ class Windows(ImageField):
         return images
 
 
-class WholeMask(Field):
+class WholeMask(RaggedField):
     """The mask of an image at its own size, int32 [B, most high, most wide], padded by -1 (ignored).
 
     Args:
         name: as for `Field`.
-        most: (height, width) of the largest mask.
+        most: (height, width) that no mask exceeds.
     """
+
+    padding = IGNORED
 
     def __init__(self, name: str, most: Size) -> None:
         super().__init__(name, most, torch.int32, stage="last", entry="mask")
 
-    def checked(self, value: Any, sample: Sample) -> torch.Tensor:
-        """As `Field.checked`: a mask of at most the declared size, int16."""
-        mask = torch.as_tensor(value, dtype=torch.int16)
-        if any(length > most for length, most in zip(mask.shape, self.shape, strict=True)):
-            found, most = (f"{shape[0]}x{shape[1]}" for shape in (mask.shape, self.shape))
-            raise UserError(f"the mask of {sample.name} has {found} pixels, and {self.name} has room for {most}")
-        return mask
-
-    def blank(self) -> torch.Tensor:
-        """No pixel, with room for all."""
-        return torch.zeros(self.shape, dtype=torch.int16)[:0]
-
-    def collate(self, values: Sequence[torch.Tensor], rows: Rows) -> dict[str, torch.Tensor]:
-        """The pixels of all masks one after the other, and the size of each."""
-        pixels = empty((sum(mask.numel() for mask in values),), torch.int16)
-        torch.cat([mask.flatten() for mask in values], out=pixels)
-        return {"pixels": pixels, "sizes": torch.tensor([list(mask.shape) for mask in values])}
-
-    def to_device(self, packed: Any, rows: Rows, device: torch.device) -> torch.Tensor:
-        """As `Field.to_device`."""
-        masks = torch.full((rows.num_rows, *self.shape), -1, dtype=torch.int32, device=device)
-        sizes = packed["sizes"].tolist()
-        parts = packed["pixels"].to(device, non_blocking=True).split([height * width for height, width in sizes])
-        for mask, (height, width), part in zip(masks, sizes, parts, strict=False):
-            mask[:height, :width] = part.view(height, width)
-        return masks
+    def read(self, sample: Sample) -> np.ndarray:
+        """The rows of the mask, padded."""
+        mask = sample[self.entry]
+        return np.pad(mask, ((0, 0), (0, self.shape[1] - mask.shape[1])), constant_values=IGNORED)
 
 
 class Sizes(Field):
