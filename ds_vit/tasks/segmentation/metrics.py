@@ -107,7 +107,8 @@ class MeanIoU(Metrics):
         assert source is not None, "nothing is shown without a source"
         assert self.pixels is not None, "expect() was not called"
         # The last colour is of pixels that are ignored.
-        colours = np.vstack((colours_of(source), np.full((1, 3), _OUTSIDE, dtype=np.uint8)))
+        colours = np.full((self.num_classes + 1, 3), _OUTSIDE, dtype=np.uint8)
+        colours[: source.num_classes] = colours_of(source)
         opened = open_image(
             source.entry("image", place), source.describe(place), exif_rotation=self._image.exif_rotation
         )

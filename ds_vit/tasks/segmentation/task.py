@@ -216,8 +216,7 @@ class Segmentation(Task):
 
     def metrics(self, device: torch.device) -> Metrics:
         """As `Task.metrics`."""
-        size, stride = self.image.img_size, self.config.slide_stride
-        return MeanIoU(self.num_classes, size, stride, device, source=self.validation, image=self.image)
+        return MeanIoU(self.num_classes, self.image, self.config.slide_stride, device, self.validation)
 
     def write_files(self, metrics: Metrics, folder: RunFolder, source: Source) -> None:
         """As `Task.write_files`: the classes and their colours, and the IoU of each."""
