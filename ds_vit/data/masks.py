@@ -21,14 +21,19 @@ from ds_vit.data.augment.steps import Operation, Size, uniform
 from ds_vit.data.decode import Box, Jpeg, undecodable
 from ds_vit.data.field import Field, Rows, Sample, stacked
 from ds_vit.data.fields import ImageField
+from ds_vit.data.sources.source import shortened
 from ds_vit.fault_tolerance.errors import UserError, is_out_of_memory
 
 IGNORED = -1
 """The class number of pixels that count in no loss and no metric."""
+MOST_CLASSES = 2**15 - 1
+"""Masks travel as int16."""
+MOST_VALUE = 2**16 - 1
+"""The largest value of a mask's pixel that may be a class."""
 MASK_EXTENSIONS = (".png", ".tif", ".tiff", ".npy")
 
 _UNKNOWN = -2  # a value that is neither a class nor ignored
-_SHOWN = 5  # values of an error
+_OUTSIDE = MOST_VALUE + 1  # stands for all values that 16 bits do not hold
 _WHOLE_NUMBERS = "a mask has one whole number per pixel: PNG (palette or grey), TIFF or npy"
 
 
@@ -100,27 +105,16 @@ class MaskValues:
     """Which values of a data set's masks are which class.
 
     Args:
-        values: of the classes, in the order of their numbers; all differ.
-        ignored: values that belong to no class.
-        way_out: the end of the message about another value.
-
-    Attributes:
-        values: of the classes, int64 [C].
-        ignored: the others that are known, int64, ascending.
+        values: of the classes, in the order of their numbers; all differ, from 0 to `MOST_VALUE`.
+        ignored: values that belong to no class; negative ones are in no mask.
+        rule: what the classes are and what to do about another value, for the message.
     """
 
-    def __init__(self, values: Sequence[int], ignored: Iterable[int], way_out: str = "") -> None:
-        self.values, self.ignored = np.array(values, dtype=np.int64), np.unique(np.array([*ignored], dtype=np.int64))
-        self._way_out = way_out
-        known = np.concatenate([self.values, self.ignored])
-        classes = np.concatenate([np.arange(len(values)), np.full(len(self.ignored), IGNORED)]).astype(np.int16)
-        order = np.argsort(known)
-        self._known, self._classes = known[order], classes[order]
-        self._of_16_bits = self._search(np.arange(2**16))
-
-    def _search(self, values: np.ndarray) -> np.ndarray:
-        place = np.searchsorted(self._known, values).clip(max=len(self._known) - 1)
-        return np.where(self._known[place] == values, self._classes[place], np.int16(_UNKNOWN))
+    def __init__(self, values: Sequence[int], ignored: Iterable[int], rule: str) -> None:
+        self.values, self._rule = np.array(values, dtype=np.int64), rule
+        self.table = np.full(_OUTSIDE + 1, _UNKNOWN, dtype=np.int16)
+        self.table[[value for value in ignored if value >= 0]] = IGNORED
+        self.table[self.values] = np.arange(len(values))
 
     def classes(self, mask: np.ndarray, name: str) -> np.ndarray:
         """The class of each pixel, int16 [H, W]; `IGNORED` for pixels without one.
@@ -133,16 +127,13 @@ class MaskValues:
             UserError: a value is neither a class nor ignored.
         """
         is_small = mask.dtype.kind == "u" and mask.dtype.itemsize <= 2
-        classes = self._of_16_bits[mask] if is_small else self._search(mask.astype(np.int64))
+        places = mask if is_small else np.where((mask < 0) | (mask >= _OUTSIDE), _OUTSIDE, mask)
+        classes = self.table[places]
         if (unknown := classes == _UNKNOWN).any():
             values, counts = np.unique(mask[unknown], return_counts=True)
-            shown = ", ".join(f"{value} ({count:,})" for value, count in zip(values[:_SHOWN], counts, strict=False))
-            known = f"{len(self.values)} classes have values from {self.values.min()} to {self.values.max()}"
-            ignored = f", ignored is {', '.join(map(str, self.ignored.tolist()))}" if len(self.ignored) else ""
-            raise UserError(
-                f"{name}: {int(counts.sum()):,} of {mask.size:,} pixels have values that are neither a class nor "
-                f"ignored: {shown}{', ...' * (len(values) > _SHOWN)} (pixels); {known}{ignored}{self._way_out}"
-            )
+            shown = shortened([f"{value} ({count:,})" for value, count in zip(values, counts, strict=True)])
+            number = f"{int(counts.sum()):,} of {mask.size:,} pixels"
+            raise UserError(f"{name}: {number} have values that are neither a class nor ignored: {shown}; {self._rule}")
         return classes
 
 

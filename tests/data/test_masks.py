@@ -101,7 +101,6 @@ FILES: dict[str, Callable[[np.ndarray], bytes]] = {
     "palette tiff": lambda mask: _saved(mask, "tiff", palette=True),
     "16-bit tiff": lambda mask: _saved(mask.astype(np.uint16) * 300, "tiff"),
     "npy": lambda mask: _npy(mask.astype(np.int64) * 300),
-    "negative npy": lambda mask: _npy(-mask.astype(np.int16)),
 }
 
 
@@ -109,9 +108,9 @@ FILES: dict[str, Callable[[np.ndarray], bytes]] = {
 def test_each_kind_of_file_has_its_values_and_a_header_with_its_size(kind):
     """Would catch colours read for numbers, 16 bits scaled to 8, and a size for which the pixels are read."""
     mask = blocks(1)
-    data, factor = FILES[kind](mask), 300 if "16" in kind or kind == "npy" else -1 if "neg" in kind else 1
+    data, factor = FILES[kind](mask), 300 if "16" in kind or kind == "npy" else 1
     assert np.array_equal(decode_mask(data, "m"), mask.astype(np.int64) * factor)
-    values = MaskValues([0, factor], [2 * factor])
+    values = MaskValues([0, factor], [2 * factor], "")
     classes = values.classes(decode_mask(data, "m"), "m")
     assert classes.dtype == np.int16
     assert np.array_equal(classes, np.array([0, 1, -1])[mask])
@@ -136,7 +135,7 @@ def test_labels_name_values_and_colours(tmp_path):
     assert (source.class_names, len(source), source.multi_label) == (("road", "sky", "tree"), 3, True)
     assert source.entry("values", 0).tolist() == [7, 0, 2]
     assert source.entry("colours", 0).tolist() == [[0x80, 0x40, 0x80], [0x46, 0x82, 0xB4], [0x6B, 0x8E, 0x23]]
-    raw = np.asarray(Image.open(source._source.describe_mask(int(source._numbers[0]))))
+    raw = np.asarray(Image.open(source._source.open_mask(int(source._numbers[0]))[0]))
     for value, number in {7: 0, 0: 1, 2: 2, 255: -1}.items():
         assert np.array_equal(source.entry("mask", 0) == number, raw == value)
     rest, held_out = hold_out(opened(data, num_classes=None), 0.4)
@@ -145,6 +144,8 @@ def test_labels_name_values_and_colours(tmp_path):
     (second / "labels.csv").write_text("index,name\n1,road\n2,sky\n3,tree\n")
     both = mixed([opened(data, num_classes=None), opened(second, num_classes=None)])
     assert np.array_equal(both.entry("mask", 5), np.asarray(Image.open(second / "train/masks/ab/n.1.png")) - 1)
+    (second / "labels.csv").write_text("index,name,colour\n1,road,#000000\n2,sky,\n3,tree,\n")
+    assert not opened(second, num_classes=None).has("colours")
     (second / "labels.csv").unlink()
     reduced = opened(second, reduce_zero_label=True)
     assert (reduced.class_names[0], reduced.entry("values", 0).tolist()) == ("class 0", [1, 2, 3])
@@ -170,20 +171,24 @@ ERRORS: dict[str, tuple[Callable[[Path], object], dict[str, object], str]] = {
     "no image": (_add("train/masks/z.npy", b""), {}, r"^1 of 6 files of \S+masks have no partner in \S+images:"),
     "two masks": (_add("train/masks/n.2.tif", SMALL), {}, r"masks: n.2.png and n.2.tif have one path without e"),
     "two images": (_add("train/images/n.2.jpg", SMALL), {}, r"images: n.2.jpg and n.2.png have one path .* rem"),
-    "value": (_add("train/masks/n.0.png", SMALL), {}, r"n.0.png: 64 of 64 pixels have values .* a class "
-              r"nor ignored: 9 \(64\) .*; 3 classes have values from 0 to 2, ignored is 255; raise --num-class"),
+    "value": (_add("train/masks/n.0.png", SMALL), {}, r"n.0.png: 64 of 64 pixels have values that .* 9 \(64\); "
+              r"--num-classes 3 stands for 0 to 2: raise it, or pass --ignore-index VALUE$"),
+    "negative": (_add("train/masks/n.0.png", _npy(np.full((2, 3), -1))), {}, r"n.0.png: 6 of 6 pixels .*: -1"),
+    "listed value": (_add("labels.csv", "index,name\n0,a\n1,b\n"), {}, r"the 2 classes are those of \S+: list"),
     "colours": (_add("train/masks/n.0.png", COLOURS[blocks(0)]), {}, r"n.0.png is an image of mode RGB; a mask has"),
     "floats": (_add("train/masks/n.0.png", _npy(np.zeros((2, 2)))), {}, r"n.0.png is a float64 array of \[2, 2\]; a "),
     "nothing says": (lambda data: None, {"num_classes": None}, r"no labels.csv, .*: write one .* or pass --num-"),
-    "ignored": (lambda data: None, {"ignore_index": 2}, r"^--num-classes 3: the value 2 is a class, which --ig"),
+    "ignored": (lambda data: None, {"ignore_index": 2}, r"data: the value 2 is a class, which --ignore-index 2"),
     "zero": (_add("labels.csv", LABELS), {"reduce_zero_label": True}, r"value 0 is a class, which --reduce-zer"),
-    "listed": (_add("labels.csv", LABELS), {"ignore_index": 7}, r"labels.csv: the value 7 is a class, which --"),
-    "header": (_add("labels.csv", "file,labels\n"), {}, r"line 1: the header must be 'index,name' or 'index,"),
-    "index": (_add("labels.csv", "index,name\nx,a\n"), {}, r"line 2: a class has a whole number .*, not 'x,a'$"),
+    "listed": (_add("labels.csv", LABELS), {"ignore_index": 7}, r"value 7 is a class, .* --ignore-index -1 if"),
+    "many": (lambda data: None, {"num_classes": 40000, "ignore_index": -1}, r"at most 32,767 classes, not 40,000$"),
+    "header": (_add("labels.csv", "file,labels\na,b\n"), {}, r"labels.csv must have the header 'index,name' or"),
+    "empty": (_add("labels.csv", "index,name\n"), {}, r"labels.csv must have the header 'index,name' or .* a r"),
+    "index": (_add("labels.csv", "index,name\nx,a\n"), {}, r"line 2: a class has the pixel value .*, not 'x,a'$"),
+    "large": (_add("labels.csv", "index,name\n70000,a\n"), {}, r"line 2: a class has the pixel value \(0 to 65535\), "),
+    "no name": (_add("labels.csv", "index,name\n1, \n"), {}, r"line 2: a class has the pixel value .*, the name, "),
     "twice": (_add("labels.csv", "index,name\n1,a\n1,b\n"), {}, r"line 3: another row has the index 1 or the name b$"),
-    "colour": (_add("labels.csv", "index,name,colour\n1,a,red\n"), {}, r"line 2: .* #rrggbb .*, not '1,a,red'$"),
-    "some": (_add("labels.csv", "index,name,colour\n1,a,#000000\n2,b,\n"), {}, r"2 classes, 1 with a colour: g"),
-    "empty": (_add("labels.csv", "index,name\n"), {}, r"labels.csv lists 0 classes"),
+    "colour": (_add("labels.csv", "index,name,colour\n1,a,red\n"), {}, r"line 2: .* colour #rrggbb, not '1,a,red'$"),
     "no images": (_empty("images"), {}, r"train/images holds no images \(files found: none; "),
     "no masks": (_empty("masks"), {}, r"^5 of 5 files of \S+images have no partner .* mask \(.png .tif .tiff ."),
 }  # fmt: skip

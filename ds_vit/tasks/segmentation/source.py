@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from ds_vit.config import RunConfig
-from ds_vit.data.masks import MASK_EXTENSIONS, MaskValues, decode_mask, size_of_mask
+from ds_vit.data.masks import MASK_EXTENSIONS, MOST_CLASSES, MOST_VALUE, MaskValues, decode_mask, size_of_mask
 from ds_vit.data.sources.combined import first_part, part_of
 from ds_vit.data.sources.folders import FileSource, read_table, require_utf8, walk
 from ds_vit.data.sources.hugging_face import HuggingFaceSource, open_hugging_face
@@ -45,6 +45,7 @@ from ds_vit.tasks.segmentation.scenes import open_scenes
 _LAYOUTS = "DIR/train/images and DIR/train/masks, or DIR/images/train and DIR/masks/train (and val for train)"
 _COLUMNS = ("mask", "annotation", "label", "segmentation", "seg_map")
 _FORMS = ("hfds/", "parquet/")
+_CLASS = re.compile(r"[0-9]{1,5},(#[0-9a-fA-F]{6})?")
 
 
 # ---- classes ---------------------------------------------------------------------------------------------------------
@@ -77,50 +78,45 @@ def find_labels(folder: str, num_classes: int | None, ignore_index: int, reduce_
         UserError: neither says what the classes are, a malformed table, or a class that a flag leaves out.
     """
     path, first, colours = os.path.join(folder, LABELS_FILE), int(reduce_zero_label), None
+    way_out = "or pass --ignore-index VALUE"
     if os.path.isfile(path):
-        where, way_out = path, f"; list the value in {path}, or pass --ignore-index VALUE"
         values, names, colours = _read_labels(path)
+        rule = f"the {len(names)} classes are those of {path}: list the value there, {way_out}"
     elif num_classes is not None:
-        where, way_out = f"--num-classes {num_classes}", "; raise --num-classes, or pass --ignore-index VALUE"
         values = [*range(first, first + num_classes)]
         names = [f"class {number}" for number in range(num_classes)]
+        rule = f"--num-classes {num_classes} stands for {first} to {values[-1]}: raise it, {way_out}"
     else:
         raise UserError(
             f"{folder} has no {LABELS_FILE}, so that nothing says what the classes are: write one (a header "
             "index,name, then a row per class: the pixel value and the name), or pass --num-classes N for the pixel "
             f"values {first} to {'N' if first else 'N - 1'}"
         )
-    ignored = [*[0] * reduce_zero_label, *[ignore_index] * (ignore_index >= 0)]
-    if left_out := [value for value in ignored if value in values]:
-        flag = f"--ignore-index {ignore_index}" if left_out[-1] == ignore_index else "--reduce-zero-label"
-        way = "remove the class or the flag (--ignore-index -1: every value counts)"
-        raise UserError(f"{where}: the value {left_out[-1]} is a class, which {flag} leaves out; {way}")
-    return Labels(tuple(names), MaskValues(values, ignored, way_out), colours)
+    ignored = {ignore_index: f"--ignore-index {ignore_index}"} | ({0: "--reduce-zero-label"} if first else {})
+    for value in ignored.keys() & {*values}:
+        way_out = "drop the flag, remove the class, or pass --ignore-index -1 if each value counts"
+        raise UserError(f"{folder}: the value {value} is a class, which {ignored[value]} leaves out; {way_out}")
+    if len(names) > MOST_CLASSES:
+        raise UserError(f"{folder}: masks have at most {MOST_CLASSES:,} classes, not {len(names):,}")
+    return Labels(tuple(names), MaskValues(values, ignored, rule), colours)
 
 
 def _read_labels(path: str) -> tuple[list[int], list[str], np.ndarray | None]:
     """The values, names and colours of a labels.csv."""
-    values: list[int] = []
-    names: list[str] = []
-    colours: list[bytes] = []
-    for number, (where, cells) in enumerate(read_table(path, ",")):
-        index, name, colour = (*(require_utf8(cell, where).strip() for cell in cells), "", "")[:3]
-        if not number:
-            if (index, name) != ("index", "name") or colour not in ("", "colour"):
-                raise UserError(f"{where}: the header must be 'index,name' or 'index,name,colour', not {cells}")
-            continue
-        if not re.fullmatch(r"-?[0-9]{1,9}", index) or not name or not re.fullmatch(r"(#[0-9a-fA-F]{6})?", colour):
-            row = "a whole number (the pixel value), a name, and #rrggbb if there is a column colour"
+    (_, header), *rows = [*read_table(path, ",")] or [("", [""])]
+    found: dict[str, tuple[int, str]] = {}
+    if [cell.strip() for cell in header] not in (["index", "name"], ["index", "name", "colour"]) or not rows:
+        raise UserError(f"{path} must have the header 'index,name' or 'index,name,colour', then a row per class")
+    for where, cells in rows:
+        index, name, colour = (*(require_utf8(cell, where).strip() for cell in cells), "")[:3]
+        if not _CLASS.fullmatch(f"{index},{colour}") or int(index) > MOST_VALUE or not name:
+            row = f"the pixel value (0 to {MOST_VALUE}), the name, and in a column colour #rrggbb"
             raise UserError(f"{where}: a class has {row}, not {','.join(cells)!r}")
-        if int(index) in values or name in names:
+        if name in found or int(index) in (value for value, _ in found.values()):
             raise UserError(f"{where}: another row has the index {index} or the name {name}")
-        values.append(int(index))
-        names.append(name)
-        colours += [bytes.fromhex(colour[1:])] * bool(colour)
-    if not values or len(colours) not in (0, len(values)):
-        raise UserError(f"{path} lists {len(values)} classes, {len(colours)} with a colour: give each one, or none")
-    table = np.frombuffer(b"".join(colours), dtype=np.uint8).reshape(-1, 3)
-    return values, names, table if len(colours) else None
+        found[name] = int(index), colour[1:]
+    colours = [[*bytes.fromhex(colour)] for _, colour in found.values()]
+    return [value for value, _ in found.values()], [*found], np.array(colours, np.uint8) if all(colours) else None
 
 
 # ---- pairs of files --------------------------------------------------------------------------------------------------
@@ -193,12 +189,8 @@ class MaskSource(ArraySource):
         self.entries = ("image", "mask", "mask_size", "values", *(("colours",) if labels.colours is not None else ()))
 
     @abstractmethod
-    def open_mask(self, index: int) -> BinaryIO:
-        """The file of a sample's mask."""
-
-    @abstractmethod
-    def describe_mask(self, index: int) -> str:
-        """Where the mask comes from, for messages."""
+    def open_mask(self, index: int) -> tuple[BinaryIO, str]:
+        """The file of a sample's mask, and its name for messages."""
 
     def entry(self, name: str, index: int) -> Any:
         """As `Source.entry`."""
@@ -206,12 +198,11 @@ class MaskSource(ArraySource):
             return self.labels.values.values if name == "values" else self.labels.colours
         if name not in ("mask", "mask_size"):
             return super().entry(name, index)
-        where = self.describe_mask(index)
-        with self.open_mask(index) as file:
+        file, where = self.open_mask(index)
+        with file:
             if name == "mask_size":
                 return size_of_mask(file, where)
-            data = file.read()
-        return self.labels.values.classes(decode_mask(data, where), where)
+            return self.labels.values.classes(decode_mask(file.read(), where), where)
 
     def target(self, index: int) -> np.ndarray:
         """As `Source.target`, except that the mask is decoded."""
@@ -221,7 +212,7 @@ class MaskSource(ArraySource):
     def identity(self) -> tuple[np.ndarray, ...]:
         """As `Source.identity`: the names of the files and the classes; no mask is read."""
         names = np.array([name.encode() for name in self.class_names], dtype=np.bytes_)
-        return *super().identity(), names, self.labels.values.values, self.labels.values.ignored
+        return *super().identity(), names, self.labels.values.table
 
 
 class MaskFolders(MaskSource, FileSource):
@@ -246,13 +237,10 @@ class MaskFolders(MaskSource, FileSource):
         self.left_out = dict(suffix_counts(others))
         self.set_labels(labels)
 
-    def describe_mask(self, index: int) -> str:
-        """As `MaskSource.describe_mask`: its path."""
-        return os.path.join(self._mask_root, os.fsdecode(self._masks[index]))
-
-    def open_mask(self, index: int) -> BinaryIO:
+    def open_mask(self, index: int) -> tuple[BinaryIO, str]:
         """As `MaskSource.open_mask`."""
-        return open(self.describe_mask(index), "rb")
+        path = os.path.join(self._mask_root, os.fsdecode(self._masks[index]))
+        return open(path, "rb"), path
 
     def identity(self) -> tuple[np.ndarray, ...]:
         """As `Source.identity`."""
@@ -284,13 +272,9 @@ class MaskTable(MaskSource, HuggingFaceSource):
         self._mask_rows = copy.copy(self)
         self._mask_rows._image = named[0]
 
-    def describe_mask(self, index: int) -> str:
-        """As `MaskSource.describe_mask`: the row and the column."""
-        return f"{self.describe(index)}, {self._mask_rows._image}"
-
-    def open_mask(self, index: int) -> BinaryIO:
+    def open_mask(self, index: int) -> tuple[BinaryIO, str]:
         """As `MaskSource.open_mask`."""
-        return io.BytesIO(self._mask_rows.encoded(index))
+        return io.BytesIO(self._mask_rows.encoded(index)), f"{self.describe(index)}, {self._mask_rows._image}"
 
 
 # ---- by the flags ----------------------------------------------------------------------------------------------------

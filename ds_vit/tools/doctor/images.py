@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import itertools
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -29,7 +28,7 @@ from ds_vit.monitoring.metrics import say as print_lines
 from ds_vit.tasks.segmentation.source import find_labels, find_splits, pair_files
 
 _UNREAD = frozenset({".heic", ".heif", ".avif"})
-_FATAL = frozenset({"broken", "unpaired", "size", "values"})
+_FATAL = frozenset({"broken", "unpaired", "mask"})
 _SHOWN = 50  # files of a kind
 
 
@@ -47,12 +46,8 @@ class Problem(NamedTuple):
     reason: str = ""
 
 
-class _Pair(NamedTuple):
-    """An image, its mask, and the values that masks may have where labels.csv says so."""
-
-    image: str
-    mask: str
-    values: MaskValues | None
+_Pair = tuple[str, str, MaskValues | None]
+"""An image, its mask, and which values are classes, if labels.csv says so."""
 
 
 def check_images(folder: str, console: Console) -> int:
@@ -73,10 +68,9 @@ def check_images(folder: str, console: Console) -> int:
         raise UserError(
             f"--images {folder}: no images and no .tar files (read are {' '.join(sorted(IMAGE_EXTENSIONS))})"
         )
-    splits = find_splits(folder)
-    pairs, found = _pairs(folder, splits)
-    of_masks = tuple(os.path.join(masks, "") for _, masks in splits.values())
-    tasks = [*(path for path in files if not path.startswith(of_masks)), *pairs]
+    pairs, found = _pairs(folder)
+    masks = {mask for _, mask, _ in pairs}
+    tasks = [*(path for path in files if path not in masks), *pairs]
     count = 0
     with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         results = pool.map(_examine, tasks, chunksize=min(64, len(tasks) // 64 + 1))
@@ -89,39 +83,35 @@ def check_images(folder: str, console: Console) -> int:
     return exit_codes.UNREADABLE if any(problem.kind in _FATAL for problem in found) else exit_codes.OK
 
 
-def _pairs(folder: str, splits: Mapping[str, tuple[str, str]]) -> tuple[list[_Pair], list[Problem]]:
-    """The images with masks of a folder's splits, and what is wrong with their names."""
+def _pairs(folder: str) -> tuple[list[_Pair], list[Problem]]:
+    """The images with masks of a folder for segmentation, and what is wrong with their names."""
     pairs: list[_Pair] = []
     found: list[Problem] = []
-    values = None
+    splits, values = find_splits(folder), None
     if splits and os.path.isfile(os.path.join(folder, LABELS_FILE)):
         known = find_labels(folder, None, -1, False).values.values.tolist()
-        values = MaskValues(known, {255} - {*known})
+        values = MaskValues(known, {255} - {*known}, f"{LABELS_FILE} lists {len(known)} classes")
     for roots in splits.values():
         try:
             images, masks, _, problem = pair_files(*roots)
         except UserError as error:
             images, masks, problem = [], [], str(error)
-        found += [Problem("unpaired", roots[0], problem)] if problem else []
-        for image, mask in zip(images, masks, strict=True):
-            pairs.append(_Pair(os.path.join(roots[0], image), os.path.join(roots[1], mask), values))
+        found += [Problem("unpaired", roots[0], problem)] * bool(problem)
+        both = zip(images, masks, strict=True)
+        pairs += [(os.path.join(roots[0], image), os.path.join(roots[1], mask), values) for image, mask in both]
     return pairs, found
 
 
-def _problem_of_pair(pair: _Pair) -> Problem | None:
-    kind, size = "values", None
-    with contextlib.suppress(Exception), Image.open(pair.image) as image:  # a damaged one is listed as an image
-        size = image.height, image.width
+def _problem_of_mask(image: str, mask: str, values: MaskValues | None) -> Problem | None:
     try:
-        mask = decode_mask(Path(pair.mask).read_bytes(), pair.mask)
-        if pair.values is not None:
-            pair.values.classes(mask, pair.mask)
-        kind = "size"
-        require_same_size(pair.image, size or mask.shape, mask.shape)
-    except ImageDecodeError as error:
-        return Problem("broken", pair.mask, error.reason)
-    except UserError as error:
-        return Problem(kind, pair.mask, str(error).removeprefix(f"{pair.mask}: "))
+        found = decode_mask(Path(mask).read_bytes(), mask)
+        if values is not None:
+            values.classes(found, mask)
+        with Image.open(image) as opened:
+            require_same_size(image, (opened.height, opened.width), found.shape)
+    except (UserError, OSError) as error:
+        kind = "broken" if isinstance(error, ImageDecodeError) else "mask"
+        return Problem(kind, mask, getattr(error, "reason", "") or str(error).removeprefix(f"{mask}: "))
     return None
 
 
@@ -133,8 +123,8 @@ def _files(folder: str) -> Iterator[str]:
 
 def _examine(path: str | _Pair) -> tuple[int, list[Problem]]:
     """(images in the file, their problems)."""
-    if isinstance(path, _Pair):
-        return 0, [problem for problem in [_problem_of_pair(path)] if problem]
+    if isinstance(path, tuple):
+        return 0, [problem for problem in [_problem_of_mask(*path)] if problem]
     if not path.lower().endswith(".tar"):
         return 1, [problem for problem in [_problem(path, lambda: Path(path).read_bytes())] if problem]
     found: list[Problem | None] = []
@@ -175,8 +165,7 @@ _ADVICE = {
         "if they should be upright: --exif-rotation on, or mogrify -auto-orient {files}",
     ),
     "unpaired": ("folders of images and masks do not pair", "training stops at them"),
-    "size": ("are masks of another size than their image", "save each at the size of its image"),
-    "values": ("are masks with values that are no class", f"list them in {LABELS_FILE}, or pass --ignore-index VALUE"),
+    "mask": ("are masks that training stops at", f"correct them, list their values in {LABELS_FILE} or ignore these"),
     "scaled": ("have 16 bits per pixel", "training scales them to 8; for another scale convert them"),
 }
 
