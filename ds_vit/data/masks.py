@@ -10,14 +10,14 @@ Shapes: H x W a file's pixels, h x w the model's input, C classes.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 from PIL import Image
 
-from ds_vit.data.augment.steps import Operation, Size, uniform
+from ds_vit.data.augment.steps import Size, uniform
 from ds_vit.data.decode import Box, Jpeg, undecodable
 from ds_vit.data.field import Field, Rows, Sample, stacked
 from ds_vit.data.fields import ImageField
@@ -34,7 +34,6 @@ MASK_EXTENSIONS = (".png", ".tif", ".tiff", ".npy")
 
 _UNKNOWN = -2  # a value that is neither a class nor ignored
 _OUTSIDE = MOST_VALUE + 1  # stands for all values that 16 bits do not hold
-_WHOLE_NUMBERS = "a mask has one whole number per pixel: PNG (palette or grey), TIFF or npy"
 
 
 def default_palette(num_classes: int) -> np.ndarray:
@@ -63,22 +62,11 @@ def decode_mask(data: bytes, name: str) -> np.ndarray:
         ImageDecodeError: it is damaged.
         UserError: it has several channels, or values that are no whole numbers.
     """
-    try:
-        if data.startswith(np.lib.format.MAGIC_PREFIX):
-            values = np.load(io.BytesIO(data), allow_pickle=False)
-            found = f"a {values.dtype} array of {list(values.shape)}"
-        else:
-            with Image.open(io.BytesIO(data)) as image:
-                values = np.asarray(image)
-                found = f"an image of mode {image.mode}"
-    except Exception as error:  # Pillow's plugins raise OSError, SyntaxError, struct.error, ... on damaged files
-        if is_out_of_memory(error):
-            raise
-        raise undecodable(name, error, num_bytes=len(data)) from error
-    if values.dtype == bool:
-        values = values.view(np.uint8)
+    values: np.ndarray = _read(io.BytesIO(data), name, np.load, np.asarray)
+    values = values.view(np.uint8) if values.dtype == bool else values
     if values.ndim != 2 or values.dtype.kind not in "ui":
-        raise UserError(f"{name} is {found}; {_WHOLE_NUMBERS}: convert its colours to class numbers")
+        rule = "a mask has one whole number per pixel: save class numbers, not colours, as PNG (palette or grey)"
+        raise UserError(f"{name} holds {values.dtype} values in the shape {list(values.shape)}; {rule}, TIFF or npy")
     return values
 
 
@@ -88,16 +76,28 @@ def size_of_mask(file: BinaryIO, name: str) -> Size:
     Raises:
         ImageDecodeError: the header is damaged.
     """
+    return _read(file, name, _shape_of_array, lambda image: image.size[::-1])
+
+
+def _shape_of_array(file: BinaryIO) -> Size:
+    np.lib.format.read_magic(file)
+    height, width = np.lib.format.read_array_header_1_0(file)[0][:2]
+    return height, width
+
+
+def _read(
+    file: BinaryIO, name: str, of_array: Callable[[BinaryIO], Any], of_image: Callable[[Image.Image], Any]
+) -> Any:
     try:
         if file.read(len(np.lib.format.MAGIC_PREFIX)) == np.lib.format.MAGIC_PREFIX:
             file.seek(0)
-            np.lib.format.read_magic(file)
-            height, width = np.lib.format.read_array_header_1_0(file)[0]
-            return height, width
+            return of_array(file)
         file.seek(0)
         with Image.open(file) as image:
-            return image.height, image.width
-    except Exception as error:
+            return of_image(image)
+    except Exception as error:  # Pillow's plugins raise OSError, SyntaxError, struct.error, ... on damaged files
+        if is_out_of_memory(error):
+            raise
         raise undecodable(name, error) from error
 
 
@@ -224,14 +224,6 @@ def crop_mask(mask: np.ndarray, box: Box, out: Size) -> np.ndarray:
     return result
 
 
-def flip_mask(mask: np.ndarray, operations: Iterable[Operation]) -> np.ndarray:
-    """A mask [h, w] after the flips among its image's operations; the others change colours only."""
-    for operation in operations:
-        if operation.name in ("hflip", "vflip"):
-            mask = np.flip(mask, axis=1 if operation.name == "hflip" else 0)
-    return mask
-
-
 class MaskField(Field):
     """The mask of a training image, cropped and flipped as the image: int64 [B, h, w], `IGNORED` beyond the file.
 
@@ -255,7 +247,10 @@ class MaskField(Field):
         require_same_size(sample.name, size, mask.shape)
         top, left, height, width = map(int, box)
         cropped = crop_mask(mask, (top, left, height, width), (self.shape[0], self.shape[1]))
-        return np.ascontiguousarray(flip_mask(cropped, operations))
+        for operation in operations:
+            if operation.name in ("hflip", "vflip"):  # the others change colours
+                cropped = np.flip(cropped, axis=1 if operation.name == "hflip" else 0)
+        return np.ascontiguousarray(cropped)
 
     def blank(self) -> torch.Tensor:
         """No pixel counts."""

@@ -15,7 +15,7 @@ import os
 import posixpath
 import re
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -36,7 +36,6 @@ from ds_vit.data.sources.source import (
     in_natural_order,
     no_such_split,
     shortened,
-    suffix_counts,
     synonyms_of,
 )
 from ds_vit.fault_tolerance.errors import UserError
@@ -52,17 +51,12 @@ _CLASS = re.compile(r"[0-9]{1,5},(#[0-9a-fA-F]{6})?")
 
 
 class Labels(NamedTuple):
-    """The classes of masks.
-
-    Attributes:
-        names: in the order of their numbers.
-        values: which values of the files are which class.
-        colours: of the classes, uint8 [C, 3]; None where nothing says.
-    """
+    """The names of the classes in the order of their numbers, which values of files they are, and their colours, uint8
+    [C, 3]; None where nothing says."""
 
     names: tuple[str, ...]
     values: MaskValues
-    colours: np.ndarray | None = None
+    colours: np.ndarray | None
 
 
 def find_labels(folder: str, num_classes: int | None, ignore_index: int, reduce_zero_label: bool) -> Labels:
@@ -134,40 +128,34 @@ def find_splits(folder: str) -> dict[str, tuple[str, str]]:
     return found
 
 
-def pair_files(images: str, masks: str) -> tuple[list[str], list[str], list[str], str]:
+def pair_files(images: str, masks: str) -> tuple[list[str], list[str], str]:
     """Pair the images below one folder with the masks below another.
 
     Returns:
-        The images with masks in natural order, their masks, the files of other kinds, and what is wrong with those
-        without a partner ("" if there are none).
+        The images with masks in natural order, their masks, and what is wrong with the files without a partner ("" if
+        there are none).
 
     Raises:
-        UserError: there are no images, or two of them or of the masks share a stem.
+        UserError: there are no images, or two of them or of the masks have one path without extension.
     """
-    image_paths, mask_paths = walk(images), walk(masks)
-    kept = [path for path in mask_paths if posixpath.splitext(path)[1].lower() in MASK_EXTENSIONS and not hidden(path)]
-    image_of = _by_stem(images_among(image_paths, images), images)
-    mask_of = _by_stem(in_natural_order(kept), masks)
-    both = [stem for stem in image_of if stem in mask_of]
+    kept = [path for path in walk(masks) if posixpath.splitext(path)[1].lower() in MASK_EXTENSIONS and not hidden(path)]
+    sides: list[dict[str, str]] = []
+    for root, paths in ((images, images_among(walk(images), images)), (masks, in_natural_order(kept))):
+        sides.append({})
+        for path in paths:
+            if (other := sides[-1].setdefault(posixpath.splitext(path)[0], path)) != path:
+                why = "have one path without extension, by which images and masks are paired"
+                raise UserError(f"{root}: {other} and {path} {why}; rename or remove one")
+    image_of, mask_of = sides
     problems = []
-    for own, here, other, there in ((image_of, images, mask_of, masks), (mask_of, masks, image_of, images)):
-        if rest := [path for stem, path in own.items() if stem not in other]:
+    for own, here, other_side, there in ((image_of, images, mask_of, masks), (mask_of, masks, image_of, images)):
+        if rest := [path for stem, path in own.items() if stem not in other_side]:
             problems.append(f"{len(rest)} of {len(own)} files of {here} have no partner in {there}: {shortened(rest)}")
     if problems:
         rule = f"an image and its mask ({' '.join(MASK_EXTENSIONS)}) have the same path without extension"
         problems.append(f"{rule}: add what is missing, or remove the other")
-    others = [*{*image_paths}.difference(image_of.values()), *{*mask_paths}.difference(kept)]
-    return [image_of[stem] for stem in both], [mask_of[stem] for stem in both], others, "; ".join(problems)
-
-
-def _by_stem(paths: Iterable[str], root: str) -> dict[str, str]:
-    """Path without extension → path."""
-    found: dict[str, str] = {}
-    for path in paths:
-        if (other := found.setdefault(posixpath.splitext(path)[0], path)) != path:
-            why = "have one path without extension, by which images and masks are paired"
-            raise UserError(f"{root}: {other} and {path} {why}; rename or remove one")
-    return found
+    both = [stem for stem in image_of if stem in mask_of]
+    return [image_of[stem] for stem in both], [mask_of[stem] for stem in both], "; ".join(problems)
 
 
 # ---- sources ---------------------------------------------------------------------------------------------------------
@@ -181,12 +169,11 @@ class MaskSource(ArraySource):
     """
 
     multi_label = True
-    labels: Labels
 
     def set_labels(self, labels: Labels) -> None:
         """Take the classes."""
-        self.labels, self.class_names = labels, labels.names
-        self.entries = ("image", "mask", "mask_size", "values", *(("colours",) if labels.colours is not None else ()))
+        self.class_names, self._values, self._colours = labels
+        self.entries = ("image", "mask", "mask_size", "values", *(() if self._colours is None else ("colours",)))
 
     @abstractmethod
     def open_mask(self, index: int) -> tuple[BinaryIO, str]:
@@ -195,14 +182,14 @@ class MaskSource(ArraySource):
     def entry(self, name: str, index: int) -> Any:
         """As `Source.entry`."""
         if name in ("values", "colours") and name in self.entries:
-            return self.labels.values.values if name == "values" else self.labels.colours
+            return self._values.values if name == "values" else self._colours
         if name not in ("mask", "mask_size"):
             return super().entry(name, index)
         file, where = self.open_mask(index)
         with file:
             if name == "mask_size":
                 return size_of_mask(file, where)
-            return self.labels.values.classes(decode_mask(file.read(), where), where)
+            return self._values.classes(decode_mask(file.read(), where), where)
 
     def target(self, index: int) -> np.ndarray:
         """As `Source.target`, except that the mask is decoded."""
@@ -212,7 +199,7 @@ class MaskSource(ArraySource):
     def identity(self) -> tuple[np.ndarray, ...]:
         """As `Source.identity`: the names of the files and the classes; no mask is read."""
         names = np.array([name.encode() for name in self.class_names], dtype=np.bytes_)
-        return *super().identity(), names, self.labels.values.table
+        return *super().identity(), names, self._values.table
 
 
 class MaskFolders(MaskSource, FileSource):
@@ -228,23 +215,18 @@ class MaskFolders(MaskSource, FileSource):
     """
 
     def __init__(self, images: str, masks: str, labels: Labels) -> None:
-        paths, mask_paths, others, problem = pair_files(images, masks)
+        paths, mask_paths, problem = pair_files(images, masks)
         if problem:
             raise UserError(problem)
         super().__init__(images, paths, np.zeros(len(paths), dtype=np.int64))
         self._mask_root = masks
         self._masks = np.array([os.fsencode(path) for path in mask_paths], dtype=np.bytes_)
-        self.left_out = dict(suffix_counts(others))
         self.set_labels(labels)
 
     def open_mask(self, index: int) -> tuple[BinaryIO, str]:
         """As `MaskSource.open_mask`."""
         path = os.path.join(self._mask_root, os.fsdecode(self._masks[index]))
         return open(path, "rb"), path
-
-    def identity(self) -> tuple[np.ndarray, ...]:
-        """As `Source.identity`."""
-        return *super().identity(), self._masks
 
 
 class MaskTable(MaskSource, HuggingFaceSource):

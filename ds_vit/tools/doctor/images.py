@@ -93,7 +93,7 @@ def _pairs(folder: str) -> tuple[list[_Pair], list[Problem]]:
         values = MaskValues(known, {255} - {*known}, f"{LABELS_FILE} lists {len(known)} classes")
     for roots in splits.values():
         try:
-            images, masks, _, problem = pair_files(*roots)
+            images, masks, problem = pair_files(*roots)
         except UserError as error:
             images, masks, problem = [], [], str(error)
         found += [Problem("unpaired", roots[0], problem)] * bool(problem)
