@@ -279,23 +279,25 @@ class _Forward:
     @torch.inference_mode()
     def of_pixels(self, exported: Exported, files: Sequence[str], top_k: int) -> Iterator[Row]:
         """The classes of each file's pixels; files are read one after the other."""
-        source, model, masks = ImageFiles(list(files)), exported.model.to(self._device), exported.masks
+        source, model, masks = ImageFiles(list(files)), exported.model, exported.masks
         assert masks is not None, "the caller has seen it"
 
         def forward(images: torch.Tensor) -> torch.Tensor:
             return torch.cat([model(part.to(self._device)).float() for part in images.split(self._batch_size)])
 
-        hidden = len(files) == 1 or not sys.stderr.isatty()
-        for index, name in enumerate(
-            track(files, "images", console=Console(stderr=True), transient=True, disable=hidden)
-        ):
-            try:
-                mask = masks.classes(source.encoded(index), name, forward)
-            except ImageDecodeError as error:
-                yield {"image": name, "reason": error.reason}
-                continue
-            shares = torch.bincount(mask.flatten(), minlength=model.num_classes) / mask.numel()
-            yield {"image": name, "mask": mask.numpy(), "classes": _largest(exported, shares, top_k, "share")}
+        console = Console(stderr=True)
+        hidden = not console.is_terminal or len(files) == 1
+        with memory_errors(lambda of_loader: "try --batch-size 1 or another --device"):
+            model.to(self._device)
+            for index in track(range(len(files)), "images", console=console, transient=True, disable=hidden):
+                row: Row = {"image": source.describe(index)}
+                try:
+                    mask = masks.classes(source.encoded(index), row["image"], forward)
+                    shares = torch.bincount(mask.flatten(), minlength=model.num_classes) / mask.numel()
+                    row |= {"mask": mask.numpy(), "classes": _largest(exported, shares, top_k, "share")}
+                except ImageDecodeError as error:
+                    row["reason"] = error.reason
+                yield row
 
 
 def _find_device(name: str) -> torch.device:

@@ -20,7 +20,9 @@ from torch import nn
 from ds_vit import cli
 from ds_vit.api import export, predict
 from ds_vit.models.zoo import ModelSpec
-from ds_vit.tasks.segmentation.predictions import overlay_picture
+from ds_vit.tasks.segmentation.predictions import overlay_picture, write_labels
+from ds_vit.tasks.segmentation.scenes import open_scenes
+from ds_vit.tasks.segmentation.source import find_labels
 from ds_vit.tasks.segmentation.towers import create_segmenter
 
 MODEL, SIDE = "vit_tiny_patch16_224", 32
@@ -168,6 +170,16 @@ def test_from_python_and_without_a_table_of_labels(run, tmp_path):
     assert cli.main(["predict", str(bare), str(tmp_path / "tall.png"), "--output", str(tmp_path / "out")]) == 0
     mask = np.asarray(Image.open(tmp_path / "out" / "masks" / "tall.png"))
     assert np.array_equal(mask, found["images"][1]["mask"] + 1)
+
+
+def test_a_run_keeps_the_labels_of_its_data(tmp_path):
+    """Names that lose a comma, colours of another order, the values of other classes."""
+    source = open_scenes("val")
+    write_labels(tmp_path, source)
+    labels = find_labels(str(tmp_path), None, 255, False)
+    assert labels.names == source.class_names
+    assert np.array_equal(labels.values.values, source.entry("values", 0))
+    assert np.array_equal(labels.colours, source.entry("colours", 0))
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from ds_vit.data.fields import normalised
 from ds_vit.data.masks import default_palette
 from ds_vit.data.sources.source import LABELS_FILE, Source
 from ds_vit.tasks.exports import Exported, MaskPredictor, Predict
+from ds_vit.tasks.segmentation.metrics import colours_of
 from ds_vit.tasks.segmentation.source import find_labels
 from ds_vit.tasks.segmentation.windows import canvas_of, classes_at, stitched, windows_of
 
@@ -78,9 +79,8 @@ def write_labels(folder: Path, source: Source) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    values = source.entry("values", 0)
-    colours = source.entry("colours", 0) if source.has("colours") else default_palette(values.max() + 1)[values]
-    rows = zip(values, source.class_names, [f"#{bytes(colour).hex()}" for colour in colours], strict=True)
+    colours = [f"#{bytes(colour).hex()}" for colour in colours_of(source)]
+    rows = zip(source.entry("values", 0), source.class_names, colours, strict=True)
     with (folder / LABELS_FILE).open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([("index", "name", "colour"), *rows])
 
