@@ -45,10 +45,6 @@ from ds_vit.tasks.task import Coupled, StepContext, Task
 
 BALANCED = "balanced"
 _READERS = 16  # threads that read masks
-_NO_CLASS = "an image has a class for each pixel, and none of its own"
-_OWN_CROP = "images and masks are cropped by --scale-range"
-_WHOLE_IMAGES = "evaluation slides windows over whole images (--slide-stride)"
-_EXACT = "images are cropped exactly as their masks, in the loader's processes"
 
 
 class Segmentation(Task):
@@ -67,15 +63,15 @@ class Segmentation(Task):
     refused_flags: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(("mixup", "cutmix", "cutmix_minmax"), "masks of two images cannot be mixed"),
         **dict.fromkeys(("smoothing", "bce_loss", "bce_sum", "bce_target_thresh"), "its loss is cross-entropy"),
-        **dict.fromkeys(("eval_knn", "eval_linear_probe"), _NO_CLASS),
+        **dict.fromkeys(("eval_knn", "eval_linear_probe"), "its images have no class"),
         "linear_probe": "--freeze-backbone trains only the head",
         "class_parallel": "its head has no sharded classifier",
         "drop": "its head has no dropout",
         **dict.fromkeys(("aa", "reprob"), "masks do not follow its operations"),
-        **dict.fromkeys(("train_crop_mode", "scale", "ratio"), _OWN_CROP),
+        **dict.fromkeys(("train_crop_mode", "scale", "ratio"), "images and masks are cropped by --scale-range"),
         **dict.fromkeys(("train_interpolation", "interpolation"), "images are resized bilinearly"),
-        **dict.fromkeys(("crop_pct", "crop_mode"), _WHOLE_IMAGES),
-        **dict.fromkeys(("decode", "augment_on"), _EXACT),
+        **dict.fromkeys(("crop_pct", "crop_mode"), "evaluation slides windows over whole images (--slide-stride)"),
+        **dict.fromkeys(("decode", "augment_on"), "crops are exactly those of the masks"),
         **dict.fromkeys(("img_size_schedule", "train_img_sizes"), "crops and windows are of one size"),
     }
     parts: ClassVar = {HEAD: "segmentation head"}
@@ -139,40 +135,26 @@ class Segmentation(Task):
     # ---- a step ----------------------------------------------------------------------------------------------------
 
     def setup(self, context: StepContext) -> None:
-        """As `Task.setup`; reads all masks for balanced weights.
+        """As `Task.setup`; balanced weights read all training masks, of which each data-parallel rank takes a share.
 
         Raises:
-            UserError: a mask cannot be read, on this rank or on another.
+            UserError: a mask is invalid.
         """
-        weights = self._given
+        weights = self._given or (1.0,) * self.num_classes
         if self.config.class_weights == BALANCED:
-            weights = balanced_weights(self._pixels_of_classes(context))
-        self._weights = torch.tensor(weights or (1.0,) * self.num_classes, device=context.device)
-
-    def _pixels_of_classes(self, context: StepContext) -> list[int]:
-        """The pixels of each class in all training masks, [C] (a collective); a damaged mask counts nothing."""
-        dp, source = dist.get_world_size(context.groups.dp), self.source
-
-        def pixels(index: int) -> np.ndarray:
-            try:
-                mask = source.entry("mask", index)
-            except ImageDecodeError:
-                return np.zeros(self.num_classes, dtype=np.int64)
-            return np.bincount(mask[mask != IGNORED], minlength=self.num_classes)
-
-        counts, error = np.zeros(self.num_classes + 1, dtype=np.int64), None
-        try:
+            own = range(context.groups.dp_rank, len(self.source), dist.get_world_size(context.groups.dp))
             with ThreadPoolExecutor(_READERS) as threads:
-                for of_mask in threads.map(pixels, range(context.groups.dp_rank, len(source), dp)):
-                    counts[:-1] += of_mask
-        except UserError as wrong:
-            error, counts[-1] = wrong, 1
-        total = _sum_over(context, torch.from_numpy(counts).to(context.device)).tolist()
-        if error is not None:
-            raise error
-        if total.pop():
-            raise UserError("--class-weights balanced: another rank could not read all training masks")
-        return total
+                pixels = sum(threads.map(self._pixels_of_classes, own), np.zeros(self.num_classes, dtype=np.int64))
+            weights = balanced_weights(_sum_over(context, torch.from_numpy(pixels).to(context.device)).tolist())
+        self._weights = torch.tensor(weights, device=context.device)
+
+    def _pixels_of_classes(self, index: int) -> np.ndarray:
+        """The pixels of each class in a training mask, int64 [C]; none in a damaged one."""
+        try:
+            mask = self.source.entry("mask", index)
+        except ImageDecodeError:
+            return np.zeros(self.num_classes, dtype=np.int64)
+        return np.bincount(mask[mask != IGNORED], minlength=self.num_classes)
 
     def _weight(self, masks: torch.Tensor) -> torch.Tensor:
         """The summed weights of the pixels that count, fp32 scalar; summed in float64."""
@@ -206,11 +188,13 @@ class Segmentation(Task):
         return super().outputs(context, batch).unflatten(0, (-1, self.evaluation_fields[0].shape[0]))
 
     def loss_on_meta(self, layers: Sequence[Layer], samples: int) -> torch.Tensor:
-        """As `Task.loss_on_meta`: the logits upsampled to the masks take most of it."""
+        """As `Task.loss_on_meta`: the upsampled logits, and in the backward pass three tensors of their size."""
         grid = (side * self.model.upsampling for side in self.model.grid_size)
         logits = torch.empty(samples, self.num_classes, *grid, device="meta", requires_grad=True)
         masks = torch.empty(samples, *self.image.img_size, dtype=torch.int64, device="meta")
-        return F.cross_entropy(F.interpolate(logits, masks.shape[-2:], mode="bilinear"), masks, reduction="sum")
+        loss = F.cross_entropy(F.interpolate(logits, masks.shape[-2:], mode="bilinear"), masks, reduction="sum")
+        loss.backward()
+        return loss
 
     # ---- evaluation and the report ---------------------------------------------------------------------------------
 

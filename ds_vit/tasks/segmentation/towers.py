@@ -40,16 +40,10 @@ def make_head(kind: HeadKind, width: int, num_classes: int) -> nn.Module:
     """A head of tokens of this width; "conv" makes the grid four times as fine."""
     if kind == "linear":
         return nn.Linear(width, num_classes)
-    hidden = _CONV_WIDTH
-    return nn.Sequential(
-        nn.ConvTranspose2d(width, hidden, kernel_size=2, stride=2),
-        LayerNorm2d(hidden),
-        nn.GELU(),
-        nn.ConvTranspose2d(hidden, hidden, kernel_size=2, stride=2),
-        LayerNorm2d(hidden),
-        nn.GELU(),
-        nn.Conv2d(hidden, num_classes, kernel_size=1),
-    )
+    layers: list[nn.Module] = []
+    for inputs in (width, _CONV_WIDTH):
+        layers += [nn.ConvTranspose2d(inputs, _CONV_WIDTH, 2, stride=2), LayerNorm2d(_CONV_WIDTH), nn.GELU()]
+    return nn.Sequential(*layers, nn.Conv2d(_CONV_WIDTH, num_classes, 1))
 
 
 class _PixelHead(nn.Module):
