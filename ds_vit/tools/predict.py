@@ -448,6 +448,8 @@ def _stems(images: Sequence[str]) -> dict[str, str]:
 
 def _written(masks: MaskPredictor, rows: Iterable[Row], stems: dict[str, str], folder: Path) -> Iterator[Row]:
     """The rows with the path of each mask in place of it, once it is written into a new folder."""
+    if folder.suffix in (".csv", ".json"):
+        raise UserError(f"--output {folder}: name the folder of the masks; the table is printed, with --json as JSON")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists already; remove it, or name another folder with --output")
     for row in rows:

@@ -189,6 +189,8 @@ def test_a_run_keeps_the_labels_of_its_data(tmp_path):
         (["--workers", "1"], "--workers has no effect"),
         (["--crop-pct", "0.9"], "windows slide over whole images"),
         (["--top-k", "4"], "--top-k 4 must lie between 1 and the model's 3 classes"),
+        (["--slide-stride", "33"], "--slide-stride 33 must be at most 32"),
+        (["--output", "table.csv"], "name the folder of the masks"),
         (["--output", "full"], "full exists already; remove it"),
         (["wide.png"], "wide.jpg and wide.png would have one mask, wide.png"),
     ],

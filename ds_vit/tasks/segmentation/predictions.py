@@ -20,6 +20,7 @@ from ds_vit.data.decode import decode, upright
 from ds_vit.data.fields import normalised
 from ds_vit.data.masks import default_palette
 from ds_vit.data.sources.source import LABELS_FILE, Source
+from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.tasks.exports import Exported, MaskPredictor, Predict
 from ds_vit.tasks.segmentation.metrics import colours_of
 from ds_vit.tasks.segmentation.source import find_labels
@@ -41,6 +42,8 @@ class SegmentationMasks(MaskPredictor):
 
     def __init__(self, exported: Exported, values: Mapping[str, Any], folder: Path) -> None:
         self._image, self._stride = exported.image, values.get("slide_stride")
+        if (side := min(self._image.img_size)) < (self._stride or 0):
+            raise UserError(f"--slide-stride {self._stride} must be at most {side}: windows of {side} would leave gaps")
         flags = values.get("ignore_index", -1), bool(values.get("reduce_zero_label"))
         labels = find_labels(str(folder), exported.model.num_classes, *flags)
         self._names, self._values = exported.labels or labels.names, labels.values.values
