@@ -435,15 +435,13 @@ def _predict(source: str, images: Sequence[str], output: str | None = None, **wo
 
 def _stems(images: Sequence[str]) -> dict[str, str]:
     """Where the mask of each image is written: its path below the folder that was given, else its name; no suffix."""
-    folders = [path for path in images if os.path.isdir(path)]
-    below = {file: os.path.relpath(file, folder) for folder in folders for file in find_images([folder])}
-    below = {**{path: os.path.basename(path) for path in images if path not in folders}, **below}
-    stems = {file: os.path.splitext(path)[0] for file, path in below.items()}
-    first = {stem: file for file, stem in reversed(stems.items())}
-    if twice := [file for file, stem in stems.items() if first[stem] != file]:
-        other = first[stems[twice[0]]]
-        raise UserError(f"{other} and {twice[0]} would have one mask, {stems[twice[0]]}.png; predict one at a time")
-    return stems
+    first: dict[str, str] = {}
+    for given in images:
+        for file in find_images([given]):
+            name = os.path.relpath(file, given) if os.path.isdir(given) else os.path.basename(file)
+            if (other := first.setdefault(stem := os.path.splitext(name)[0], file)) != file:
+                raise UserError(f"{other} and {file} would have one mask, {stem}.png; predict one at a time")
+    return {file: stem for stem, file in first.items()}
 
 
 def _written(masks: MaskPredictor, rows: Iterable[Row], stems: dict[str, str], folder: Path) -> Iterator[Row]:
