@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import re
 import subprocess
 import sys
 from colorsys import rgb_to_hsv
+from pathlib import Path
 
 import numpy as np
 import pytest
+from curves import read_rows
+from PIL import Image
+from project import ON_CPU, ROOT, give_a_clone, run_shell
 
 from ds_vit.data.masks import IGNORED
 from ds_vit.fault_tolerance.errors import UserError
@@ -79,3 +85,36 @@ def test_splits_share_no_digit_and_no_scene():
     assert train.image(0).tobytes() != validation.image(0).tobytes()
     with pytest.raises(UserError, match="scenes has no split 'test'"):
         open_scenes("test")
+
+
+@pytest.mark.slow
+def test_the_page_goes_from_a_folder_to_masks(tmp_path):
+    # Catches: a command of docs/segmentation.md that fails or says other things, a folder of scenes that training or
+    # doctor refuses.
+    page = (ROOT / "docs" / "segmentation.md").read_text()
+    commands = re.findall(r"runs them -->\n```bash\n(.*?)```", page, re.DOTALL)
+    assert len(commands) == 1 + 6
+    environ = give_a_clone(tmp_path)
+    script = "".join(commands).replace("--epochs 12", "--epochs 1 --warmup-epochs 0")
+    said = run_shell(script, tmp_path, environ)
+    assert "280 masks were compared with their images" in said
+    assert {path.stem for path in (tmp_path / "predicted" / "overlays").iterdir()} == {f"{n:03}" for n in range(40)}
+    paths = tmp_path / "predicted" / "masks" / "003.png", tmp_path / "scenes" / "val" / "images" / "003.png"
+    with Image.open(paths[0]) as mask, Image.open(paths[1]) as image:
+        assert (mask.mode, mask.size) == ("P", image.size)
+    assert (tmp_path / "runs" / "scenes" / "export-timm" / "head.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_the_launch_script_ends_with_the_picture(tmp_path):
+    # Catches: a recipe that does not learn, a flag of predict that was renamed.
+    env = {**os.environ, **ON_CPU, "DS_VIT_PYTHON": sys.executable}
+    line = ["bash", ROOT / "launch" / "segmentation.sh", tmp_path / "run", "--max-steps", "40", "--log-interval", "1"]
+    done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    losses = [row["loss"] for row in read_rows(tmp_path / "run") if row["kind"] == "train"]
+    assert losses[-1] < losses[0] / 3
+    figure, picture, report = done.stdout.splitlines()[-3:]
+    assert float(figure.removeprefix("mIoU: ").removesuffix(" %")) > 20.0
+    assert all(Path(line.split(": ")[-1]).is_file() for line in (picture, report))
+    assert len([*(tmp_path / "run" / "predicted" / "overlays").iterdir()]) == 6
