@@ -95,7 +95,12 @@ def mask_picture(classes: np.ndarray, values: np.ndarray, colours: np.ndarray) -
         classes: class numbers [H, W].
         values: pixel value of each class [C].
         colours: uint8 [C, 3].
+
+    Raises:
+        UserError: PNG files hold no such values.
     """
+    if values.min() < 0 or values.max() > 65535:
+        raise UserError(f"masks are PNG files of the values 0 to 65535, and the classes have {values.tolist()}")
     if values.max() > 255:
         return Image.fromarray(values[classes].astype(np.uint16))
     picture, palette = Image.fromarray(values[classes].astype(np.uint8)), default_palette(256)
