@@ -183,7 +183,9 @@ def iou_panels(folder: RunFolder) -> list[Panel]:
     with contextlib.suppress(OSError), (folder.path / _FILE).open(newline="", encoding="utf-8") as file:
         _, *rows = csv.reader(file)
         rows.sort(key=lambda row: np.inf if row[1] == ABSENT else float(row[1]))
-        lines = [[row[0], *("-" if value in ("", ABSENT) else f"{value} %" for value in row[1:])] for row in rows]
-        title = "IoU of the classes, the lowest first (-: in no mask and no prediction)"
+        lines = [
+            [row[0], *(f"{value} %" if value[:1].isdigit() else value or "-" for value in row[1:])] for row in rows
+        ]
+        title = "IoU of the classes, the lowest first"
         return [table(title, ("class", "IoU", "accuracy", "of the pixels"), lines)]
     return []
