@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -163,8 +164,9 @@ class Segmentation(Task):
 
     def _sum(self, logits: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
         """The summed cross-entropy of the pixels that count, each by the weight of its class; fp32 scalar."""
-        logits = F.interpolate(logits.float(), masks.shape[-2:], mode="bilinear")
-        return F.cross_entropy(logits, masks, self._weights, ignore_index=IGNORED, reduction="sum")
+        logits = upsampled(logits.float(), masks.shape[-2:])
+        # On a GPU the order in which "sum" adds differs from call to call.
+        return F.cross_entropy(logits, masks, self._weights, ignore_index=IGNORED, reduction="none").sum()
 
     def step(self, context: StepContext, batch: Batch, piece: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
         """As `Task.step`: this micro-batch's share of the loss of the global batch; 0 where no pixel counts."""
@@ -192,7 +194,7 @@ class Segmentation(Task):
         grid = (side * self.model.upsampling for side in self.model.grid_size)
         logits = torch.empty(samples, self.num_classes, *grid, device="meta", requires_grad=True)
         masks = torch.empty(samples, *self.image.img_size, dtype=torch.int64, device="meta")
-        loss = F.cross_entropy(F.interpolate(logits, masks.shape[-2:], mode="bilinear"), masks, reduction="sum")
+        loss = F.cross_entropy(upsampled(logits, masks.shape[-2:]), masks, reduction="none").sum()
         loss.backward()
         return loss
 
@@ -212,6 +214,21 @@ class Segmentation(Task):
     def panels(cls, folder: RunFolder) -> Mapping[str, Sequence[Panel]]:
         """As `Task.panels`: the IoU of each class, and images with their masks."""
         return {"Classes": iou_panels(folder), "Images": pictures(folder, PICTURES)}
+
+
+@cache
+def _bilinear(length: int, size: int, device: torch.device) -> torch.Tensor:
+    """The matrix [size, length] that resizes a vector as `F.interpolate` does with mode "linear"."""
+    return F.interpolate(torch.eye(length, device=device)[None], size, mode="linear")[0].T.contiguous()
+
+
+def upsampled(logits: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
+    """`F.interpolate(logits, size, mode="bilinear")` of float32 [B, C, gh, gw], by two matrix products.
+
+    The backward pass of torch's adds in any order on a GPU: tensor-parallel ranks would drift apart.
+    """
+    rows, columns = (_bilinear(*pair, logits.device) for pair in zip(logits.shape[-2:], size, strict=True))
+    return rows @ (logits @ columns.T)
 
 
 def _sum_over(context: StepContext, own: torch.Tensor) -> torch.Tensor:
