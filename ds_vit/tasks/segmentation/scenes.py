@@ -82,10 +82,6 @@ class SceneSource(Source):
             part[ink > _INSIDE] = 1 + self._targets[number]
         return np.clip(np.rint(pixels), 0, 255).astype(np.uint8), mask
 
-    def has(self, entry: str) -> bool:
-        """As `Source.has`."""
-        return entry in self.entries or super().has(entry)
-
     def entry(self, name: str, index: int) -> Any:
         """As `Source.entry`: "mask" int16 [H, W], "mask_size" (H, W), "values" and "colours" of the classes."""
         if name in ("mask", "mask_size"):
