@@ -98,7 +98,7 @@ class StagedViT(PipelineModule):
         assert self.context is not None
         self.context.outputs = self.outputs_by_tower(outputs)
         batch = dict(zip(self.target_names, targets, strict=True))
-        share = self._task.step(self.context, batch, next(self.pieces, None))
+        share = self._task.step(self.context, batch, next(self.pieces) if self._task.coupled else None)
         if self.coupled_loss is None:
             return share
         # The gradient is the share's. The value is the loss of the global batch, which DeepSpeed averages and reports.

@@ -26,7 +26,7 @@ from torch import nn
 
 from ds_vit.config import RunConfig
 from ds_vit.config.outside import Configurable, word_of
-from ds_vit.config.run_folder import RunFolder
+from ds_vit.config.run_folder import RunFolder, write_json
 from ds_vit.config.schema import names_in
 from ds_vit.data.field import Field
 from ds_vit.data.fields import ImageField, LabelField
@@ -549,6 +549,15 @@ class Task(Configurable, ABC):
         """Counters for one evaluation."""
 
     # ---- the report ------------------------------------------------------------------------------------------------
+
+    def write_classes(self, folder: RunFolder) -> None:
+        """Write the classes into the run's folder at its start, on rank 0.
+
+        Raises:
+            OSError: a file cannot be written.
+        """
+        if self.has_classes:
+            write_json(folder.classes, self.class_names)
 
     def write_files(self, metrics: Metrics, folder: RunFolder, source: Source) -> None:
         """Write what `panels` shows of an evaluation into the run's folder, on rank 0.

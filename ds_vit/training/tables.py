@@ -291,8 +291,7 @@ def _write_settings(run: Run, folder: RunFolder) -> None:
         folder.config.write_text(flags.to_yaml(resolved_flags(run)), encoding="utf-8")
         write_json(folder.deepspeed, run.engine.json.dump())
         write_json(derived_path(folder.deepspeed), run.engine.origins)
-        if task.has_classes:
-            write_json(folder.classes, task.class_names)
+        task.write_classes(folder)
 
 
 # ---- --dry-run -------------------------------------------------------------------------------------------------------

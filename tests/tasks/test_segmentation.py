@@ -25,7 +25,7 @@ from ds_vit.models.keyed_init import initialise
 from ds_vit.models.layers import take_apart
 from ds_vit.models.sequential import SequentialViT, giving_features
 from ds_vit.models.zoo import ModelSpec
-from ds_vit.tasks.segmentation.task import balanced_weights, read_class_weights
+from ds_vit.tasks.segmentation.task import balanced_weights, read_class_weights, upsampled
 from ds_vit.tasks.segmentation.towers import create_segmenter
 
 CLASSES, SIDE, STEPS, STOP, CLIP = 5, 16, 4, 2, 0.1
@@ -373,6 +373,12 @@ def test_layers_compute_what_timm_does(kind, head):
             torch.testing.assert_close(model(images[:, 0], torch.arange(2)), tokens.mean(1)[::3])
 
 
+def test_upsampling_is_bilinear():
+    """Another alignment of corners."""
+    logits = torch.randn(2, 3, 4, 5)
+    torch.testing.assert_close(upsampled(logits, (13, 16)), F.interpolate(logits, (13, 16), mode="bilinear"))
+
+
 def test_weights_of_a_classifier_start_a_segmenter(ranks, folder, tmp_path):
     """A classifier that is in the way; a head that is not drawn."""
     oracle.write_weights(tmp_path / "classifier.safetensors", img_size=SIDE, num_classes=10, **KWARGS)
@@ -393,6 +399,7 @@ def test_weights_of_a_classifier_start_a_segmenter(ranks, folder, tmp_path):
         (["--linear-probe"], "--freeze-backbone"),
         (["--smoothing", 0.3], "its loss is cross-entropy"),
         (["--slide-stride", 17], "must be at most 16"),
+        (["--scale-range", 1, 2], "with --no-aug"),
         (["--img-size", 18], "use --img-size 16"),
         (["--class-weights", "missing.txt"], "neither balanced nor a file of numbers"),
         (["--model-kwargs", "patch_drop_rate=0.5"], "leaves patches out"),

@@ -9,7 +9,7 @@ from pydantic import Field
 from ds_vit.config.flag import ASCENDING, IDENTITY, NOTED, WEIGHTS, Settings, flag
 from ds_vit.config.units import MOST_PIXELS
 
-_Factor = Annotated[float, Field(gt=0, le=100)]
+_Factor = Annotated[float, Field(ge=0.05, le=100)]
 _Stride = Annotated[int, Field(ge=0, le=MOST_PIXELS)]
 
 
@@ -21,16 +21,26 @@ class SegmentationSettings(Settings, section="model", scope=WEIGHTS):
     )
     freeze_backbone: bool = flag(False, "train only the head", NOTED)
     ignore_index: Annotated[int, Field(ge=-1, le=65535)] = flag(
-        255, "pixel value of masks that is not counted (-1: none)", section="data"
+        255, "pixel value of masks that is not counted (-1: none)", section="data", idle_if="dataset=scenes"
     )
     reduce_zero_label: bool = flag(
-        False, "pixel value 0 is not counted, and class c has the value c + 1", section="data"
+        False,
+        "pixel value 0 is not counted, and class c has the value c + 1",
+        section="data",
+        idle_if="dataset=scenes",
     )
     slide_stride: _Stride | None = flag(
-        None, "pixels between windows in evaluation (default: 2/3 of the window; 0: squash the image)", section="data"
+        None,
+        "pixels between windows in evaluation (default: 2/3 of the window; 0: squash the image)",
+        section="data",
+        needs=("eval_only or val_split", "with --val-split '': nothing is evaluated"),
     )
     scale_range: Annotated[tuple[_Factor, _Factor], ASCENDING] = flag(
-        (0.5, 2.0), "factor on the size at which an image covers the crop", IDENTITY, section="augmentation"
+        (0.5, 2.0),
+        "factor on the size at which an image covers the crop",
+        IDENTITY,
+        section="augmentation",
+        idle_if="no_aug",
     )
     class_weights: str = flag(
         "", "weights of the classes in the loss: balanced, or a file of a number each", IDENTITY, section="loss"

@@ -76,6 +76,8 @@ def find_labels(folder: str, num_classes: int | None, ignore_index: int, reduce_
     if os.path.isfile(path):
         values, names, colours = _read_labels(path)
         rule = f"the {len(names)} classes are those of {path}: list the value there, {way_out}"
+        if num_classes not in (None, len(names)):
+            raise UserError(f"--num-classes {num_classes}: {path} has {len(names)} classes; drop the flag")
     elif num_classes is not None:
         values = [*range(first, first + num_classes)]
         names = [f"class {number}" for number in range(num_classes)]

@@ -68,6 +68,7 @@ class Segmentation(Task):
         "linear_probe": "--freeze-backbone trains only the head",
         "class_parallel": "its head has no sharded classifier",
         "drop": "its head has no dropout",
+        "allow_empty_classes": "its classes have no folders",
         **dict.fromkeys(("aa", "reprob"), "masks do not follow its operations"),
         **dict.fromkeys(("train_crop_mode", "scale", "ratio"), "images and masks are cropped by --scale-range"),
         **dict.fromkeys(("train_interpolation", "interpolation"), "images are resized bilinearly"),
@@ -105,13 +106,6 @@ class Segmentation(Task):
         names = (name for name, _ in model.named_parameters())
         return {"--freeze-backbone": frozenset(name for name in names if not name.startswith(HEAD))}
 
-    def supports(self, model: nn.Module) -> str | None:
-        """As `Task.supports`."""
-        side, stride = min(self.image.img_size), self.config.slide_stride
-        if stride is not None and stride > side:
-            return f"--slide-stride {stride} leaves pixels out between windows of {side}; it must be at most {side}"
-        return super().supports(model)
-
     def identity(self) -> dict[str, Any]:
         """As `Task.identity`; of a file of class weights its numbers, whatever its name."""
         return super().identity() | ({"class_weights": [*self._given]} if self._given else {})
@@ -142,7 +136,7 @@ class Segmentation(Task):
             UserError: a mask is invalid.
         """
         weights = self._given or (1.0,) * self.num_classes
-        if self.config.class_weights == BALANCED:
+        if self.config.class_weights == BALANCED and context.groups.pipeline_stage == context.groups.layout.pp - 1:
             own = range(context.groups.dp_rank, len(self.source), dist.get_world_size(context.groups.dp))
             with ThreadPoolExecutor(_READERS) as threads:
                 pixels = sum(threads.map(self._pixels_of_classes, own), np.zeros(self.num_classes, dtype=np.int64))
@@ -204,10 +198,14 @@ class Segmentation(Task):
         """As `Task.metrics`."""
         return MeanIoU(self.num_classes, self.image, self.config.slide_stride, device, self.validation)
 
+    def write_classes(self, folder: RunFolder) -> None:
+        """As `Task.write_classes`, with the colours and the pixel values of the classes."""
+        super().write_classes(folder)
+        write_labels(folder.path, self.source)
+
     def write_files(self, metrics: Metrics, folder: RunFolder, source: Source) -> None:
-        """As `Task.write_files`: the classes and their colours, and the IoU of each."""
+        """As `Task.write_files`: the IoU of each class."""
         assert isinstance(metrics, MeanIoU)
-        write_labels(folder.path, source)
         write_iou(folder, metrics, self.class_names)
 
     @classmethod

@@ -55,7 +55,12 @@ def canvas_of(size: Size, img_size: Size, stride: int | None) -> Canvas:
         size: of the image.
         img_size: (h, w) of a window.
         stride: --slide-stride, at most the window: None for two thirds of it; 0 for the whole image as one window.
+
+    Raises:
+        UserError: the stride is larger than a window.
     """
+    if (side := min(img_size)) < (stride or 0):
+        raise UserError(f"--slide-stride {stride} must be at most {side}: windows of {side} would leave gaps")
     if stride == 0:
         return Canvas(img_size, [(0, 0)])
     cover = max(window / length for window, length in zip(img_size, size, strict=True))
