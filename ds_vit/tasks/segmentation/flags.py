@@ -9,7 +9,7 @@ from pydantic import Field
 from ds_vit.config.flag import ASCENDING, IDENTITY, NOTED, WEIGHTS, Settings, flag
 from ds_vit.config.units import MOST_PIXELS
 
-_Factor = Annotated[float, Field(ge=0.05, le=100)]
+_Factor = Annotated[float, Field(ge=0.05, le=20)]
 _Stride = Annotated[int, Field(ge=0, le=MOST_PIXELS)]
 
 
