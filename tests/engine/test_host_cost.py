@@ -21,6 +21,7 @@ TASKS = {
     "classification": ["-b", "1"],
     "mae": ["--task", "mae", "-b", "1", "--decoder-dim", "64", "--decoder-heads", "2"],
     "clip": ["--task", "clip", "-b", "2", "--text-width", "64", "--text-heads", "2", "--context-length", "16"],
+    "segmentation": ["--task", "segmentation", "-b", "1"],
     "dino": ["--task", "dino", "-b", "2", "--local-crops-size", "16", "--prototypes", "64", "--head-hidden-dim", "64"],
 }
 TWICE = ["--model-kwargs", SMALL[0], "depth=48", *SMALL[2:]]
@@ -51,6 +52,9 @@ LIMITS = {
     (1, "clip", 1, ()): (4200, 1.68),
     (1, "clip", 2, ()): (4200, 1.68),
     (1, "clip", 3, ()): (5100, 1.72),
+    (1, "segmentation", 0, ()): (2600, 1.03),
+    (1, "segmentation", 1, ()): (2550, 1.00),
+    (1, "segmentation", 3, ()): (3250, 1.00),
     (1, "dino", 0, ()): (7800, 2.42),
     (1, "dino", 1, ()): (7600, 2.44),
     (1, "dino", 2, ()): (7600, 2.44),
