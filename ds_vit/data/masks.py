@@ -48,6 +48,11 @@ def default_palette(num_classes: int) -> np.ndarray:
     return colours
 
 
+def palette_of(values: np.ndarray) -> np.ndarray:
+    """The colours of classes without any, uint8 [C, 3], by the values [C] that stand for them in masks."""
+    return default_palette(values.max() + 1)[values]
+
+
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 

@@ -26,7 +26,7 @@ from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.keyed_init import initialise
 from ds_vit.models.layers import take_apart
 from ds_vit.models.sequential import SequentialViT
-from ds_vit.tasks.segmentation import metrics as rating
+from ds_vit.tasks.segmentation import windows as rating
 from ds_vit.tasks.segmentation.metrics import MeanIoU, iou_panels, write_iou
 from ds_vit.tasks.segmentation.windows import (
     Canvas,

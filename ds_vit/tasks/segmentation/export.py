@@ -1,4 +1,4 @@
-"""The export of a segmenter: its backbone as a folder of timm's, and its head beside it."""
+"""The export of a segmenter: its backbone as a folder of timm's, and its head in a second file."""
 
 from __future__ import annotations
 

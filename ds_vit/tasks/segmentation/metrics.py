@@ -19,12 +19,12 @@ from torchvision.utils import make_grid
 
 from ds_vit.config.run_folder import RunFolder, written_whole
 from ds_vit.data.decode import Jpeg, open_image
-from ds_vit.data.masks import IGNORED, default_palette
+from ds_vit.data.masks import IGNORED, palette_of
 from ds_vit.data.settings import ImageConfig
 from ds_vit.data.sources.source import Source
 from ds_vit.tasks.metrics import Batch, Figure, Metrics
 from ds_vit.tasks.panels import Panel, class_name, table
-from ds_vit.tasks.segmentation.windows import canvas_of, classes_at, stitched
+from ds_vit.tasks.segmentation.windows import predicted_classes
 
 FIGURES = (Figure("miou", "mIoU", "%"), Figure("pixel_accuracy", "pixel accuracy", "%"))
 PICTURES: Mapping[str, str] = {
@@ -34,7 +34,7 @@ PICTURES: Mapping[str, str] = {
 ABSENT = "absent"
 _FILE = "iou.csv"
 _PANEL = 192  # pixels across of a picture
-_OUTSIDE = 255  # white: pixels that are ignored, and what is beside an image
+_OUTSIDE = 255  # white: pixels that are ignored, and what surrounds an image
 
 
 class MeanIoU(Metrics):
@@ -77,9 +77,8 @@ class MeanIoU(Metrics):
         for row, (height, width) in enumerate(batch["sizes"].tolist()):
             if not batch["valid"][row]:
                 continue
-            canvas = canvas_of((height, width), self._image.img_size, self._stride)
-            scores = stitched(outputs[row, : len(canvas.starts)], canvas, self._image.img_size)
-            predicted, mask = classes_at(scores, (height, width)), batch["masks"][row, :height, :width]
+            predicted = predicted_classes(outputs[row], (height, width), self._image.img_size, self._stride)
+            mask = batch["masks"][row, :height, :width]
             known = mask != IGNORED
             pairs = mask[known].long() * self.num_classes + predicted[known]
             self.sums[:-1] += torch.bincount(pairs, minlength=self.num_classes**2)
@@ -152,8 +151,7 @@ def colours_of(source: Source) -> np.ndarray:
     """The colours of the classes, uint8 [C, 3]: the source's, or by the values that stand for them in its masks."""
     if source.has("colours"):
         return source.entry("colours", 0)
-    values = source.entry("values", 0)
-    return default_palette(max(values) + 1)[values]
+    return palette_of(source.entry("values", 0))
 
 
 # ---- the report: the IoU of each class -------------------------------------------------------------------------------

@@ -18,13 +18,13 @@ from PIL import Image, ImageDraw, ImageFont
 import ds_vit.data
 from ds_vit.data.decode import decode, upright
 from ds_vit.data.fields import normalised
-from ds_vit.data.masks import default_palette
+from ds_vit.data.masks import default_palette, palette_of
 from ds_vit.data.sources.source import LABELS_FILE, Source
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.tasks.exports import Exported, MaskPredictor, Predict
 from ds_vit.tasks.segmentation.metrics import colours_of
 from ds_vit.tasks.segmentation.source import find_labels
-from ds_vit.tasks.segmentation.windows import canvas_of, classes_at, stitched, windows_of
+from ds_vit.tasks.segmentation.windows import canvas_of, predicted_classes, windows_of
 
 _SIDES = (512, 2048)  # of an overlay's longer side: the legend is readable, and a photo of 50 megapixels opens
 _FONT = Path(ds_vit.data.__path__[0]) / "glyphs" / "DejaVuSans.ttf"
@@ -42,13 +42,11 @@ class SegmentationMasks(MaskPredictor):
 
     def __init__(self, exported: Exported, values: Mapping[str, Any], folder: Path) -> None:
         self._image, self._stride = exported.image, values.get("slide_stride")
-        if (side := min(self._image.img_size)) < (self._stride or 0):
-            raise UserError(f"--slide-stride {self._stride} must be at most {side}: windows of {side} would leave gaps")
+        canvas_of(self._image.img_size, self._image.img_size, self._stride)  # a wrong stride fails before any image
         flags = values.get("ignore_index", -1), bool(values.get("reduce_zero_label"))
         labels = find_labels(str(folder), exported.model.num_classes, *flags)
         self._names, self._values = exported.labels or labels.names, labels.values.values
-        default = default_palette(self._values.max() + 1)[self._values]
-        self._colours = default if labels.colours is None else labels.colours
+        self._colours = palette_of(self._values) if labels.colours is None else labels.colours
 
     def _decoded(self, data: bytes, name: str) -> Image.Image:
         image = decode(data, name)
@@ -58,8 +56,7 @@ class SegmentationMasks(MaskPredictor):
         """As `MaskPredictor.classes`, by the windows of evaluation."""
         image, size = self._decoded(data, name), self._image.img_size
         logits = forward(normalised(windows_of(image, size, self._stride), self._image))
-        canvas = canvas_of((image.height, image.width), size, self._stride)
-        return classes_at(stitched(logits, canvas, size), (image.height, image.width)).cpu()
+        return predicted_classes(logits, (image.height, image.width), size, self._stride).cpu()
 
     def write(self, image: str, classes: np.ndarray, folder: Path, stem: str) -> Path:
         """As `MaskPredictor.write`."""
@@ -110,7 +107,7 @@ def mask_picture(classes: np.ndarray, values: np.ndarray, colours: np.ndarray) -
 
 
 def overlay_picture(image: Image.Image, classes: np.ndarray, names: Sequence[str], colours: np.ndarray) -> Image.Image:
-    """An image under the half transparent colours of its classes, beside their names and shares, the largest first."""
+    """An image under the half transparent colours of its classes, next to their names and shares, the largest first."""
     scale = np.clip(max(image.size), *_SIDES) / max(image.size)
     width, height = (max(1, round(length * scale)) for length in image.size)
     tint = Image.fromarray(colours[classes]).resize((width, height), Image.Resampling.NEAREST)

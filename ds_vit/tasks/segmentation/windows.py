@@ -121,6 +121,19 @@ def classes_at(scores: torch.Tensor, size: Size) -> torch.Tensor:
     return classes.long()
 
 
+def predicted_classes(logits: torch.Tensor, size: Size, img_size: Size, stride: int | None) -> torch.Tensor:
+    """The class of each pixel of an image, int64 [H, W], from the logits of its windows.
+
+    Args:
+        logits: [K, C, gh, gw]; those after the windows of this image are not read.
+        size: (H, W).
+        img_size: (h, w).
+        stride: as for `canvas_of`.
+    """
+    canvas = canvas_of(size, img_size, stride)
+    return classes_at(stitched(logits[: len(canvas.starts)], canvas, img_size), size)
+
+
 def extent(source: Source | None, img_size: Size, stride: int | None) -> tuple[int, int, int]:
     """The most windows of an image, and the largest height and width of a mask; of one window without a source.
 
