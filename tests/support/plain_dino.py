@@ -269,6 +269,7 @@ def train(folder: Path, centering: str, rejected: int = 0) -> Plain:
         gauges = {
             "feature_std": float(features.std(0, unbiased=False).mean()) * math.sqrt(features.shape[1]),
             "teacher_entropy": -float(torch.xlogy(assigned, assigned).sum(1).mean()),
+            "prototype_entropy": -float(torch.xlogy(mean, mean).sum()),
             "teacher_kl": float(torch.xlogy(mean, mean * HEAD.prototypes).sum()),
         }
         rows.append({"kind": "train", "step": step, "loss": loss.item(), "grad_norm": norm.item(), **gauges})

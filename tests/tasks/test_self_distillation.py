@@ -54,7 +54,7 @@ def assert_same_run(plain, output):
     """Loss, norm and gauges of each step; the teacher's tensors and the centres at the end."""
     rows = read_rows(output)
     assert_same_curve(plain.rows, rows, rtol=RTOL)
-    for gauge in ("feature_std", "teacher_entropy", "teacher_kl"):
+    for gauge in ("feature_std", "teacher_entropy", "prototype_entropy", "teacher_kl"):
         found = [row[gauge] for row in train_rows(rows)]
         assert found == pytest.approx([row[gauge] for row in plain.rows], rel=1e-4, abs=1e-6), gauge
     deviation, tensor = plain_dino.teacher_deviation(plain.teacher, plain_dino.read_teacher(output))

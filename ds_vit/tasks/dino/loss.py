@@ -431,8 +431,9 @@ class Gauges:
             Float64 scalars. feature_std: the standard deviation of normalised features times √D, the mean over the
             features; near 1 if they use all directions, 0 if they have collapsed to a point (Chen and He 2021,
             https://arxiv.org/abs/2011.10566, section 4.1). teacher_entropy: the mean entropy of a row's assignment, in
-            nats (log K: uniform, nothing is learned). teacher_kl: the KL divergence of the mean assignment from the
-            uniform one, in nats (log K: all rows have one prototype).
+            nats (log K: uniform, nothing is learned). prototype_entropy: the entropy of the mean assignment, in nats:
+            its exponential is how many prototypes are in use. teacher_kl: the KL divergence of the mean assignment from
+            the uniform one, in nats (log K: all rows have one prototype); log K less the entropy of the mean.
         """
         if self._features is None or self._assigned is None:
             return {}
@@ -444,4 +445,9 @@ class Gauges:
         own = torch.stack((entropy, torch.xlogy(mean, mean).sum(), mean.sum(), torch.full_like(entropy, len(mean))))
         entropy, negentropy, mass, prototypes = own if tp is None else sum_over_group(own, tp)
         kl = negentropy / mass + (prototypes / mass).log()  # the mass is 1 up to fp32's rounding, which may exceed it
-        return {"feature_std": deviation, "teacher_entropy": entropy / rows, "teacher_kl": kl}
+        return {
+            "feature_std": deviation,
+            "teacher_entropy": entropy / rows,
+            "prototype_entropy": prototypes.log() - kl,
+            "teacher_kl": kl,
+        }

@@ -1,17 +1,25 @@
-"""The spread of the teacher's features."""
+"""The spread of the teacher's features: their deviation and their effective rank."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
-from ds_vit.tasks.metrics import Batch, Metrics
+from ds_vit.tasks.metrics import Batch, Figure, Metrics
+
+DEVIATION = Figure("feature_std", "feature deviation", digits=3, summed_up=False)
+RANKME = Figure("rankme", "RankMe", digits=1, summed_up=False)
+_EPS = 1e-7
+"""RankMe's ε, which its paper adds to each share."""
 
 
 class FeatureSpread(Metrics):
-    """The deviation of normalised features times √D: near 1 where they are spread, 0 where they have collapsed.
+    """Two measures of how many directions features use.
 
-    Chen and He 2021, https://arxiv.org/abs/2011.10566, section 4.1.
+    The deviation of normalised features times √D is near 1 where they are spread, 0 where they have collapsed to a
+    point (Chen and He 2021, https://arxiv.org/abs/2011.10566, section 4.1). RankMe (Garrido et al. 2023,
+    https://arxiv.org/abs/2210.02885) is the exponential of the entropy of the singular values of the feature matrix,
+    which are those of the roots of its Gram matrix: D² sums, however many images there are.
 
     Args:
         width: D.
@@ -19,17 +27,34 @@ class FeatureSpread(Metrics):
     """
 
     def __init__(self, width: int, device: torch.device) -> None:
-        super().__init__(2 * width + 1, device)  # features, their squares, images
+        # Normalised features, their squares, images, the Gram matrix.
+        super().__init__(2 * width + 1 + width**2, device)
+        self._sizes = [width, width, 1, width**2]
 
     def update(self, outputs: torch.Tensor, batch: Batch) -> None:
         """Features fp32 [B, D]."""
-        rows = nn.functional.normalize(outputs.double(), dim=1)
-        rows = torch.cat((rows, rows.square(), torch.ones_like(rows[:, :1])), dim=1)
-        self.sums += torch.where(batch["valid"][:, None], rows, 0.0).sum(0)
+        valid = batch["valid"][:, None]
+        features = torch.where(valid, outputs.double(), 0.0)
+        rows = nn.functional.normalize(features, dim=1)
+        self.sums += torch.cat((rows.sum(0), rows.square().sum(0), valid.sum(0), (features.T @ features).flatten()))
 
     def compute(self) -> dict[str, float]:
         """As `Metrics.compute`."""
-        images = int(self.sums[-1])
-        means, squares = (self.sums[:-1] / max(images, 1)).chunk(2)
+        sums, squares, count, gram = self.sums.split(self._sizes)
+        images = int(count)
+        means, squares = sums / max(images, 1), squares / max(images, 1)
         deviation = (squares - means.square()).clamp(min=0.0).sqrt().mean() * len(means) ** 0.5
-        return {"feature_std": float(deviation), "images": images}
+        rank = _rankme(gram.view(len(means), -1), images)
+        return {DEVIATION.name: float(deviation), RANKME.name: rank, "images": images}
+
+
+def _rankme(gram: torch.Tensor, images: int) -> float:
+    """RankMe by a Gram matrix float64 [D, D] of some images; NaN where a feature is not finite, or all are zero."""
+    if not (gram.isfinite().all() and gram.any()):
+        return float("nan")
+    squares = torch.linalg.eigvalsh(gram)[-images:]
+    # Smaller ones are rounding, whose roots would count.
+    squares = torch.where(squares > squares[-1] * len(gram) * torch.finfo(gram.dtype).eps, squares, 0.0)
+    singular = squares.sqrt()
+    shares = singular / singular.sum() + _EPS
+    return float((-(shares * shares.log()).sum()).exp())

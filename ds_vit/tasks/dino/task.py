@@ -49,7 +49,7 @@ from ds_vit.tasks.dino.loss import (
     patch_weights,
     sinkhorn,
 )
-from ds_vit.tasks.dino.metrics import FeatureSpread
+from ds_vit.tasks.dino.metrics import DEVIATION, RANKME, FeatureSpread
 from ds_vit.tasks.dino.towers import (
     HEAD,
     TEACHER,
@@ -128,12 +128,16 @@ class SelfDistillation(Task):
     teachers: ClassVar[Mapping[str, str]] = {TEACHER: MAIN_TOWER, TEACHER_HEAD: HEAD}
     feature_tower = TEACHER
     epoch_flags = ("freeze_last_layer_epochs",)
-    figures = (Figure("feature_std", "feature deviation", digits=3, summed_up=False),)
+    figures: tuple[Figure, ...] = (DEVIATION, RANKME)
     charts: ClassVar = (
         Chart("Feature deviation of the teacher (0: collapsed)", {"feature_std": "deviation"}),
         Chart(
             "Teacher's assignment to prototypes, nats",
-            {"teacher_entropy": "entropy of a row", "teacher_kl": "KL of the mean from uniform"},
+            {
+                "teacher_entropy": "entropy of a row",
+                "prototype_entropy": "entropy of the mean: prototypes in use",
+                "teacher_kl": "KL of the mean from uniform",
+            },
         ),
     )
 
@@ -144,7 +148,8 @@ class SelfDistillation(Task):
     def __init__(self, config: RunConfig, image: ImageConfig, source: Source, model: nn.Module, **more: Any) -> None:
         super().__init__(config, image, source, model, **more)
         if self.evaluators and not config.eval_metric:  # which say more about the features than their spread
-            self.figures = (*self.figures[1:], self.figures[0])
+            own = len(type(self).figures)
+            self.figures = (*self.figures[own:], *self.figures[:own])
         self.crops = CropConfig(
             local_size=_local_size(config, self.model),
             num_local=config.local_crops_number,

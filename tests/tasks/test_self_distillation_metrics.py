@@ -1,0 +1,97 @@
+"""What tells a run of DINO that learns from one whose features collapse: figures, pictures and warnings."""
+
+from unittest import mock
+
+import numpy as np
+import plain_dino
+import pytest
+import torch
+from curves import read_rows
+
+from ds_vit.tasks.dino.metrics import FeatureSpread
+
+WIDTH = 24
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Images and weights."""
+    return plain_dino.write_images(tmp_path_factory.mktemp("images"))
+
+
+def expected_spread(features):
+    """The figures of features [N, D] by numpy, from the papers' formulas."""
+    features = features.astype(np.float64)
+    singular = np.linalg.svd(features, compute_uv=False)
+    shares = singular / singular.sum() + 1e-7
+    rows = features / np.linalg.norm(features, axis=1, keepdims=True)
+    deviation = rows.std(0).mean() * np.sqrt(features.shape[1])
+    return {"feature_std": deviation, "rankme": np.exp(-(shares * np.log(shares)).sum()), "images": len(features)}
+
+
+def spread_of(features, batch=5):
+    """The figures of `FeatureSpread`, over batches the last of which is filled up with rows that do not count."""
+    metrics = FeatureSpread(features.shape[1], torch.device("cpu"))
+    for first in range(0, len(features), batch):
+        rows = features[first : first + batch]
+        filled = torch.full((batch, features.shape[1]), float("nan"))
+        filled[: len(rows)] = rows
+        metrics.update(filled, {"valid": torch.arange(batch) < len(rows)})
+    return metrics.compute()
+
+
+@pytest.mark.parametrize("images", [7, WIDTH, 101])
+@pytest.mark.parametrize("rank", [1, 3, WIDTH])
+def test_the_spread_is_that_of_numpy(images, rank):
+    # Catches: fewer images than features, the roots of rounding, padding that counts, rows normalised for RankMe.
+    generator = torch.Generator().manual_seed(images)
+    features = (
+        torch.randn(images, rank, generator=generator).double()
+        @ torch.randn(rank, WIDTH, generator=generator).double()
+        * torch.linspace(0.1, 3.0, WIDTH)
+    )
+    assert spread_of(features.float()) == pytest.approx(expected_spread(features.float().numpy()), rel=1e-4)
+    metrics = FeatureSpread(WIDTH, torch.device("cpu"))
+    metrics.update(features, {"valid": torch.ones(images, dtype=torch.bool)})
+    assert metrics.compute() == pytest.approx(expected_spread(features.numpy()), rel=1e-12)
+    assert metrics.compute()["rankme"] <= min(images, rank) * (1 + 1e-4)
+
+
+def test_features_without_a_spread():
+    # Catches: a run that ends at an evaluation whose features are not finite.
+    same = torch.randn(1, WIDTH, generator=torch.Generator().manual_seed(0)).expand(9, -1)
+    assert spread_of(same) == pytest.approx({"feature_std": 0.0, "rankme": 1.0, "images": 9}, rel=1e-4, abs=1e-6)
+    for value in (float("nan"), float("inf"), 0.0):
+        assert np.isnan(spread_of(torch.full((3, WIDTH), value))["rankme"])
+
+
+def evaluate_on_rank(argv, folder):
+    """On a rank: train, and write the features that this rank counts to a file."""
+    from ds_vit.train import main
+
+    counted, count = [], FeatureSpread.update
+
+    def update(self, outputs, batch):
+        counted.append(outputs[batch["valid"]].numpy())
+        count(self, outputs, batch)
+
+    with mock.patch.object(FeatureSpread, "update", update):
+        code = main(argv)
+    np.save(folder / f"{torch.distributed.get_rank()}.npy", np.concatenate(counted or [np.empty((0, WIDTH))]))
+    return code, len(counted) * 7 - sum(map(len, counted))
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_an_evaluation_has_the_spread_of_the_gathered_features(ranks, tmp_path, folder, size):
+    """Images counted twice, or not at all, where a last batch is not full; the Gram matrix of one rank."""
+    words = ("--val-fraction", 0.2, "--val-split", "validation", "--validation-batch-size", 7, "--max-steps", 1)
+    argv = plain_dino.words_of(folder, 1, tmp_path / "run", *words, "-b", plain_dino.GLOBAL_BATCH // size)
+    done = ranks.run(size, evaluate_on_rank, argv, tmp_path)
+    assert [code for code, _ in done] == [0] * size
+    assert done[0][1] == 1, "the first rank's last batch is one short of full"
+    features = np.concatenate([np.load(tmp_path / f"{rank}.npy") for rank in range(size)])
+    [row] = [row for row in read_rows(tmp_path / "run") if row["kind"] == "eval"]
+    expected = expected_spread(features)
+    assert {name: row[name] for name in expected} == pytest.approx(expected, rel=1e-10)
+    assert row["images"] == 48
+    assert 2 < row["rankme"] < WIDTH
