@@ -63,9 +63,13 @@ class Horizon:
     steps_per_epoch: int
     weight_decay: float
 
-    def is_within(self, step: int, epochs: int) -> bool:
+    def steps_in(self, epochs: float) -> int:
+        """The number of steps, to the nearest one; the same in every layout."""
+        return round(epochs * self.steps_per_epoch)
+
+    def is_within(self, step: int, epochs: float) -> bool:
         """Whether a step is one of the first `epochs` epochs."""
-        return step <= epochs * self.steps_per_epoch
+        return step <= self.steps_in(epochs)
 
 
 def cosine(step: int, start: float, end: float, total_steps: int) -> float:
@@ -220,6 +224,8 @@ class Task(Configurable, ABC):
     parts: ClassVar[Mapping[str, str]] = {}
     """How names of parameters begin that a ViT of timm's lacks → what those are, in words. A file of initial weights
     has all of a part or nothing of it; a model without the part leaves it out."""
+    begins_as: ClassVar[Mapping[str, str]] = {}
+    """Of `parts`: one that a file of initial weights lacks → how the names in the file begin whose values it has."""
     separate_files: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Files that the end of a run writes apart from `model.safetensors` → how the names of their parameters begin."""
     tower_files: ClassVar[Mapping[str, str]] = {}

@@ -44,6 +44,7 @@ from ds_vit.tasks.task import Horizon, Task
 from ds_vit.training.cost import Cost
 from ds_vit.training.resolve.record import flag_values, rates_of, resolved_flags
 from ds_vit.training.run import Run
+from ds_vit.weights.initial_checkpoint import enumerate_some
 
 Rows = Sequence[tuple[str, str]]
 
@@ -221,7 +222,7 @@ def _rules(run: Run, optimizer: Optimizer, horizon: Horizon) -> Rows:
     if factors := {name: factor for name, factor in task.rate_factors(model).items() if factor != 1.0}:
         rows.append(("lr by name", ", ".join(f"{name} x {factor:g}" for name, factor in factors.items())))
     if held := sorted(task.held_names(1, horizon)):
-        rows.append(("lr of 0 at first", ", ".join(held)))
+        rows.append(("lr of 0 at first", enumerate_some(held)))
     if run.config.model_ema:
         growing = " growing from 0" if run.config.model_ema_warmup else ""
         rows.append(("average", f"of the weights, decay {run.config.model_ema_decay:g}{growing}"))

@@ -160,6 +160,7 @@ class InitialCheckpoint:
             for part in task.parts
             if (names := sorted(name for name, _ in model.named_parameters() if name.startswith(part)))
         }
+        self._begins_as = task.begins_as
         self._averages = tuple(teacher for teacher, student in task.teachers.items() if student == tower)
         others = [name for name in tensors if part_of(name) and name not in self._wanted]
         self.left_out = tuple(name for name in others if not name.startswith(tuple(self._parts)))
@@ -222,6 +223,7 @@ class InitialCheckpoint:
         if is_projection:
             self._values = _as_projection(self._values)
         self._values |= of_parts
+        self._copied = self._copy_to_parts()
         if not classifier_names(model):
             self._values = {name: tensor for name, tensor in self._values.items() if not name.startswith("head.")}
         given = {name: tensor.shape for name, tensor in self._values.items()}
@@ -245,6 +247,18 @@ class InitialCheckpoint:
             used |= {name for name, tensor in opened.items() if tensor.untyped_storage().data_ptr() in memory}
         self.ignored = {name: shape for name, shape in shapes.items() if name not in used}
 
+    def _copy_to_parts(self) -> dict[str, str]:
+        """Fill the parts that begin as others: their names, and those of the values."""
+        missing = {part: names for part, names in self._parts.items() if not self._values.keys() & {*names}}
+        copied = {
+            name: source + name.removeprefix(part)
+            for part, source in self._begins_as.items()
+            for name in missing.get(part, ())
+        }
+        copied = {name: source for name, source in copied.items() if source in self._values}
+        self._values |= {name: self._values[source] for name, source in copied.items()}
+        return copied
+
     @property
     def towers(self) -> frozenset[str]:
         """The towers of the model that may have values here; a teacher begins as its student."""
@@ -254,13 +268,14 @@ class InitialCheckpoint:
     @property
     def summary(self) -> str:
         """The tensors that are loaded, resampled, newly initialised and ignored, for people."""
-        num_taken = len(self._wanted) - len(self.newly_initialised) - len(self.adapted)
+        num_taken = len(self._wanted) - len(self.newly_initialised) - len(self.adapted) - len(self._copied)
         how = "under names that timm translates" if self._foreign and self._of_timm else "as they are"
         parts = [f"{num_taken} of {len(self._wanted)} tensors taken {how}"]
         adapted = [f"{name} {tuple(s)} in the file to {tuple(self._wanted[name])}" for name, s in self.adapted.items()]
         ignored = [f"{name} {tuple(shape)}" for name, shape in sorted(self.ignored.items())]
         parts += [f"resampled: {', '.join(adapted)}"] if adapted else []
         parts += [f"newly initialised: {enumerate_some(self.newly_initialised)}"] if self.newly_initialised else []
+        parts += [f"{', '.join(self._copied)} begin as {', '.join(self._copied.values())}"] if self._copied else []
         parts += [f"ignored: {enumerate_some(ignored)}"] if ignored else []
         parts += [f'names begin with "{self._cut_off}" in the file, which is cut off'] if self._cut_off else []
         parts += [self._note] if self._note else []

@@ -45,8 +45,7 @@ DECAY_END = 0.08
 SPREAD, FACTORS = 0.15, {"patch_embed": 4.0, "qkv": 4.0, "cls_token": 0.1}
 DROP_PATH, LAYER_DECAY, CLIP = 0.1, 0.9, 0.02
 WORDS = [
-    *("--task", "dino", "--model", MODEL, "--img-size", SIZE, "--drop-path", DROP_PATH, "--workers", 0),
-    *("--model-kwargs", *(f"{name}={value}" for name, value in KWARGS.items())),
+    *("--task", "dino", "--img-size", SIZE, "--drop-path", DROP_PATH, "--workers", 0),
     *("--mean", 0.5, 0.5, 0.5, "--std", 0.5, 0.5, 0.5, "--val-split", "", "--log-interval", 1, "--log-images", 0),
     *("--local-crops-size", LOCAL, "--local-crops-number", NUM_LOCAL, "--prototypes", HEAD.prototypes),
     *("--head-hidden-dim", HEAD.hidden_dim, "--head-bottleneck-dim", HEAD.bottleneck_dim),
@@ -54,7 +53,45 @@ WORDS = [
     *("--weight-decay-end", DECAY_END, "--warmup-teacher-temp-epochs", 2, "--teacher-momentum", 0.9),
     *("--mask-ratio-min-max", 0.3, 0.6),
 ]
-"""Flags of our run, without the folder of images and --centering."""
+"""Flags of our run, without the model, the folder of images and --centering."""
+
+
+class Variant(NamedTuple):
+    """What is trained.
+
+    Attributes:
+        model: timm's name.
+        kwargs: its arguments.
+        words: further flags of our run.
+        norms: final norms in addition to `norm`, which the file of weights has too.
+        draws: shift, jitter and rescale of rotary coordinates.
+        held_steps: steps in which the backbone stays where it is.
+        factors: on the spread of the initial weights whose names have these parts.
+    """
+
+    model: str = MODEL
+    kwargs: Mapping[str, Any] = KWARGS
+    words: tuple[Any, ...] = ()
+    norms: tuple[str, ...] = ()
+    draws: tuple[float, float, float] = (0.0, 1.0, 1.0)
+    held_steps: int = 0
+    factors: Mapping[str, float] = FACTORS
+
+
+PLAIN = Variant()
+DINOV3 = Variant(
+    "vit_small_patch16_dinov3",
+    {**KWARGS, "global_pool": "token"},
+    (
+        *("--rope-shift-coords", 0.2, "--rope-jitter-coords", 1.3, "--rope-rescale-coords", 2),
+        *("--untie-cls-and-patch-norms", "--untie-global-and-local-cls-norm", "--freeze-backbone-epochs", 0.6),
+    ),
+    ("patch_norm", "local_cls_norm"),
+    (0.2, 1.3, 2.0),
+    3,
+    {"patch_embed": 4.0, "qkv": 2.0, "_token": 0.1},
+)
+"""DINOv3's rotary positions at drawn coordinates, its separate norms, and a backbone that begins to learn in step 4."""
 
 
 class Plain(NamedTuple):
@@ -65,38 +102,41 @@ class Plain(NamedTuple):
     centers: dict[str, torch.Tensor]
 
 
-def write_images(folder: Path) -> Path:
-    """Small smooth images of one class."""
+def write_images(folder: Path, variant: Variant = PLAIN) -> Path:
+    """Small smooth images of one class, and weights."""
     for number in range(IMAGES):
         smooth_photo(20, 24, number).save(made(folder / "train" / "all" / f"{number:03}.png"))
-    write_weights(folder)
+    write_weights(folder, variant)
     return folder
 
 
-def words_of(folder: Path, stage: int, output: Path, *words: Any) -> list[str]:
+def words_of(folder: Path, stage: int, output: Path, *words: Any, variant: Variant = PLAIN) -> list[str]:
     """The command line of our run; its JSON is written next to the output."""
     blocks = {"optimizer": {"type": "SGD", "params": SGD}, "gradient_clipping": CLIP}
     config = write_config(output.with_name(f"{output.name}.json"), stage, zero_optimization={"stage": stage}, **blocks)
     data = ("--data-dir", folder, "--initial-checkpoint", folder / "weights.safetensors")
-    return [str(w) for w in (*WORDS, *data, "--deepspeed_config", config, "--output", output, *words)]
+    kwargs = (f"{name}={value}" for name, value in variant.kwargs.items())
+    model = ("--model", variant.model, *variant.words, "--model-kwargs", *kwargs)
+    return [str(w) for w in (*model, *WORDS, *data, "--deepspeed_config", config, "--output", output, *words)]
 
 
-def write_weights(folder: Path) -> Path:
+def write_weights(folder: Path, variant: Variant = PLAIN) -> Path:
     """Random weights of the backbone, larger than timm's: KoLeo amplifies rounding where features are alike."""
     generator, file = torch.Generator().manual_seed(0), folder / "weights.safetensors"
-    shapes = timm.create_model(MODEL, num_classes=0, img_size=SIZE, **KWARGS).state_dict()
+    shapes = timm.create_model(variant.model, num_classes=0, img_size=SIZE, **variant.kwargs).state_dict()
+    shapes |= {f"{norm}.{kind}": shapes[f"norm.{kind}"] for norm in variant.norms for kind in ("weight", "bias")}
     state = {}
     for name, tensor in shapes.items():
-        spread = SPREAD * next((factor for part, factor in FACTORS.items() if part in name), 1.0)
-        is_scale = "norm" in name and name.endswith("weight")
+        spread = SPREAD * next((factor for part, factor in variant.factors.items() if part in name), 1.0)
+        is_scale = ("norm" in name and name.endswith("weight")) or "gamma" in name
         state[name] = float(is_scale) + spread * torch.randn(tensor.shape, generator=generator)
     save_file(state, str(file))
     return file
 
 
-def initial_weights(folder: Path) -> dict[str, torch.Tensor]:
+def initial_weights(folder: Path, variant: Variant) -> dict[str, torch.Tensor]:
     """Of all towers, by our names: the file's, and ours of heads and mask token."""
-    spec = ModelSpec(MODEL, img_size=SIZE, drop_path_rate=DROP_PATH, model_kwargs=KWARGS)
+    spec = ModelSpec(variant.model, img_size=SIZE, drop_path_rate=DROP_PATH, model_kwargs=variant.kwargs)
     whole = create_self_distillation(spec, HEAD)
     found = {}
     for name, layers in take_apart_towers(whole).items():
@@ -108,22 +148,71 @@ def initial_weights(folder: Path) -> dict[str, torch.Tensor]:
 class Backbone(torch.nn.Module):
     """timm's ViT with a mask token, whose drop-path has our draws."""
 
-    def __init__(self, drop_path: float) -> None:
+    def __init__(self, drop_path: float, variant: Variant) -> None:
         super().__init__()
         self.vit = timm.create_model(
-            MODEL, num_classes=0, img_size=SIZE, drop_path_rate=drop_path, dynamic_img_size=True, **KWARGS
+            variant.model,
+            num_classes=0,
+            img_size=SIZE,
+            drop_path_rate=drop_path,
+            **{"dynamic_img_size": True, **variant.kwargs},
         )
         replace_drops(self.vit)
         self.drops = [module for module in self.vit.modules() if isinstance(module, KeyedDrop)]
         self.mask_token = torch.nn.Parameter(torch.zeros(1, 1, self.vit.embed_dim))
+        for norm in variant.norms:
+            self.add_module(norm, copy.deepcopy(self.vit.norm))
 
-    def forward(self, images: torch.Tensor, keys: torch.Tensor, masks: torch.Tensor | None = None) -> torch.Tensor:
-        """Normed tokens."""
-        tokens = self.vit.patch_embed(images)
+    def forward(
+        self,
+        images: torch.Tensor,
+        keys: torch.Tensor,
+        masks: torch.Tensor | None = None,
+        step: int = 0,
+        variant: Variant = PLAIN,
+    ) -> torch.Tensor:
+        """Normed tokens; with a step, at the coordinates that it draws."""
+        vit, size = self.vit, images.shape[-1]
+        tokens = vit.patch_embed(images)
+        rows = tokens.shape[1]
         if masks is not None:
             tokens = torch.where(masks.view(*tokens.shape[:3], 1), self.mask_token[None], tokens)
         with sample_keys(self.drops, keys):
-            return self.vit.norm(self.vit.blocks(self.vit.norm_pre(self.vit._pos_embed(tokens))))
+            if not hasattr(vit, "rope"):
+                return vit.norm(vit.blocks(vit.norm_pre(vit._pos_embed(tokens))))
+            tokens, _ = vit._pos_embed(tokens)
+            for number, block in enumerate(vit.blocks):
+                width = vit.embed_dim // variant.kwargs["num_heads"]
+                shift, factor = draw(variant, step, size, number) if step else ([0.0, 0.0], [1.0, 1.0])
+                tokens = block(tokens, rope=rotary_table(rows, width, shift, factor))
+        if not variant.norms:
+            return vit.norm(tokens)
+        of_prefix = self.local_cls_norm if step and size == LOCAL else vit.norm
+        prefix = vit.num_prefix_tokens
+        return torch.cat((of_prefix(tokens[:, :prefix]), self.patch_norm(tokens[:, prefix:])), dim=1)
+
+
+def draw(variant: Variant, step: int, size: int, block: int) -> tuple[list[float], list[float]]:
+    """The shift and the factor of each axis, in a block's pass over crops of a size."""
+    name = randomness.name_key("rope")
+    bits = [randomness.mix(RunConfig().seed, name, size, block, number, step) for number in range(5)]
+    of_rows, of_columns, *stretches = (2 * ((value >> 40) & (2**24 - 1)) / 2**24 - 1 for value in bits)
+    shift, jitter, rescale = variant.draws
+    both = rescale ** stretches[2]
+    return [shift * of_rows, shift * of_columns], [both * jitter**stretch for stretch in stretches[:2]]
+
+
+def rotary_table(rows: int, width: int, shift: list[float], factor: list[float]) -> torch.Tensor:
+    """DINOv3's sines and cosines of a grid's patches [N, 2 width]."""
+    middles = (torch.arange(rows, dtype=torch.float64) + 0.5) / rows * 2 - 1
+    axes = torch.meshgrid(middles, middles, indexing="ij")
+    periods = 100.0 ** (torch.arange(width // 4, dtype=torch.float64) / (width // 4))
+    angles = [
+        2 * math.pi * ((axis.flatten() + by) * times)[:, None] / periods
+        for axis, by, times in zip(axes, shift, factor, strict=True)
+    ]
+    angles = torch.cat(angles, dim=1).repeat(1, 2)
+    return torch.cat((angles.sin(), angles.cos()), dim=1).float()
 
 
 class Head(torch.nn.Module):
@@ -162,21 +251,23 @@ def _layer_of(name: str) -> int:
     """The number of a parameter of the backbone's layer, for --layer-decay; the heads are above the last one."""
     if name.startswith("vit.blocks."):
         return 1 + int(name.split(".")[2])
-    in_stem = name.startswith(("vit.cls_token", "vit.pos_embed", "vit.patch_embed", "mask_token"))
+    stem = ("vit.cls_token", "vit.reg_token", "vit.pos_embed", "vit.patch_embed", "mask_token")
+    in_stem = name.startswith(stem)
     return 0 if in_stem else KWARGS["depth"]  # the final norm counts with the last block, as in timm
 
 
-def _groups(backbone: Backbone, head: Head) -> list[dict[str, Any]]:
-    """One group a parameter, with its factor on the learning rate."""
+def _groups(backbone: Backbone, head: Head, held_steps: int) -> list[dict[str, Any]]:
+    """One group a parameter, with its learning rate, and the steps in which that is 0."""
     groups = []
     for name, parameter in backbone.named_parameters():
         factor = LAYER_DECAY ** (KWARGS["depth"] + 1 - _layer_of(name)) * (0.2 if "patch_embed" in name else 1.0)
-        decays = parameter.ndim > 1 and not name.endswith(("cls_token", "pos_embed", "mask_token"))
-        groups.append({"params": [parameter], "lr": SGD["lr"] * factor, "decays": decays})
+        decays = parameter.ndim > 1 and not name.endswith(("_token", "pos_embed"))
+        rate = SGD["lr"] * factor
+        groups.append({"params": [parameter], "lr": rate, "rate": rate, "decays": decays, "held": held_steps})
     for name, parameter in head.named_parameters():
-        groups.append(
-            {"params": [parameter], "lr": SGD["lr"], "decays": parameter.ndim > 1, "held": "last_layer" in name}
-        )
+        held = IMAGES // GLOBAL_BATCH if "last_layer" in name else 0
+        rate = SGD["lr"]
+        groups.append({"params": [parameter], "lr": rate, "rate": rate, "decays": parameter.ndim > 1, "held": held})
     return groups
 
 
@@ -197,29 +288,30 @@ def _batch(folder: Path, step: int) -> tuple[torch.Tensor, ...]:
     return large, small, randomness.mix_tensor(of_samples[:, None], torch.arange(2 + NUM_LOCAL))
 
 
-def train(folder: Path, centering: str, rejected: int = 0) -> Plain:
+def train(folder: Path, centering: str, rejected: int = 0, variant: Variant = PLAIN) -> Plain:
     """The plain loop.
 
     Args:
         folder: of images and weights.
         centering: "ema" or "sinkhorn".
         rejected: a step that changes nothing.
+        variant: what is trained.
     """
-    weights = initial_weights(folder)
-    student, head = Backbone(DROP_PATH), Head(KWARGS["embed_dim"])
+    weights = initial_weights(folder, variant)
+    student, head = Backbone(DROP_PATH, variant), Head(KWARGS["embed_dim"])
     student.load_state_dict(
         {
-            name if name == "mask_token" else f"vit.{name}": tensor
+            name if name.startswith(("mask_token", *variant.norms)) else f"vit.{name}": tensor
             for name, tensor in weights.items()
             if not name.startswith(("teacher", "dino_head"))
         }
     )
     head.load_state_dict({n.removeprefix("dino_head."): t for n, t in weights.items() if n.startswith("dino_head.")})
-    teacher, teacher_head = Backbone(0.0), copy.deepcopy(head)
+    teacher, teacher_head = Backbone(0.0, variant), copy.deepcopy(head)
     teacher.load_state_dict(student.state_dict())
-    optimizer = torch.optim.SGD(_groups(student, head), momentum=SGD["momentum"])
+    optimizer = torch.optim.SGD(_groups(student, head, variant.held_steps), momentum=SGD["momentum"])
     centers = {"class": torch.zeros(HEAD.prototypes), "patch": torch.zeros(HEAD.prototypes)}
-    steps_per_epoch, rows = IMAGES // GLOBAL_BATCH, []
+    steps_per_epoch, rows, first_patch = IMAGES // GLOBAL_BATCH, [], student.vit.num_prefix_tokens
     grid = SIZE // KWARGS["patch_size"]
     for step in range(1, STEPS + 1):
         if step == rejected:
@@ -229,15 +321,14 @@ def train(folder: Path, centering: str, rejected: int = 0) -> Plain:
         temperature = 0.07 if step > warmup else float(np.linspace(0.04, 0.07, warmup)[step - 1])
         for group in optimizer.param_groups:
             group["weight_decay"] = decay if group["decays"] else 0.0
-            if group.get("held"):
-                group["lr"] = 0.0 if step <= steps_per_epoch else SGD["lr"]
+            group["lr"] = 0.0 if step <= group["held"] else group["rate"]
         large, small, keys = _batch(folder, step - 1)
         of_large, of_small = keys[:, :2].reshape(-1), keys[:, 2:].reshape(-1)
         masks = torch.from_numpy(block_masks(of_large.numpy(), (grid, grid), 0.5, (0.3, 0.6)))
         with torch.no_grad():
-            tokens = teacher(large.flatten(0, 1), of_large)
+            tokens = teacher(large.flatten(0, 1), of_large, variant=variant)
             taught_tokens = tokens[:, 0]
-            logits = {"class": teacher_head(tokens[:, 0]), "patch": teacher_head(tokens[:, 1:][masks])}
+            logits = {"class": teacher_head(tokens[:, 0]), "patch": teacher_head(tokens[:, first_patch:][masks])}
             if centering == "sinkhorn":
                 targets = {part: sinkhorn(of_part, temperature) for part, of_part in logits.items()}
             else:
@@ -245,14 +336,15 @@ def train(folder: Path, centering: str, rejected: int = 0) -> Plain:
                     part: ((of_part - centers[part]) / temperature).softmax(1) for part, of_part in logits.items()
                 }
                 centers = {part: 0.9 * centers[part] + 0.1 * of_part.mean(0) for part, of_part in logits.items()}
-        tokens = student(large.flatten(0, 1), of_large, masks)
-        of_locals = head(student(small.flatten(0, 1), of_small)[:, 0]).unflatten(0, (GLOBAL_BATCH, NUM_LOCAL))
+        tokens = student(large.flatten(0, 1), of_large, masks, step, variant)
+        of_locals = student(small.flatten(0, 1), of_small, None, step, variant)[:, 0]
+        of_locals = head(of_locals).unflatten(0, (GLOBAL_BATCH, NUM_LOCAL))
         of_globals = head(tokens[:, 0]).unflatten(0, (GLOBAL_BATCH, 2))
         crops = (torch.cat((of_globals, of_locals), dim=1) / 0.1).log_softmax(-1)
         taught = targets["class"].unflatten(0, (GLOBAL_BATCH, 2))
         pairs = [(u, v) for u in range(2) for v in range(2 + NUM_LOCAL) if u != v]
         dino = sum(-(taught[:, u] * crops[:, v]).sum(-1).mean() for u, v in pairs) / len(pairs)
-        of_patches = -(targets["patch"] * (head(tokens[:, 1:][masks]) / 0.1).log_softmax(-1)).sum(-1)
+        of_patches = -(targets["patch"] * (head(tokens[:, first_patch:][masks]) / 0.1).log_softmax(-1)).sum(-1)
         shares = (1 / masks.sum(1).clamp(min=1))[:, None].expand(masks.shape)[masks] / len(masks)
         classes = tokens[:, 0].unflatten(0, (GLOBAL_BATCH, 2))
         loss = dino + (of_patches * shares).sum() + 0.1 * (koleo(classes[:, 0]) + koleo(classes[:, 1]))
@@ -299,8 +391,9 @@ def teacher_deviation(plain: Mapping[str, torch.Tensor], ours: Mapping[str, torc
 def read_teacher(output: Path) -> dict[str, torch.Tensor]:
     """The teacher that a run has written, by our names."""
     backbone, head = (load_file(str(output / f"{name}.safetensors")) for name in ("teacher", "teacher_head"))
-    named = {f"teacher.{name}": tensor for name, tensor in backbone.items()}
-    return named | {f"teacher_head.{name.removeprefix('dino_head.')}": tensor for name, tensor in head.items()}
+    of_head = {name.removeprefix("dino_head."): head.pop(name) for name in [*head] if name.startswith("dino_head.")}
+    named = {f"teacher.{name}": tensor for name, tensor in (backbone | head).items()}
+    return named | {f"teacher_head.{name}": tensor for name, tensor in of_head.items()}
 
 
 def read_centers(output: Path) -> dict[str, torch.Tensor]:

@@ -22,6 +22,7 @@ from ds_vit.config.flag import (
 )
 
 Temperature = Annotated[float, Field(gt=0, le=100)]
+Stretch = Annotated[float, Field(gt=1, le=100)]
 
 
 class HeadSettings(Settings, section="model", scope=WEIGHTS):
@@ -30,6 +31,12 @@ class HeadSettings(Settings, section="model", scope=WEIGHTS):
     prototypes: Annotated[int, Field(ge=2, le=2**24)] = flag(65536, "prototypes of a head")
     head_hidden_dim: Width = flag(2048, "hidden width of a head")
     head_bottleneck_dim: Width = flag(256, "width before the prototypes")
+    untie_cls_and_patch_norms: bool = flag(
+        False, "a final norm for patches, and another for class and register tokens", needs="ibot_weight"
+    )
+    untie_global_and_local_cls_norm: bool = flag(
+        False, "a final norm for the class and register tokens of local crops", needs="local_crops_number"
+    )
 
 
 class CropSettings(Settings, section="augmentation", scope=IDENTITY):
@@ -40,6 +47,15 @@ class CropSettings(Settings, section="augmentation", scope=IDENTITY):
     local_crops_number: Annotated[int, Field(ge=0, le=2**6)] = flag(8, "local crops of an image (0: none)")
     local_crops_size: Pixels | None = flag(
         None, "side of a local crop (default: the multiple of the patch size nearest 96)"
+    )
+    rope_shift_coords: Annotated[float, Field(gt=0, le=100)] | None = flag(
+        None, "shift DINOv3's rotary coordinates along each axis by up to this much, in half sides of the image"
+    )
+    rope_jitter_coords: Stretch | None = flag(
+        None, "stretch DINOv3's rotary coordinates along each axis by up to this factor, or shrink them"
+    )
+    rope_rescale_coords: Stretch | None = flag(
+        None, "stretch DINOv3's rotary coordinates along both axes by up to this factor, or shrink them"
     )
 
 
@@ -63,6 +79,9 @@ class SelfDistillationSettings(Settings, section="loss", scope=IDENTITY):
     teacher_momentum_end: Probability = flag(1.0, "--teacher-momentum at the end of the run")
     freeze_last_layer_epochs: Epochs = flag(
         1, "epochs in which the prototypes have a learning rate of 0", section="optimizer"
+    )
+    freeze_backbone_epochs: Annotated[float, Field(ge=0, le=10**6)] = flag(
+        0.0, "epochs, or a fraction of one, in which the backbone has a learning rate of 0", section="optimizer"
     )
     patch_embed_lr_mult: Rate = flag(0.2, "factor on the learning rate of the patch embedding", section="optimizer")
     weight_decay_end: Rate | None = flag(

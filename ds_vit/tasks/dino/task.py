@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -30,6 +31,7 @@ from ds_vit.data.field import Field
 from ds_vit.data.settings import NUM_GLOBAL, CropConfig, ImageConfig
 from ds_vit.data.sources.source import Source
 from ds_vit.device import send
+from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.layers import MAIN_TOWER, Layer
 from ds_vit.models.sequential import check_sizes
 from ds_vit.models.zoo import ModelSpec
@@ -50,8 +52,11 @@ from ds_vit.tasks.dino.loss import (
     sinkhorn,
 )
 from ds_vit.tasks.dino.metrics import DEVIATION, RANKME, FeatureSpread
+from ds_vit.tasks.dino.rope import CoordinateDraws
 from ds_vit.tasks.dino.towers import (
     HEAD,
+    LOCAL_NORM,
+    PATCH_NORM,
     TEACHER,
     TEACHER_HEAD,
     HeadSettings,
@@ -120,14 +125,17 @@ class SelfDistillation(Task):
     has_classes = False
     parts: ClassVar = {
         "mask_token": "mask token",
+        f"{PATCH_NORM}.": "norm of patches",
+        f"{LOCAL_NORM}.": "norm of local crops",
         f"{HEAD}.": "projection head",
         f"{TEACHER}.": "teacher",
         f"{TEACHER_HEAD}.": "projection head",
     }
-    separate_files: ClassVar = {"head": (f"{HEAD}.",)}
+    begins_as: ClassVar = {f"{PATCH_NORM}.": "norm.", f"{LOCAL_NORM}.": "norm."}
+    separate_files: ClassVar = {"head": (f"{HEAD}.", f"{PATCH_NORM}.", f"{LOCAL_NORM}.")}
     teachers: ClassVar[Mapping[str, str]] = {TEACHER: MAIN_TOWER, TEACHER_HEAD: HEAD}
     feature_tower = TEACHER
-    epoch_flags = ("freeze_last_layer_epochs",)
+    epoch_flags = ("freeze_last_layer_epochs", "freeze_backbone_epochs")
     figures: tuple[Figure, ...] = (DEVIATION, RANKME)
     charts: ClassVar = (
         Chart("Feature deviation of the teacher (0: collapsed)", {"feature_std": "deviation"}),
@@ -157,6 +165,7 @@ class SelfDistillation(Task):
             local_scale=_pair(config.local_crops_scale),
         )
         self.masks_patches = config.ibot_weight > 0
+        self._draws = _coordinate_draws(config)
         self._parts = _PARTS if self.masks_patches else _PARTS[:1]
         self.uses_sinkhorn = config.centering == "sinkhorn"
         self.coupled = self.uses_sinkhorn or config.koleo_weight > 0
@@ -177,9 +186,22 @@ class SelfDistillation(Task):
         """As `Task.create_model`."""
         settings = HeadSettings(config.prototypes, config.head_hidden_dim, config.head_bottleneck_dim)
         reads_patches = config.ibot_weight > 0
-        model = create_self_distillation(spec, settings, for_training=for_training, reads_patches=reads_patches)
+        untied = {PATCH_NORM: config.untie_cls_and_patch_norms, LOCAL_NORM: config.untie_global_and_local_cls_norm}
+        model = create_self_distillation(
+            spec,
+            settings,
+            for_training=for_training,
+            reads_patches=reads_patches,
+            untied_norms=[name for name, is_untied in untied.items() if is_untied],
+            draws_coordinates=_coordinate_draws(config) is not None,
+        )
         if config.local_crops_number:
             check_sizes(model, spec.name, [_local_size(config, model)], "--local-crops-size")
+        if config.untie_global_and_local_cls_norm and _local_size(config, model) == model.patch_embed.img_size[0]:
+            raise UserError(
+                f"--untie-global-and-local-cls-norm: local crops are told from global ones by their size, and both "
+                f"have {_local_size(config, model)} pixels; give another --local-crops-size"
+            )
         count_crops(
             model,
             num_local=config.local_crops_number,
@@ -200,9 +222,11 @@ class SelfDistillation(Task):
             f"--ibot-weight {config.ibot_weight:g}": config.ibot_weight > 0,
             f"--koleo-weight {config.koleo_weight:g}": config.koleo_weight > 0,
             "--centering sinkhorn": self.uses_sinkhorn,
+            "--rope-…-coords": self._draws is not None,
+            "--untie-…": config.untie_cls_and_patch_norms or config.untie_global_and_local_cls_norm,
         }
         if found := [flag for flag, is_given in ours_alone.items() if is_given]:
-            return f"the peers know nothing of {', '.join(found)}; pass --ibot-weight 0 --koleo-weight 0"
+            return f"the peers know nothing of {', '.join(found)}; pass --ibot-weight 0 --koleo-weight 0 alone"
         return None
 
     def supports_training(self, horizon: Horizon, global_batch: int) -> str | None:
@@ -217,13 +241,18 @@ class SelfDistillation(Task):
                 f"--weight-decay-end {self.config.weight_decay_end:g} has no effect: there is no weight decay to begin "
                 "with in the JSON; give --weight-decay a value above 0"
             )
+        if self.config.freeze_backbone_epochs and not horizon.steps_in(self.config.freeze_backbone_epochs):
+            return (
+                f"--freeze-backbone-epochs {self.config.freeze_backbone_epochs:g} is less than half a step of the "
+                f"{horizon.steps_per_epoch} of an epoch; give more, or drop it"
+            )
         return super().supports_training(horizon, global_batch)
 
     def average_files(self) -> dict[str, frozenset[str]]:
         """As `Task.average_files`: the teacher's backbone, which is timm's model, and its head."""
         prefix, (of_head,) = f"{TEACHER}.", self.weight_files().values()
         names = (name for name, _ in self.model.named_parameters() if name.startswith(prefix))
-        return {TEACHER: frozenset(name.removeprefix(prefix) for name in names), TEACHER_HEAD: of_head}
+        return {TEACHER: frozenset(name.removeprefix(prefix) for name in names) - of_head, TEACHER_HEAD: of_head}
 
     # ---- a batch ---------------------------------------------------------------------------------------------------
 
@@ -285,7 +314,12 @@ class SelfDistillation(Task):
     ) -> torch.Tensor:
         """Normed tokens [B * v, S, D] of crops [B, v, 3, h, w], which are number `first` and those after it."""
         crops = slice(first, first + images.shape[1])
-        inputs = [images.flatten(0, 1), views.masks] if masked and views.masks is not None else [images.flatten(0, 1)]
+        inputs = [images.flatten(0, 1)]
+        if self._draws is not None and tower == MAIN_TOWER:
+            step, size, num_blocks = context.schedules["rope_step"], images.shape[-1], len(self.model.blocks)
+            inputs.append(self._draws.draw(self.config.seed, step, size, num_blocks, images.device))
+        if masked and views.masks is not None:
+            inputs.append(views.masks)
         keys = views.keys[:, crops].reshape(-1)
         return context.forward(tower, inputs, {"keys": keys}, grad=tower == MAIN_TOWER)
 
@@ -455,6 +489,8 @@ class SelfDistillation(Task):
             "teacher_momentum": cosine(step, config.teacher_momentum, config.teacher_momentum_end, total),
             "teacher_temp": linear_warmup(step, config.warmup_teacher_temp, config.teacher_temp, warmup),
         }
+        if self._draws is not None:  # a CUDA graph reads the number of the step as it reads scheduled values
+            values["rope_step"] = float(step)
         if config.weight_decay_end is None:
             return values
         return {**values, "weight_decay": cosine(step, horizon.weight_decay, config.weight_decay_end, total)}
@@ -465,9 +501,16 @@ class SelfDistillation(Task):
         return dict.fromkeys(names, self.config.patch_embed_lr_mult)
 
     def held_names(self, step: int, horizon: Horizon) -> frozenset[str]:
-        """As `Task.held_names`: the prototypes during the first epochs."""
+        """As `Task.held_names`: the prototypes and the student's backbone during the first epochs."""
+        held = self._backbone if horizon.is_within(step, self.config.freeze_backbone_epochs) else frozenset()
         is_held = horizon.is_within(step, self.config.freeze_last_layer_epochs)
-        return frozenset({f"{HEAD}.last_layer.weight"}) if is_held else frozenset()
+        return held | {f"{HEAD}.last_layer.weight"} if is_held else held
+
+    @cached_property
+    def _backbone(self) -> frozenset[str]:
+        """The parameters of the student's backbone."""
+        towers = tuple(f"{tower}." for tower in self.model.further_towers)
+        return frozenset(name for name, _ in self.model.named_parameters() if not name.startswith(towers))
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """As `Task.state_dict`: the centres."""
@@ -517,6 +560,13 @@ def _local_size(config: RunConfig, model: SelfDistillationViT) -> int:
     """--local-crops-size; by default the multiple of the patch size that is nearest to 96."""
     patch = model.patch_embed.patch_size[0]
     return config.local_crops_size or max(1, round(96 / patch)) * patch
+
+
+def _coordinate_draws(config: RunConfig) -> CoordinateDraws | None:
+    """What is drawn of rotary coordinates; None for nothing."""
+    shift, jitter, rescale = config.rope_shift_coords, config.rope_jitter_coords, config.rope_rescale_coords
+    draws = CoordinateDraws(shift or 0.0, jitter or 1.0, rescale or 1.0)
+    return None if draws == CoordinateDraws() else draws
 
 
 def _masked_share(config: RunConfig) -> float:

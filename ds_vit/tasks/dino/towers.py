@@ -15,12 +15,15 @@ prototypes (K / tp of a rank where they are sharded).
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from timm.layers import trunc_normal_
+from timm.layers.pos_embed_sincos import RotaryEmbeddingDinoV3
 from torch import nn
 
 from ds_vit.fault_tolerance.errors import UserError
@@ -39,9 +42,12 @@ from ds_vit.models.layers import (
 from ds_vit.models.sequential import check_sizes
 from ds_vit.models.zoo import ModelSpec, TimmViT, create_model
 from ds_vit.parallel.tensor.plans import PLANS, ShardingPlan
+from ds_vit.tasks.dino.rope import draw_coordinates
 
 HEAD, TEACHER, TEACHER_HEAD = "dino_head", "teacher", "teacher_head"
 """The further towers."""
+PATCH_NORM, LOCAL_NORM = "patch_norm", "local_cls_norm"
+"""Final norms in addition to timm's `norm`: of patches, and of the class and register tokens of local crops."""
 
 
 @dataclass(frozen=True)
@@ -153,6 +159,10 @@ class TokenViT(nn.Module):
     images_per_sample: tuple[float, float] = (1.0, 1.0)
     reads_patches: bool = True
 
+    def untie_norm(self, name: str) -> None:
+        """Add a final norm like the model's."""
+        self.add_module(name, copy.deepcopy(self.norm))
+
 
 class SelfDistillationViT(TokenViT):
     """The same for the student, which has a mask token and describes all towers.
@@ -160,10 +170,12 @@ class SelfDistillationViT(TokenViT):
     Attributes:
         mask_token: replaces the embedding of masked patches [1, 1, D].
         settings: of both heads.
+        draws_coordinates: whether rotary positions are drawn in training (rope.py).
     """
 
     further_towers: ClassVar = (HEAD, TEACHER, TEACHER_HEAD)
     settings: HeadSettings
+    draws_coordinates: bool
 
     def init_weights(self, needs_reset: bool = True) -> None:
         """timm's initial values, and DINOv2's of the mask token."""
@@ -171,13 +183,20 @@ class SelfDistillationViT(TokenViT):
         nn.init.zeros_(self.mask_token)
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """timm's groups; the mask token belongs to the stem, like the class token."""
+        """timm's groups; the mask token belongs to the stem, like the class token, and further norms to the norm."""
         groups = super().group_matcher(coarse)
-        return {**groups, "stem": rf"{groups['stem']}|mask_token"}
+        norms = (rf"^(?:{PATCH_NORM}|{LOCAL_NORM})\.", (99999,))  # the last layer, as timm writes it
+        return {**groups, "stem": rf"{groups['stem']}|mask_token", "blocks": [*groups["blocks"], norms]}
 
 
 def create_self_distillation(
-    spec: ModelSpec, settings: HeadSettings, *, for_training: bool = True, reads_patches: bool = True
+    spec: ModelSpec,
+    settings: HeadSettings,
+    *,
+    for_training: bool = True,
+    reads_patches: bool = True,
+    untied_norms: Collection[str] = (),
+    draws_coordinates: bool = False,
 ) -> SelfDistillationViT:
     """The description of student, teacher and their heads, on the meta device without memory.
 
@@ -188,19 +207,32 @@ def create_self_distillation(
         settings: of the heads.
         for_training: as in `create_model`.
         reads_patches: of both backbones.
+        untied_norms: of `PATCH_NORM` and `LOCAL_NORM`; the teacher, which has no local crops, only has the former.
+        draws_coordinates: of the student's rotary positions.
 
     Raises:
         UserError: as `create_model`; a head that reads more than the class token, patch dropout, overlapping patches,
-            or images that are not square or no multiple of the patch size.
+            images that are not square or no multiple of the patch size, or other positions than DINOv3's to draw.
     """
     spec = replace(spec, num_classes=0)
     model = create_model(spec, for_training=for_training, classifier=False)
     _check_backbone(model, spec)
+    rope = getattr(model, "rope", None)
+    if draws_coordinates and not isinstance(rope, RotaryEmbeddingDinoV3):
+        raise UserError(
+            "--rope-shift-coords, --rope-jitter-coords and --rope-rescale-coords change DINOv3's rotary positions, and "
+            f"{spec.name!r} has {'others' if rope is not None else 'none'}; take a name with dinov3, or drop the flags"
+        )
     none = dict.fromkeys(("drop_rate", "pos_drop_rate", "patch_drop_rate", "proj_drop_rate"), 0.0)
     still = replace(spec, drop_path_rate=0.0, model_kwargs={**spec.model_kwargs, **none})
     teacher = create_model(still, for_training=for_training, classifier=False)
     mix_in(teacher, TokenViT, reads_patches=reads_patches)
-    mix_in(model, SelfDistillationViT, reads_patches=reads_patches, settings=settings)
+    of_student = {"settings": settings, "draws_coordinates": draws_coordinates}
+    mix_in(model, SelfDistillationViT, reads_patches=reads_patches, **of_student)
+    for norm in untied_norms:
+        model.untie_norm(norm)
+        if norm == PATCH_NORM:
+            teacher.untie_norm(norm)
     with torch.device("meta"):
         model.mask_token = nn.Parameter(torch.empty(1, 1, model.embed_dim))
         towers = (ProjectionHead(model.embed_dim, settings), teacher, ProjectionHead(model.embed_dim, settings))
@@ -281,14 +313,30 @@ class MaskedEmbed(EmbedLayer):
 class TokensHead(HeadLayer):
     """Mixed in before the class of a `HeadLayer`: in training it gives tokens [B, S, D] after the final norm.
 
-    S is 1 where the last block has computed only the class token.
+    S is 1 where the last block has computed only the class token. Evaluation has timm's norm, which is that of class
+    and register tokens.
+
+    Attributes:
+        patch_norm: of the patches, if they have a separate one.
+        local_cls_norm: of local crops, if they have a separate one. Their patches are read by no loss.
+        num_global_patches: of a global crop.
     """
+
+    patch_norm: nn.Module | None
+    local_cls_norm: nn.Module | None
+    num_global_patches: int
 
     def forward(self, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """(tokens [B, S, D], keys int64 [B], …) -> normed tokens [B, S, D]; in evaluation, class tokens [B, D]."""
         if not self.training:
             return super().forward(inputs)
-        return self.norm(inputs[0])
+        tokens, count = inputs[0], self.num_tokens
+        if self.local_cls_norm is not None and count.num_patches != self.num_global_patches:
+            return self.local_cls_norm(tokens)
+        if self.patch_norm is None:
+            return self.norm(tokens)
+        prefix, patches = tokens.split([count.num_prefix_tokens, count.num_patches], dim=1)
+        return torch.cat((self.norm(prefix), self.patch_norm(patches)), dim=1)
 
 
 @take_apart.register
@@ -300,9 +348,12 @@ def _(model: TokenViT) -> list[Layer]:
     head.num_tokens = embed.num_tokens
     layers[-1].head_reads_only_class_token = not model.reads_patches
     mix_in(embed, MaskedEmbed)
-    mix_in(head, TokensHead)
+    norms = {name: getattr(own, name, None) for name in (PATCH_NORM, LOCAL_NORM)}
+    mix_in(head, TokensHead, num_global_patches=own.patch_embed.num_patches, **norms)
     if isinstance(model, SelfDistillationViT):
         embed.mask_token = own.mask_token
+        if model.draws_coordinates:
+            draw_coordinates(embed, layers[1:])
     for layer in (*layers, head):
         layer.images_per_sample = model.images_per_sample
     return check_complete([*layers, head], model)
