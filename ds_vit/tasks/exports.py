@@ -8,7 +8,7 @@ import logging
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -57,6 +57,7 @@ class Exported:
         tokenizer: of a task with text: --tokenizer.
         text_tower: makes the text tower; None where the model has none.
         masks: the classes of an image's pixels, where the model gives those; else None.
+        head: parameters of a task with a teacher that timm's model lacks, under the names of the task.
     """
 
     model: TimmViT
@@ -68,6 +69,7 @@ class Exported:
     tokenizer: str = ""
     text_tower: Callable[[], TextTower] | None = None
     masks: MaskPredictor | None = None
+    head: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 class MaskPredictor(ABC):

@@ -47,7 +47,7 @@ from ds_vit.fault_tolerance.errors import NotSaved, UserError
 from ds_vit.fault_tolerance.signals import Interrupted, Signals, signal_name
 from ds_vit.monitoring.metrics import Reporter, Throughput
 from ds_vit.optim.ema import Ema, TeacherAverage
-from ds_vit.training.resolve.record import identity_of, rates_of, settings_of
+from ds_vit.training.resolve.record import identity_of, origin_of, rates_of, settings_of
 from ds_vit.training.resume import first_step, skipped_batches
 from ds_vit.training.run import Run
 from ds_vit.weights.files import names_as_metadata
@@ -104,6 +104,7 @@ class CheckpointManager:
         self.task, self._order, self._interval = run.model.task, run.data.order, run.output.interval
         # Of state.json; written out now, because names and labels of many images take a while.
         self._record = {"schedule": rates_of(run), "run": identity_of(run), "config": settings_of(run)}
+        self._record["origin"] = origin_of(run)
         task = self.task
         self._every_steps = self._interval.steps or self._interval.epochs * self._order.steps_per_epoch
         self._saver = Saver(
@@ -115,7 +116,7 @@ class CheckpointManager:
             averages=task.average_files(),
             left_out=[name for name in shapes if name.split(".")[0] in task.teachers],
             metadata=names_as_metadata(
-                task.class_names, task.tokenizer.name if task.tokenizer else "", task.figures[0]
+                task.class_names, task.tokenizer.name if task.tokenizer else "", task.figures[0], self._record["origin"]
             ),
         )
         self._saved_step: int | None = None  # of the last save that was started, or resumed from

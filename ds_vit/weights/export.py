@@ -29,6 +29,7 @@ from ds_vit.tasks.exports import (
 )
 from ds_vit.tasks.registry import all_tasks
 from ds_vit.weights.files import StoredWeights, find_weights, names_as_metadata
+from ds_vit.weights.model_card import model_card
 from ds_vit.weights.source import load_source, load_whole, settings_of
 
 TOLERANCE = 1e-4
@@ -66,13 +67,16 @@ class Difference:
 
 
 def _write_timm(exported: Exported, folder: Path, save: Save) -> tuple[str, ...]:
-    """Write config.json and model.safetensors (one file, however large: timm reads no shards).
+    """Write config.json, model.safetensors (one file, however large: timm reads no shards), and a head if there is one.
 
     transformers' `AutoModelForImageClassification` reads the same folder, its `AutoModel` one without a classifier.
     """
     save(folder, exported.model.state_dict(), max_bytes=2**62, metadata=names_as_metadata(exported.labels))
     write_timm_config(exported, folder / "config.json")
-    return ()
+    if not exported.head:
+        return ()
+    save(folder, exported.head, max_bytes=2**62, name="head")
+    return ("head.safetensors has the projection head, which timm's model lacks",)
 
 
 def _load_timm(folder: Path) -> Predict:
@@ -222,6 +226,8 @@ def export(
         raise UserError(f"--output {folder}: {error.strerror}") from None
     try:
         notes += form.write(exported, partial, save_weights)
+        if card := model_card(stored, exported):
+            (partial / "README.md").write_text(card)
         largest, scale = _compare(form.predict(exported), form.load(partial), exported.image.img_size)
         reader = f"{tool.reader} {version(tool.reader)}"
         difference = Difference(folder, reader, largest, scale, notes)

@@ -36,7 +36,8 @@ from ds_vit.tasks.registry import all_tasks, task_of
 
 _SAFETENSORS = (".safetensors", ".json")
 _TORCH = (".pth", ".pt", ".bin", ".tar", ".ckpt")
-_BEGIN = {"model": "", "ema": "ema-", BEST: f"{BEST}-"}  # how the names of their files begin, by that of its file
+FILE_BEGINS = {"model": "", "ema": "ema-", BEST: f"{BEST}-"}
+"""How the names of the towers' files begin, by the name of the main tower's."""
 _UNREADABLE = (AttributeError, EOFError, KeyError, OSError, RuntimeError, SafetensorError, TypeError, ValueError)
 _OF_TIMM = r"patch_embed\.proj\.weight$"  # a name that each of its models has
 _AVERAGES = ("teacher", "ema", "target")
@@ -97,7 +98,7 @@ def _shards(path: Path) -> list[Path]:
     if path.name.startswith("ema.safetensors"):
         raw = weights_in(path.parent, "raw")
         files = [*(_shards(raw) if raw else []), *files]
-    if (begin := _BEGIN.get(path.name.split(".")[0])) is not None:
+    if (begin := FILE_BEGINS.get(path.name.split(".")[0])) is not None:
         towers = dict.fromkeys(tower for task in all_tasks() for tower in task.tower_files)
         names = (f"{begin}{tower}.safetensors{ending}" for tower in towers for ending in (".index.json", ""))
         files += [file for name in names if path.with_name(name).is_file() for file in _shards(path.with_name(name))]
@@ -153,16 +154,23 @@ def open_prefixed(path: str | Path) -> tuple[dict[str, torch.Tensor], str]:
     return next((found for found in translated if found is not None), tensors), prefix
 
 
-def names_as_metadata(class_names: Sequence[str], tokenizer: str = "", figure: Figure | None = None) -> dict[str, str]:
+def names_as_metadata(
+    class_names: Sequence[str],
+    tokenizer: str = "",
+    figure: Figure | None = None,
+    origin: Mapping[str, Any] | None = None,
+) -> dict[str, str]:
     """Names for the header of a safetensors file, whose values are strings.
 
     Args:
         class_names: of the classes; the function of that name reads them.
         tokenizer: `Tokenizer.name` of a text tower; `tokenizer_name` reads it.
         figure: decides which weights of the run are the best; `StoredWeights` reads it.
+        origin: what the weights come from; `StoredWeights` reads it.
     """
     names = {"class_names": json.dumps(list(class_names))} if class_names else {}
     names |= {"figure": f"{figure.name} {figure.unit}"} if figure else {}
+    names |= {"origin": json.dumps(origin)} if origin else {}
     return {**names, "tokenizer": tokenizer} if tokenizer else names
 
 
@@ -236,6 +244,13 @@ class StoredWeights:
         if names := class_names(self.path):
             return names
         return RunFolder(self.recipe.parent).read_classes() if self.recipe else ()
+
+    @property
+    def origin(self) -> dict[str, Any]:
+        """What the weights come from: `origin_of` the run and "step"; empty for a file without such a header."""
+        header = _header(self.path)
+        step = step_of(self.path.parent.name) or int(header.get("step", 0))
+        return {**json.loads(header["origin"]), "step": step} if "origin" in header else {}
 
     def __str__(self) -> str:
         header = _header(self.path)

@@ -125,6 +125,7 @@ class InitialCheckpoint:
         ignored: unused tensors of the file, with their shape: a classifier of other classes, and those that timm's
             translation of foreign names leaves out or merges into others.
         tower: of the model, that these are the values of; `MAIN_TOWER` for one without further towers too.
+        source: where the file comes from, for people.
     """
 
     def __init__(
@@ -136,6 +137,7 @@ class InitialCheckpoint:
         classes: Sequence[str] = (),
         tower: str = MAIN_TOWER,
         task: type[Task] = Task,
+        source: str = "",
     ) -> None:
         """Open a checkpoint and compare its names and shapes with the model's.
 
@@ -146,12 +148,14 @@ class InitialCheckpoint:
             classes: names of the model's classes; if the file names the same in another order, its classifier follows.
             tower: of which `model` is the description.
             task: whose main tower or whole model that is; without one, a ViT of timm's.
+            source: as the attribute; by default the path.
 
         Raises:
             UserError: the file cannot be read, its patch size is another one, or names or shapes differ in more than
                 the number of classes; the first five differences are named.
         """
         self._path = path = Path(path)
+        self.source = source or str(path)
         tensors, self._cut_off = open_prefixed(path)
         self.tower = tower
         self._wanted = names_and_shapes(model)

@@ -139,7 +139,9 @@ def _initial_weights(
         stored = find_weights(config.initial_checkpoint)
         path, source = stored.path, str(stored)
     resampled = config.resample_patch_embed
-    initial = InitialCheckpoint(path, whole, resample_patch_embed=resampled, classes=classes, task=task_type)
+    initial = InitialCheckpoint(
+        path, whole, resample_patch_embed=resampled, classes=classes, task=task_type, source=source
+    )
     notes = [f"weights from {source}: {initial.summary}"]
     if initial.left_out:
         what = part_of(initial.left_out[0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from pathlib import Path
 from typing import Any
 
 from ds_vit import config as flags
@@ -88,6 +89,29 @@ def identity_of(run: Run) -> dict[str, Any]:
         **rules_of(optimizer.cls).identity(optimizer.fallback),
         "trained": [name for name in shapes if name not in model.frozen],
         **({"task_schedules": f"{scheduled} over {horizon.total_steps} steps"} if scheduled else {}),
+    }
+
+
+def origin_of(run: Run) -> dict[str, Any]:
+    """What the weights of the run come from, for the model card of an export.
+
+    Returns:
+        "task", "model", "data" (the data set, or the folders' names), "images" of the training split, "global_batch",
+        and "initial_weights": the file that training started from, with a hash of its values; "" for random ones. A
+        resumed run has the checkpoint's.
+    """
+    config, initial, resume = run.config, run.model.initial_checkpoint, run.output.resume
+    folders = (config.data_dir,) if isinstance(config.data_dir, str) else config.data_dir
+    start = f"{initial.source}, values blake2b {initial.fingerprint}" if initial else ""
+    if resume is not None:
+        start = resume.checkpoint.state.get("origin", {}).get("initial_weights", "")
+    return {
+        "task": config.task,
+        "model": config.model,
+        "data": config.dataset or ", ".join(Path(folder).name for folder in folders),
+        "images": len(run.data.train_source),
+        "global_batch": run.batch.global_batch,
+        "initial_weights": start,
     }
 
 

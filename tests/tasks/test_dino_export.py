@@ -1,0 +1,87 @@
+"""Exports of self-distillation: the teacher under timm's names, its head in a second file, and the model card."""
+
+import json
+
+import plain_dino
+import pytest
+import timm
+import torch
+from runs import run_quietly
+from safetensors.torch import load_file, save_file
+
+from ds_vit.weights.export import export
+from ds_vit.weights.files import find_weights
+from ds_vit.weights.initial_checkpoint import InitialCheckpoint
+
+WORDS = ("--centering", "ema", "-b", 24, "--val-fraction", 0.2, "--val-split", "validation", "--eval-knn", 3)
+LAST = "teacher.safetensors"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Images and weights."""
+    return plain_dino.write_images(tmp_path_factory.mktemp("images"))
+
+
+@pytest.fixture(scope="module")
+def run(ranks, folder):
+    """A run of 3 steps, interrupted after the second and resumed."""
+    output = folder / "run"
+    for words in (("--max-steps", 2), ("--max-steps", 3, "--resume", "auto")):
+        [(code, said, wrong)] = ranks.run(1, run_quietly, plain_dino.words_of(folder, 1, output, *WORDS, *words))
+        assert code == 0, said + wrong
+    return output
+
+
+@torch.no_grad()
+def features(checkpoint):
+    """Of timm's model with a file's weights, by timm alone."""
+    kwargs = {"num_classes": 0, "img_size": plain_dino.SIZE, **plain_dino.KWARGS}
+    model = timm.create_model(plain_dino.MODEL, checkpoint_path=str(checkpoint), **kwargs).eval()
+    images = torch.randn(3, 3, plain_dino.SIZE, plain_dino.SIZE, generator=torch.Generator().manual_seed(0))
+    return model(images)
+
+
+@pytest.mark.parametrize(
+    ("options", "backbone", "head"),
+    [
+        ({}, "best.safetensors", "best-head.safetensors"),
+        ({"weights": "last"}, LAST, "teacher_head.safetensors"),
+        ({"checkpoint": "latest"}, LAST, "teacher_head.safetensors"),
+    ],
+    ids=str,
+)
+def test_timm_gets_the_features_of_the_teacher(run, tmp_path, options, backbone, head):
+    # Catches: the student's backbone or head, a head of another step, a card that lacks the source.
+    found = export(run, "timm", output=tmp_path / "export", **options)
+    assert found.largest < 1e-6
+    given = features(found.folder / "model.safetensors")
+    torch.testing.assert_close(given, features(run / backbone), rtol=0, atol=1e-6)
+    # The student's file has a mask token, which timm refuses.
+    student = {name: tensor for name, tensor in load_file(run / "model.safetensors").items() if name != "mask_token"}
+    save_file(student, tmp_path / "student.safetensors")
+    assert not torch.allclose(given, features(tmp_path / "student.safetensors"), atol=1e-4)
+    own, of_run = load_file(found.folder / "head.safetensors"), load_file(run / head)
+    assert own.keys() == of_run.keys()
+    assert all(torch.equal(own[name], tensor) for name, tensor in of_run.items())
+    assert not torch.equal(own["dino_head.mlp.0.weight"], load_file(run / "head.safetensors")["dino_head.mlp.0.weight"])
+
+
+def test_the_card_says_where_the_weights_come_from(run, folder, tmp_path):
+    # Catches: a resumed run that forgets its initial weights, a hash of the name, the steps of another checkpoint.
+    export(run, "timm", output=tmp_path / "export")
+    card = (tmp_path / "export" / "README.md").read_text()
+    file = folder / "weights.safetensors"
+    model = timm.create_model(plain_dino.MODEL, num_classes=0, img_size=plain_dino.SIZE, **plain_dino.KWARGS)
+    fingerprint = InitialCheckpoint(file, model).fingerprint
+    assert card.startswith("---\nlibrary_name: timm\npipeline_tag: image-feature-extraction\n---\n")
+    rows = dict(line[2:-2].split(" | ", 1) for line in card.splitlines() if line.startswith("| ") and line != "| | |")
+    assert rows["task"] == "dino"
+    assert rows["data"] == f"{folder.name}, {plain_dino.IMAGES * 4 // 5} images"
+    assert rows["training"] == f"{find_weights(run).origin['step']} steps of 24 images"
+    assert rows["initial weights"] == f"{file}, values blake2b {fingerprint}"
+    other = {name: tensor + 1.0 for name, tensor in load_file(file).items()}
+    save_file(other, tmp_path / "other.safetensors")
+    assert InitialCheckpoint(tmp_path / "other.safetensors", model).fingerprint != fingerprint
+    state = json.loads((run / "checkpoints" / "step-00000003" / "state.json").read_text())
+    assert state["origin"]["initial_weights"] == rows["initial weights"]
