@@ -22,6 +22,7 @@ from ds_vit.device import allocated_bytes, peak_bytes, reset_peak_bytes
 from ds_vit.engine.graph import StepGraphs
 from ds_vit.engine.plain import PlainEngine
 from ds_vit.tasks.classification.task import Classification
+from ds_vit.tasks.dino.rope import CoordinateDraws
 
 RUN = [
     *(*DIGITS, "--model-kwargs", "patch_size=4", "depth=2", "embed_dim=24", "num_heads=2", "--log-interval", 1),
@@ -168,6 +169,33 @@ def test_reductions_are_in_the_graph(ranks, device_library, tmp_path, stage, acc
 def test_each_image_size_has_a_graph(ranks, device_library, tmp_path):
     words = [*file_of(1), *MIXED, "--img-size-schedule", "8:0,16:0.5"]
     assert ranks.run(1, both_ways, device_library, tmp_path, words, 6) == [4]
+
+
+def burnt_in_step():
+    """Replays draw the coordinates of the step in which they were captured."""
+    draw = CoordinateDraws.draw
+
+    def drawn(own, seed, step, *more):
+        return draw(own, seed, 3 if isinstance(step, torch.Tensor) else step, *more)
+
+    return mock.patch.object(CoordinateDraws, "draw", drawn)
+
+
+def drawn_both_ways(library, folder, words, burnt_in):
+    with burnt_in_step() if burnt_in else contextlib.nullcontext():
+        try:
+            return both_ways(library, folder, words, 6)
+        except AssertionError:
+            return "different"
+
+
+@pytest.mark.parametrize("burnt_in", [False, True])
+def test_each_replay_draws_its_rotary_coordinates(ranks, device_library, tmp_path, burnt_in):
+    kwargs = ("patch_size=4", "depth=2", "embed_dim=24", "num_heads=2", "global_pool=token")
+    words = [*file_of(1), *TASKS["dino"], "--model", "vit_small_patch16_dinov3", "--model-kwargs", *kwargs]
+    words += ["--rope-shift-coords", 0.2, "--rope-jitter-coords", 1.2, "--rope-rescale-coords", 2]
+    result = ranks.run(1, drawn_both_ways, device_library, tmp_path, words, burnt_in, timeout=300)
+    assert result == ["different" if burnt_in else 3]
 
 
 # ---- Host state that hooks advance ----
