@@ -10,20 +10,28 @@ Shapes: H x W a file's pixels, h x w the model's input, C classes.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, BinaryIO
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
+from operator import truediv
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 import torch
 from PIL import Image
+from torchvision.transforms import InterpolationMode
 
-from ds_vit.data.augment.steps import Size, uniform
-from ds_vit.data.decode import Box, Jpeg, undecodable
+from ds_vit.config.augmentation import AugmentConfig
+from ds_vit.data.augment.steps import RandomResizedCrop, Size, uniform
+from ds_vit.data.augment.transforms import TrainTransform
+from ds_vit.data.decode import Box, ImageDecodeError, Jpeg, undecodable
 from ds_vit.data.field import Field, Rows, Sample, stacked
 from ds_vit.data.fields import ImageField
-from ds_vit.data.sources.source import shortened
+from ds_vit.data.settings import ImageConfig
+from ds_vit.data.sources.source import Source, shortened
 from ds_vit.fault_tolerance.errors import UserError, is_out_of_memory
 
+T = TypeVar("T")
 IGNORED = -1
 """The class number of pixels that count in no loss and no metric."""
 MOST_CLASSES = 2**15 - 1
@@ -32,6 +40,7 @@ MOST_VALUE = 2**16 - 1
 """The largest value of a mask's pixel that may be a class."""
 MASK_EXTENSIONS = (".png", ".tif", ".tiff", ".npy")
 
+_READERS = 16  # threads that read masks
 _UNKNOWN = -2  # a value that is neither a class nor ignored
 _OUTSIDE = MOST_VALUE + 1  # stands for all values that 16 bits do not hold
 
@@ -46,11 +55,6 @@ def default_palette(num_classes: int) -> np.ndarray:
         for channel in range(3):
             colours[:, channel] |= ((classes >> (3 * place + channel) & 1) << (7 - place)).astype(np.uint8)
     return colours
-
-
-def palette_of(values: np.ndarray) -> np.ndarray:
-    """The colours of classes without any, uint8 [C, 3], by the values [C] that stand for them in masks."""
-    return default_palette(values.max() + 1)[values]
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
@@ -157,10 +161,33 @@ def require_same_size(name: str, image: Size, mask: Size) -> None:
         raise UserError(f"{name}: {sizes}; {way_out}{turned if tuple(image) == tuple(mask[::-1]) else ''}")
 
 
+def pixels_of_classes(mask: np.ndarray, num_classes: int) -> np.ndarray:
+    """How many pixels of a mask [H, W] each class has, int64 [C]."""
+    return np.bincount(mask[mask != IGNORED], minlength=num_classes)
+
+
+def of_masks(source: Source, entry: str, indices: Iterable[int], function: Callable[[Any], T]) -> Iterator[T]:
+    """A function of an entry of some samples, read by threads; damaged masks are left out.
+
+    Raises:
+        UserError: a mask is invalid.
+        OSError: a file cannot be read.
+    """
+
+    def read(index: int) -> list[T]:
+        try:
+            return [function(source.entry(entry, index))]
+        except ImageDecodeError:
+            return []
+
+    with ThreadPoolExecutor(_READERS) as threads:
+        yield from chain.from_iterable(threads.map(read, indices))
+
+
 # ---- crops -----------------------------------------------------------------------------------------------------------
 
 
-class ScaleCrop:
+class ScaleCrop(RandomResizedCrop):
     """A box of random scale at a random place, resized to the model's size; beyond the image it is padded.
 
     At scale 1 the box is the largest of the model's shape within the image, at 0.5 it has twice that height and width.
@@ -175,37 +202,34 @@ class ScaleCrop:
         self._size, self._range = size, scale_range
         self._colour = tuple(round(255 * value) for value in mean)
 
-    def draw(self, key: int, size: Size) -> Box:
-        """(top, left, height, width) in pixels of an image of `size`; the box may begin before it or end beyond it."""
+    def draw(self, key: int, size: Size) -> tuple[Box, InterpolationMode]:
+        """As `RandomResizedCrop.draw`; the box may begin before the image or end beyond it."""
         low, high = self._range
-        scale = (low + (high - low) * uniform(key, "scale")) * max(
-            out / length for out, length in zip(self._size, size, strict=True)
-        )
+        scale = (low + (high - low) * uniform(key, "scale")) * max(map(truediv, self._size, size))
         height, width = (max(1, round(out / scale)) for out in self._size)
         rooms = size[0] - height, size[1] - width  # negative where the image is the smaller one
         top, left = (
             int(uniform(key, name) * (abs(room) + 1)) * (1 if room > 0 else -1)
             for name, room in zip(("crop top", "crop left"), rooms, strict=True)
         )
-        return top, left, height, width
+        return (top, left, height, width), InterpolationMode.BILINEAR
 
-    def apply(self, image: Image.Image | Jpeg, parameters: Box) -> Image.Image:
+    def apply(self, image: Image.Image | Jpeg, parameters: tuple[Box, InterpolationMode]) -> Image.Image:
         """The box of an RGB image, bilinear with antialiasing; of a JPEG file only its part is decoded.
 
         Raises:
             ImageDecodeError: the file is damaged.
         """
-        top, left, height, width = parameters
+        (top, left, height, width), _ = parameters
         above, before = max(top, 0), max(left, 0)
         below, after = min(top + height, image.height), min(left + width, image.width)
         if isinstance(image, Jpeg):
             part = image.crop((above, before, below - above, after - before))
         else:
             part = image.crop((before, above, after, below))
-        if part.size != (width, height):
-            inside, part = part, Image.new("RGB", (width, height), self._colour)
-            part.paste(inside, (before - left, above - top))
-        return part.resize(self._size[::-1], Image.Resampling.BILINEAR)
+        whole = Image.new("RGB", (width, height), self._colour)
+        whole.paste(part, (before - left, above - top))
+        return whole.resize(self._size[::-1], Image.Resampling.BILINEAR)
 
 
 def crop_mask(mask: np.ndarray, box: Box, out: Size) -> np.ndarray:
@@ -227,6 +251,30 @@ def crop_mask(mask: np.ndarray, box: Box, out: Size) -> np.ndarray:
     result = np.full(out, IGNORED, dtype=mask.dtype)
     result[np.ix_(*inside)] = mask[np.ix_(*(place[kept] for place, kept in zip(places, inside, strict=True)))]
     return result
+
+
+# ---- fields of training ----------------------------------------------------------------------------------------------
+
+
+class SceneImages(ImageField):
+    """A training image, scaled, cropped, flipped and coloured: [B, 3, h, w].
+
+    Args:
+        name: as for `Field`.
+        image: size and normalisation.
+        augment: flips and colours; with --no-aug a crop at scale 1 and nothing else.
+        scale_range: of --scale-range.
+    """
+
+    mixes = False
+
+    def __init__(self, name: str, image: ImageConfig, augment: AugmentConfig, scale_range: tuple[float, float]) -> None:
+        self._scale_range = (1.0, 1.0) if augment.no_aug else scale_range
+        super().__init__(name, image, augment)
+
+    def _transform(self) -> TrainTransform:
+        others = getattr(super()._transform(), "transforms", ())  # none with --no-aug
+        return TrainTransform(ScaleCrop(self.image.img_size, self._scale_range, self.image.mean), others)
 
 
 class MaskField(Field):

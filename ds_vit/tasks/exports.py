@@ -6,11 +6,10 @@ import contextlib
 import json
 import logging
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -72,56 +71,19 @@ class Exported:
     head: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
-class MaskPredictor(ABC):
+@dataclass(frozen=True)
+class MaskPredictor:
     """How `ds-vit predict` reads an image and writes its result, of a task whose model gives each pixel a class.
 
-    Args:
-        exported: the whole model.
-        values: the flags of its run, by their recipe names.
-        folder: of the run, or of weights without one.
-
-    Raises:
-        UserError: a file of the run's folder is invalid.
+    Attributes:
+        classes: (bytes of an image's file, its name, the model on the device for any number of normalised images on the
+            CPU) → class numbers of the image's size, int64 [H, W] on the CPU; ImageDecodeError for a damaged image.
+        write: (path of an image, what `classes` gave as numpy's, folder to write into, path of the files below their
+            folders without an ending) → the mask's path; it also writes a picture of it. OSError where it cannot.
     """
 
-    refused_flags: ClassVar[Mapping[str, str]] = {}
-    """Flags of `ds-vit predict` that would have no effect, each with the reason."""
-
-    @abstractmethod
-    def __init__(self, exported: Exported, values: Mapping[str, Any], folder: Path) -> None: ...
-
-    @abstractmethod
-    def classes(self, data: bytes, name: str, forward: Predict) -> torch.Tensor:
-        """The classes of the pixels of an image.
-
-        Args:
-            data: the image's file.
-            name: of the file.
-            forward: the model on the device, for any number of normalised images on the CPU.
-
-        Returns:
-            Class numbers, int64 [H, W] on the CPU, of the image's size.
-
-        Raises:
-            ImageDecodeError: the image is damaged.
-        """
-
-    @abstractmethod
-    def write(self, image: str, classes: np.ndarray, folder: Path, stem: str) -> Path:
-        """Write the mask of an image and a picture of it.
-
-        Args:
-            image: path of the image.
-            classes: what `classes` gave, as numpy's.
-            folder: to write into.
-            stem: path of the files below their folders, without an ending.
-
-        Returns:
-            The mask's path.
-
-        Raises:
-            OSError: a file cannot be written.
-        """
+    classes: Callable[[bytes, str, Predict], torch.Tensor]
+    write: Callable[[str, np.ndarray, Path, str], Path]
 
 
 @dataclass(frozen=True)

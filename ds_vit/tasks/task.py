@@ -236,9 +236,12 @@ class Task(Configurable, ABC):
     export_formats: ClassVar[Mapping[str, Format]] = {}
     """Other tools' forms of the whole model, by the words of `ds-vit export --to`. A tool that has none here gets the
     main tower as a model of timm's."""
-    mask_predictor: ClassVar[type[MaskPredictor] | None] = None
-    """Of a task whose model gives each pixel a class: how `ds-vit predict` writes masks. The classifier of such a model
-    is one of `parts`."""
+    mask_predictor: ClassVar[Callable[..., MaskPredictor] | None] = None
+    """Of a task whose model gives each pixel a class, a static method: how `ds-vit predict` writes masks, of the whole
+    model (`Exported`), the flags of its run by their recipe names, and the folder of the run or of weights without one.
+    The classifier of such a model is one of `parts`."""
+    predict_flags: ClassVar[Sequence[str]] = ()
+    """Flags of the task that `ds-vit predict` takes."""
     peers: ClassVar[tuple[str, ...]] = ()
     """The names in tools/peers.py of steps without DeepSpeed that train the same, the default first; a derived class
     has none unless it sets them again."""

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 import numpy as np
 import torch
@@ -44,12 +44,14 @@ from ds_vit.fault_tolerance import exit_codes
 from ds_vit.fault_tolerance.errors import UserError, memory_errors, read_text, stripped_lines
 from ds_vit.monitoring.metrics import make_console
 from ds_vit.tasks.exports import Exported, MaskPredictor, TextTower
+from ds_vit.tasks.registry import all_tasks
 from ds_vit.weights.files import add_weights_arguments, find_weights, tokenizer_name, weights_line
 from ds_vit.weights.source import MODEL_FLAGS, load_source
 
 _MOST_WORKERS = 4  # timm's default
 
 
+T = TypeVar("T")
 Row = dict[str, Any]
 """An image: its path as "image", and its "classes", the most probable first, each with "number" (of its logit), "name"
 (LABEL_<number> where nothing says it) and "probability"; or the "reason" why it cannot be read. Of a model that gives
@@ -117,11 +119,10 @@ def predict_each(
         raise UserError(
             f"{source} has no classifier: its run's task has no classes; `ds-vit embed` writes its features"
         )
-    idle = exported.masks.refused_flags if exported.masks else {"slide_stride": "images have one class each"}
-    for name in idle.keys() & {*settings, *(["workers"] if workers is not None else [])}:
-        raise UserError(f"{flags.spelling(name)} has no effect for {source}: {idle[name]}; drop it")
     if exported.masks:
-        return exported, forward.of_pixels(exported, files, _top_k(top_k, num_classes, 3))
+        if workers is not None:
+            raise UserError(f"--workers has no effect for {source}: images are read one after the other; drop it")
+        return exported, forward.of_pixels(exported, exported.masks, files, _top_k(top_k, num_classes, 3))
     return exported, _predictions(exported, _top_k(top_k, num_classes), forward.of_images(exported, files))
 
 
@@ -262,13 +263,11 @@ class _Forward:
         fields = [ImageField("images", exported.image)]
         reader = Reader(source, fields, rows, on_bad_image="skip")
         loader = Loader(reader, range(len(rows)), workers, pin_memory=self._device.type != "cpu")
-        console = Console(stderr=True)
-        hidden = not console.is_terminal or len(loader) == 1
         indices = iter(range(len(source)))  # there is none for the rows that pad the last batch
         smaller = f"--batch-size {batch_size // 2}, " if batch_size > 1 else ""
         with memory_errors(lambda of_loader: f"try {smaller}--workers 0 or another --device"):
             model = exported.model.to(self._device)
-            for batch in track(loader, "images", len(loader), console=console, transient=True, disable=hidden):
+            for batch in _tracked(loader, len(loader)):
                 features = model.forward_features(finished(fields, batch, device=self._device)["images"])
                 outputs = model.forward_head(features, pre_logits=pre_logits).float().cpu()
                 reasons = dict(batch.skipped)
@@ -277,27 +276,29 @@ class _Forward:
                     yield (image, output) if valid else {"image": image, "reason": reasons[index]}
 
     @torch.inference_mode()
-    def of_pixels(self, exported: Exported, files: Sequence[str], top_k: int) -> Iterator[Row]:
+    def of_pixels(self, exported: Exported, masks: MaskPredictor, files: Sequence[str], top_k: int) -> Iterator[Row]:
         """The classes of each file's pixels; files are read one after the other."""
-        source, model, masks = ImageFiles(list(files)), exported.model, exported.masks
-        assert masks is not None, "the caller has seen it"
+        source, model = ImageFiles(list(files)), exported.model
 
         def forward(images: torch.Tensor) -> torch.Tensor:
             return torch.cat([model(part.to(self._device)).float() for part in images.split(self._batch_size)])
 
-        console = Console(stderr=True)
-        hidden = not console.is_terminal or len(files) == 1
         with memory_errors(lambda of_loader: "try --batch-size 1 or another --device"):
             model.to(self._device)
-            for index in track(range(len(files)), "images", console=console, transient=True, disable=hidden):
-                row: Row = {"image": source.describe(index)}
+            for index, file in enumerate(_tracked(files, len(files))):
                 try:
-                    mask = masks.classes(source.encoded(index), row["image"], forward)
+                    mask = masks.classes(source.encoded(index), file, forward)
                     shares = torch.bincount(mask.flatten(), minlength=model.num_classes) / mask.numel()
-                    row |= {"mask": mask.numpy(), "classes": _largest(exported, shares, top_k, "share")}
+                    yield {"image": file, "mask": mask.numpy(), "classes": _largest(exported, shares, top_k)}
                 except ImageDecodeError as error:
-                    row["reason"] = error.reason
-                yield row
+                    yield {"image": file, "reason": error.reason}
+
+
+def _tracked(items: Iterable[T], number: int) -> Iterable[T]:
+    """A progress bar on stderr, where that is a terminal."""
+    console = Console(stderr=True)
+    hidden = not console.is_terminal or number == 1
+    return track(items, "images", number, console=console, transient=True, disable=hidden)
 
 
 def _find_device(name: str) -> torch.device:
@@ -326,8 +327,9 @@ def _predictions(exported: Exported, top_k: int, outputs: Outputs) -> Iterator[R
         yield {"image": image, "classes": _largest(exported, probabilities, top_k)}
 
 
-def _largest(exported: Exported, values: torch.Tensor, top_k: int, what: str = "probability") -> list[Row]:
-    """The classes with the largest values [C]."""
+def _largest(exported: Exported, values: torch.Tensor, top_k: int) -> list[Row]:
+    """The classes with the largest values [C]: probabilities, or shares of the pixels."""
+    what = "share" if exported.masks else "probability"
     names = exported.labels or tuple(f"LABEL_{number}" for number in range(exported.model.num_classes))
     best = values.topk(top_k)
     pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
@@ -382,7 +384,8 @@ def main(argv: Sequence[str]) -> int:
 def build_parser(command: str) -> flags.Parser:
     """The command line of `ds-vit predict` or `ds-vit embed`."""
     does = "Write the features of images." if command == "embed" else "Predict the classes of images or pixels."
-    more = ("bce_loss", "slide_stride") if command == "predict" else ()
+    of_tasks = (flag for task in all_tasks() for flag in task.predict_flags)
+    more = ("bce_loss", *of_tasks) if command == "predict" else ()
     only = (*MODEL_FLAGS, *PIXEL_FLAGS, "exif_rotation", *more)
     parser = flags.build_parser(f"ds-vit {command}", does, only, show_defaults=False, examples=_EXAMPLES[command])
     add_weights_arguments(parser)

@@ -21,7 +21,7 @@ from ds_vit.fault_tolerance.errors import UserError, did_you_mean, read_text, st
 from ds_vit.models.keyed_init import materialise
 from ds_vit.models.zoo import ModelSpec, TimmViT, create_model, image_size
 from ds_vit.tasks.exports import Exported
-from ds_vit.tasks.registry import task_of
+from ds_vit.tasks.registry import idle_flags, task_of
 from ds_vit.tasks.task import Task
 from ds_vit.weights.files import FILE_BEGINS, StoredWeights, open_prefixed
 from ds_vit.weights.initial_checkpoint import InitialCheckpoint, enumerate_some
@@ -93,6 +93,9 @@ def load_source(
         raise UserError(
             f"--task {values['task']}: its model takes an image and a caption together; ds-vit eval rates it"
         )
+    idle = idle_flags(task) if classifier else {}
+    for name in idle.keys() & settings.keys():
+        raise UserError(f"{flags.spelling(name)} has no effect with --task {task.name}{idle[name]}")
     if (task.has_text and with_text) or (task.mask_predictor and classifier):
         return load_whole(weights, values, task, labels)
     if not task.has_classes or task.mask_predictor:

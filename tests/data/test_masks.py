@@ -17,13 +17,21 @@ from ds_vit.config import RunConfig
 from ds_vit.config.augmentation import AugmentConfig
 from ds_vit.data import masks
 from ds_vit.data.decode import ImageDecodeError
-from ds_vit.data.masks import MaskField, MaskValues, ScaleCrop, crop_mask, decode_mask, default_palette, size_of_mask
+from ds_vit.data.masks import (
+    MaskField,
+    MaskValues,
+    ScaleCrop,
+    SceneImages,
+    crop_mask,
+    decode_mask,
+    default_palette,
+    size_of_mask,
+)
 from ds_vit.data.sampler import Share
 from ds_vit.data.settings import ImageConfig
 from ds_vit.data.sources.combined import hold_out, mixed
 from ds_vit.data.sources.source import NoSuchSplit, Source
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.tasks.segmentation.fields import SceneImages
 from ds_vit.tasks.segmentation.source import open_segmentation
 
 WHOLE = Share(0, 1, 4)
@@ -135,7 +143,7 @@ def test_labels_name_values_and_colours(tmp_path):
     assert (source.class_names, len(source), source.multi_label) == (("road", "sky", "tree"), 3, True)
     assert source.entry("values", 0).tolist() == [7, 0, 2]
     assert source.entry("colours", 0).tolist() == [[0x80, 0x40, 0x80], [0x46, 0x82, 0xB4], [0x6B, 0x8E, 0x23]]
-    raw = np.asarray(Image.open(source._source.open_mask(int(source._numbers[0]))[0]))
+    raw = np.asarray(Image.open(source.describe(0).replace("images", "masks")))
     for value, number in {7: 0, 0: 1, 2: 2, 255: -1}.items():
         assert np.array_equal(source.entry("mask", 0) == number, raw == value)
     rest, held_out = hold_out(opened(data, num_classes=None), 0.4)
@@ -145,7 +153,7 @@ def test_labels_name_values_and_colours(tmp_path):
     both = mixed([opened(data, num_classes=None), opened(second, num_classes=None)])
     assert np.array_equal(both.entry("mask", 5), np.asarray(Image.open(second / "train/masks/ab/n.1.png")) - 1)
     (second / "labels.csv").write_text("index,name,colour\n1,road,#000000\n2,sky,\n3,tree,\n")
-    assert not opened(second, num_classes=None).has("colours")
+    assert opened(second, num_classes=None).entry("colours", 0).tolist() == default_palette(4)[1:].tolist()
     (second / "labels.csv").unlink()
     reduced = opened(second, reduce_zero_label=True)
     assert (reduced.class_names[0], reduced.entry("values", 0).tolist()) == ("class 0", [1, 2, 3])
@@ -258,7 +266,8 @@ def test_a_mask_takes_the_nearest_pixel():
     crop, heights = ScaleCrop((24, 32), (0.5, 2.0), (0.0, 0.0, 0.0)), []
     for key in range(60):
         mask = (blocks(key) * 2).astype(np.int16)
-        box = top, left, height, width = crop.draw(key, mask.shape)
+        box, _ = crop.draw(key, mask.shape)
+        top, left, height, width = box
         heights.append(height * max(24 / mask.shape[0], 32 / mask.shape[1]) / 24)
         found = crop_mask(mask, box, (24, 32))
         for y, x in np.ndindex(24, 32):
@@ -297,7 +306,7 @@ def test_hugging_face_rows_with_masks(data):
     for number, file in enumerate(files["masks"]):
         assert np.array_equal(source.entry("mask", number), np.asarray(Image.open(file)))
         assert source.entry("mask_size", number) == source.entry("mask", number).shape
-    with pytest.raises(UserError, match=r"has no Image column of masks named mask, .*; it has image, other: rename_"):
+    with pytest.raises(UserError, match=r"has no Image column named mask, .*; it has image, other: rename_"):
         opened("", dataset=f"parquet/{data / 'bad'}")
 
 

@@ -80,7 +80,7 @@ def test_splits_share_no_digit_and_no_scene():
     train, validation = open_scenes("train"), open_scenes("validation")
     assert (len(train), len(validation)) == (1000, 200)
     assert train.class_names == validation.class_names
-    digits = [{digit.tobytes() for digit in source.digits} for source in (train, validation)]
+    digits = [{digit.tobytes() for digit in source.identity()[0]} for source in (train, validation)]
     assert not digits[0] & digits[1]
     assert train.image(0).tobytes() != validation.image(0).tobytes()
     with pytest.raises(UserError, match="scenes has no split 'test'"):

@@ -15,7 +15,7 @@ from project import write_config
 from runs import resolved
 
 from ds_vit.config.run_folder import RunFolder
-from ds_vit.data.field import finished
+from ds_vit.data.field import Field, finished
 from ds_vit.data.masks import default_palette
 from ds_vit.data.reader import Reader
 from ds_vit.data.rows import EvalRows
@@ -30,7 +30,6 @@ from ds_vit.tasks.segmentation import windows as rating
 from ds_vit.tasks.segmentation.metrics import MeanIoU, iou_panels, write_iou
 from ds_vit.tasks.segmentation.windows import (
     Canvas,
-    Sizes,
     WholeMask,
     Windows,
     canvas_of,
@@ -52,7 +51,7 @@ class Pairs(Source):
     """Images of colours in blocks, and masks that follow them here and there; no pixel has the last class."""
 
     class_names = tuple("abcde")
-    entries = ("image", "mask", "mask_size")
+    entries = ("image", "mask", "mask_size", "colours")
 
     def __len__(self):
         return len(SIZES)
@@ -63,17 +62,21 @@ class Pairs(Source):
     def describe(self, index):
         return f"image {index}"
 
+    def encoded(self, index):
+        if index == BAD:
+            return b"not an image"
+        (height, width), file = SIZES[index], io.BytesIO()
+        blocks = np.random.default_rng(index).integers(0, 256, (height // 6 + 2, width // 6 + 2, 3), dtype=np.uint8)
+        Image.fromarray(blocks).resize((width, height), Image.Resampling.BICUBIC).save(file, "png")
+        return file.getvalue()
+
     def entry(self, name, index):
         (height, width), generator = SIZES[index], np.random.default_rng(index)
-        if name in ("mask_size", "values"):
-            return (height, width) if name == "mask_size" else np.arange(CLASSES)
-        blocks = generator.integers(0, 256, (height // 6 + 2, width // 6 + 2, 3), dtype=np.uint8)
+        if name in ("mask_size", "colours"):
+            return (height, width) if name == "mask_size" else default_palette(CLASSES)
         if name == "image":
-            if index == BAD:
-                return b"not an image"
-            file = io.BytesIO()
-            Image.fromarray(blocks).resize((width, height), Image.Resampling.BICUBIC).save(file, "png")
-            return file.getvalue()
+            return super().entry(name, index)
+        blocks = generator.integers(0, 256, (height // 6 + 2, width // 6 + 2, 3), dtype=np.uint8)
         classes = (blocks.argmax(2) + (blocks[..., 0] > 180)).astype(np.int16)
         mask = classes.repeat(6, 0).repeat(6, 1)[:height, :width]
         mask[generator.random(mask.shape) < IGNORED.get(index, 0.0)] = -1
@@ -92,7 +95,8 @@ def counted(rank, world, stride, batch_size=2):
     """The metrics of one rank, not yet added up."""
     source = Pairs()
     most, height, width = extent(source, IMAGE.img_size, stride)
-    fields = [Windows("images", IMAGE, stride, most), WholeMask("masks", (height, width)), Sizes("sizes")]
+    sizes = Field("sizes", (2,), torch.int64, stage="last", entry="mask_size")
+    fields = [Windows("images", IMAGE, stride, most), WholeMask("masks", (height, width)), sizes]
     reader = Reader(source, fields, EvalRows(len(source), Share(rank, world, batch_size)), on_bad_image="skip")
     metrics = MeanIoU(CLASSES, IMAGE, stride, torch.device("cpu"))
     metrics.expect(len(source))
@@ -342,5 +346,5 @@ def test_an_image_of_another_size_than_its_mask(monkeypatch):
     source, rows = Pairs(), EvalRows(1, Share(0, 1, 1))
     entry = source.entry
     monkeypatch.setattr(source, "entry", lambda name, at: (32, 24) if name == "mask_size" else entry(name, at))
-    with pytest.raises(UserError, match=r"image 0 has 24x32 pixels .* and its mask 32x24"):
+    with pytest.raises(UserError, match=r"image 0: the image has 24x32 pixels .* and its mask 32x24"):
         Reader(source, [Windows("images", IMAGE, None, 9)], rows).read(rows.at(0))

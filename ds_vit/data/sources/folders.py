@@ -147,6 +147,8 @@ def walk(root: str) -> list[str]:
 class FileSource(ArraySource):
     """Images in separate files, below one folder."""
 
+    class_names: tuple[str, ...] = ()
+
     def __init__(self, root: str, paths: list[str], targets: np.ndarray) -> None:
         self._root = root
         self._paths = np.array([os.fsencode(path) for path in paths], dtype=np.bytes_)
@@ -162,8 +164,6 @@ class FileSource(ArraySource):
 
 class ImageFiles(FileSource):
     """Images by their paths, without labels. A file that cannot be read counts as one that cannot be decoded."""
-
-    class_names = ()
 
     def __init__(self, paths: list[str]) -> None:
         super().__init__("", paths, np.full(len(paths), -1))

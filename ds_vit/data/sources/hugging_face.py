@@ -6,13 +6,14 @@ cannot be: it is converted to an Arrow file in a cache next to it, once. Nothing
 
 from __future__ import annotations
 
+import copy
 import glob
 import hashlib
 import itertools
 import os
 import re
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -42,12 +43,7 @@ _OLD = ".parquet.arrow"  # what earlier versions converted parquet files to
 
 
 def open_hugging_face(
-    folder: str,
-    split: str,
-    classes: Sequence[str] | None = None,
-    captions: CaptionKeys | None = None,
-    *,
-    make: Callable[[Sequence[str]], HuggingFaceSource] | None = None,
+    folder: str, split: str, classes: Sequence[str] | None = None, captions: CaptionKeys | None = None
 ) -> HuggingFaceSource:
     """Open one split of a data set on disk.
 
@@ -57,7 +53,6 @@ def open_hugging_face(
         split: its name.
         classes: the training split's, when this is the validation split.
         captions: the columns of data with captions, whose classes are not read; None for data with classes.
-        make: makes the source of the split's files, of another class; it takes neither `classes` nor `captions`.
 
     Raises:
         UserError: datasets is not installed, no such folder or split, or what `HuggingFaceSource` refuses.
@@ -77,8 +72,7 @@ def open_hugging_face(
         others = ("cache-", *(() if form in forms else (*VAL_NAMES, "test")))
         own = [path for path in found if not path.endswith(_OLD) and not os.path.basename(path).startswith(others)]
         if own:
-            own = in_natural_order(own)
-            return HuggingFaceSource(own, classes, captions) if make is None else make(own)
+            return HuggingFaceSource(in_natural_order(own), classes, captions)
     raise no_such_split(folder, split, f"{split}/ and no {split}-*.parquet")
 
 
@@ -126,6 +120,21 @@ class HuggingFaceSource(ArraySource):
         self.class_names = tuple(map(class_name, known or map(str, range(int(self._targets.max()) + 1))))
         valid = (self._targets >= 0) & (self._targets < self.num_classes)
         check_labels(self, self._targets, valid, self.class_names)
+
+    def of_column(self, names: Sequence[str]) -> HuggingFaceSource:
+        """The same rows with the images of another column: the first of these names.
+
+        Raises:
+            UserError: there is none.
+        """
+        kinds = {name: type(feature).__name__ for name, feature in self._tables[0].features.items()}
+        named = [name for name in names if name != self._image and kinds.get(name) == "Image"]
+        if not named:
+            has = f"it has {', '.join(kinds)}: rename_column and save it again"
+            raise UserError(f"{self._files[0]} has no Image column named {', '.join(names)}; {has}")
+        other = copy.copy(self)
+        other._image = named[0]
+        return other
 
     def __len__(self) -> int:
         return int(self._bounds[-1])
@@ -247,8 +256,10 @@ def _check_all_there(files: Sequence[str]) -> None:
 
 def _column(table: Any, kind: str, names: Sequence[str], where: str) -> str:
     """The one column of a kind, else the first of the usual names."""
-    of_kind = [name for name, feature in table.features.items() if type(feature).__name__ == kind]
-    usual = [name for name in names if name in table.column_names and (name in of_kind or not of_kind)]
+    kinds = {name: type(feature).__name__ for name, feature in table.features.items()}
+    of_kind = [name for name in kinds if kinds[name] == kind]
+    # A column of images named "label" has masks.
+    usual = [name for name in names if name in of_kind or (not of_kind and kinds.get(name, "Image") != "Image")]
     if not (usual or of_kind):
         has = f"it has {', '.join(table.column_names)}: rename_column and save it again"
         raise UserError(f"{where} has no {kind} column and none of the names {', '.join(names)}; {has}")

@@ -18,8 +18,8 @@ from PIL import Image, ImageOps
 from torchvision.utils import make_grid
 
 from ds_vit.config.run_folder import RunFolder, written_whole
-from ds_vit.data.decode import Jpeg, open_image
-from ds_vit.data.masks import IGNORED, palette_of
+from ds_vit.data.decode import upright
+from ds_vit.data.masks import IGNORED
 from ds_vit.data.settings import ImageConfig
 from ds_vit.data.sources.source import Source
 from ds_vit.tasks.metrics import Batch, Figure, Metrics
@@ -102,22 +102,20 @@ class MeanIoU(Metrics):
 
     def _show(self, place: int, mask: torch.Tensor, predicted: torch.Tensor) -> None:
         """Draw a sample; only the rank that counts it does."""
-        source = self._source
-        assert source is not None, "nothing is shown without a source"
+        assert self._source is not None, "nothing is shown without a source"
         assert self.pixels is not None, "expect() was not called"
         # The last colour is of pixels that are ignored.
         colours = np.full((self.num_classes + 1, 3), _OUTSIDE, dtype=np.uint8)
-        colours[: source.num_classes] = colours_of(source)
-        opened = open_image(
-            source.entry("image", place), source.describe(place), exif_rotation=self._image.exif_rotation
-        )
-        image = opened.image() if isinstance(opened, Jpeg) else opened
-        masks = [Image.fromarray(colours[classes.cpu().numpy()]) for classes in (mask, predicted)]
+        known = self._source.entry("colours", 0)
+        colours[: len(known)] = known
+        image = self._source.image(place)
+        drawn = [(upright(image) if self._image.exif_rotation else image, Image.Resampling.BILINEAR)]
+        drawn += [(Image.fromarray(colours[of.cpu().numpy()]), Image.Resampling.NEAREST) for of in (mask, predicted)]
+        # In the middle of a square.
         tiles = [
-            _fitted(image, Image.Resampling.BILINEAR),
-            *(_fitted(each, Image.Resampling.NEAREST) for each in masks),
+            np.asarray(ImageOps.pad(picture, (_PANEL, _PANEL), how, color=(_OUTSIDE,) * 3)) for picture, how in drawn
         ]
-        self.pixels[self._shown.index(place)] = torch.from_numpy(np.stack(tiles))
+        self.pixels[self._shown.index(place)] = torch.from_numpy(np.stack(tiles)).permute(0, 3, 1, 2)
 
     def pictures(self) -> dict[str, torch.Tensor]:
         """Image, mask and prediction of each sample, two samples a row."""
@@ -139,19 +137,6 @@ def rates(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     right, own, predicted = np.diag(counts), counts.sum(1), counts.sum(0)
     with np.errstate(invalid="ignore"):
         return 100.0 * right / (own + predicted - right), 100.0 * right / own, 100.0 * own / counts.sum()
-
-
-def _fitted(picture: Image.Image, how: Image.Resampling) -> np.ndarray:
-    """An RGB picture in the middle of a square, uint8 [3, side, side]."""
-    padded = ImageOps.pad(picture, (_PANEL, _PANEL), how, color=(_OUTSIDE,) * 3)
-    return np.asarray(padded).transpose(2, 0, 1)
-
-
-def colours_of(source: Source) -> np.ndarray:
-    """The colours of the classes, uint8 [C, 3]: the source's, or by the values that stand for them in its masks."""
-    if source.has("colours"):
-        return source.entry("colours", 0)
-    return palette_of(source.entry("values", 0))
 
 
 # ---- the report: the IoU of each class -------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,11 +18,10 @@ from PIL import Image, ImageDraw, ImageFont
 import ds_vit.data
 from ds_vit.data.decode import decode, upright
 from ds_vit.data.fields import normalised
-from ds_vit.data.masks import default_palette, palette_of
+from ds_vit.data.masks import default_palette
 from ds_vit.data.sources.source import LABELS_FILE, Source
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.tasks.exports import Exported, MaskPredictor, Predict
-from ds_vit.tasks.segmentation.metrics import colours_of
 from ds_vit.tasks.segmentation.source import find_labels
 from ds_vit.tasks.segmentation.windows import canvas_of, predicted_classes, windows_of
 
@@ -30,47 +29,35 @@ _SIDES = (512, 2048)  # of an overlay's longer side: the legend is readable, and
 _FONT = Path(ds_vit.data.__path__[0]) / "glyphs" / "DejaVuSans.ttf"
 
 
-class SegmentationMasks(MaskPredictor):
-    """As `MaskPredictor`: `masks/` has palette PNG files, `overlays/` JPEG files with a legend."""
+def predict_masks(exported: Exported, values: Mapping[str, Any], folder: Path) -> MaskPredictor:
+    """As `Task.mask_predictor`: `masks/` has palette PNG files, `overlays/` JPEG files with a legend."""
+    image, size, stride = exported.image, exported.image.img_size, values.get("slide_stride")
+    canvas_of(size, size, stride)  # a wrong stride fails before any image
+    flags = values.get("ignore_index", -1), bool(values.get("reduce_zero_label"))
+    labels = find_labels(str(folder), exported.model.num_classes, *flags)
 
-    refused_flags: ClassVar[Mapping[str, str]] = {
-        "bce_loss": "each pixel gets its most probable class",
-        "interpolation": "images are resized bilinearly",
-        "workers": "images are read one after the other",
-        **dict.fromkeys(("crop_pct", "crop_mode"), "windows slide over whole images (--slide-stride)"),
-    }
+    def decoded(data: bytes, name: str) -> Image.Image:
+        return upright(decode(data, name)) if image.exif_rotation else decode(data, name)
 
-    def __init__(self, exported: Exported, values: Mapping[str, Any], folder: Path) -> None:
-        self._image, self._stride = exported.image, values.get("slide_stride")
-        canvas_of(self._image.img_size, self._image.img_size, self._stride)  # a wrong stride fails before any image
-        flags = values.get("ignore_index", -1), bool(values.get("reduce_zero_label"))
-        labels = find_labels(str(folder), exported.model.num_classes, *flags)
-        self._names, self._values = exported.labels or labels.names, labels.values.values
-        self._colours = palette_of(self._values) if labels.colours is None else labels.colours
+    def classes(data: bytes, name: str, forward: Predict) -> torch.Tensor:
+        pixels = decoded(data, name)
+        logits = forward(normalised(windows_of(pixels, size, stride), image))
+        return predicted_classes(logits, (pixels.height, pixels.width), size, stride).cpu()
 
-    def _decoded(self, data: bytes, name: str) -> Image.Image:
-        image = decode(data, name)
-        return upright(image) if self._image.exif_rotation else image
-
-    def classes(self, data: bytes, name: str, forward: Predict) -> torch.Tensor:
-        """As `MaskPredictor.classes`, by the windows of evaluation."""
-        image, size = self._decoded(data, name), self._image.img_size
-        logits = forward(normalised(windows_of(image, size, self._stride), self._image))
-        return predicted_classes(logits, (image.height, image.width), size, self._stride).cpu()
-
-    def write(self, image: str, classes: np.ndarray, folder: Path, stem: str) -> Path:
-        """As `MaskPredictor.write`."""
+    def write(path: str, classes: np.ndarray, folder: Path, stem: str) -> Path:
         mask, overlay = folder / "masks" / f"{stem}.png", folder / "overlays" / f"{stem}.jpg"
-        for path in (mask, overlay):
-            path.parent.mkdir(parents=True, exist_ok=True)
-        mask_picture(classes, self._values, self._colours).save(mask)
-        pixels = self._decoded(Path(image).read_bytes(), image)
-        overlay_picture(pixels, classes, self._names, self._colours).save(overlay, quality=90)
+        for made in (mask, overlay):
+            made.parent.mkdir(parents=True, exist_ok=True)
+        mask_picture(classes, labels.values.values, labels.colours).save(mask)
+        pixels, names = decoded(Path(path).read_bytes(), path), exported.labels or labels.names
+        overlay_picture(pixels, classes, names, labels.colours).save(overlay, quality=90)
         return mask
+
+    return MaskPredictor(classes, write)
 
 
 def write_labels(folder: Path, source: Source) -> None:
-    """Write labels.csv into a run's folder, for `SegmentationMasks`.
+    """Write labels.csv into a run's folder, for `predict_masks`.
 
     Args:
         folder: of the run.
@@ -79,7 +66,7 @@ def write_labels(folder: Path, source: Source) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    colours = [f"#{bytes(colour).hex()}" for colour in colours_of(source)]
+    colours = [f"#{bytes(colour).hex()}" for colour in source.entry("colours", 0)]
     rows = zip(source.entry("values", 0), source.class_names, colours, strict=True)
     with (folder / LABELS_FILE).open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([("index", "name", "colour"), *rows])

@@ -9,27 +9,31 @@ labels.csv, else the values 0 to N - 1 of --num-classes N.
 
 from __future__ import annotations
 
-import copy
 import io
 import os
 import posixpath
 import re
-from abc import abstractmethod
-from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ds_vit.config import RunConfig
-from ds_vit.data.masks import MASK_EXTENSIONS, MOST_CLASSES, MOST_VALUE, MaskValues, decode_mask, size_of_mask
-from ds_vit.data.sources.combined import first_part, part_of
+from ds_vit.data.masks import (
+    MASK_EXTENSIONS,
+    MOST_CLASSES,
+    MOST_VALUE,
+    MaskValues,
+    decode_mask,
+    default_palette,
+    pixels_of_classes,
+    size_of_mask,
+)
+from ds_vit.data.sources.combined import Subset, first_part, part_of
 from ds_vit.data.sources.folders import FileSource, read_table, require_utf8, walk
-from ds_vit.data.sources.hugging_face import HuggingFaceSource, open_hugging_face
+from ds_vit.data.sources.hugging_face import open_hugging_face
 from ds_vit.data.sources.source import (
     LABELS_FILE,
-    ArraySource,
     Source,
     hidden,
     images_among,
@@ -52,11 +56,11 @@ _CLASS = re.compile(r"[0-9]{1,5},(#[0-9a-fA-F]{6})?")
 
 class Labels(NamedTuple):
     """The names of the classes in the order of their numbers, which values of files they are, and their colours, uint8
-    [C, 3]; None where nothing says."""
+    [C, 3]: those of the table, else of the values in `default_palette`."""
 
     names: tuple[str, ...]
     values: MaskValues
-    colours: np.ndarray | None
+    colours: np.ndarray
 
 
 def find_labels(folder: str, num_classes: int | None, ignore_index: int, reduce_zero_label: bool) -> Labels:
@@ -71,7 +75,8 @@ def find_labels(folder: str, num_classes: int | None, ignore_index: int, reduce_
     Raises:
         UserError: neither says what the classes are, a malformed table, or a class that a flag leaves out.
     """
-    path, first, colours = os.path.join(folder, LABELS_FILE), int(reduce_zero_label), None
+    path, first = os.path.join(folder, LABELS_FILE), int(reduce_zero_label)
+    colours: list[str] = []
     way_out = "or pass --ignore-index VALUE"
     if os.path.isfile(path):
         values, names, colours = _read_labels(path)
@@ -94,11 +99,14 @@ def find_labels(folder: str, num_classes: int | None, ignore_index: int, reduce_
         raise UserError(f"{folder}: the value {value} is a class, which {ignored[value]} leaves out; {way_out}")
     if len(names) > MOST_CLASSES:
         raise UserError(f"{folder}: masks have at most {MOST_CLASSES:,} classes, not {len(names):,}")
-    return Labels(tuple(names), MaskValues(values, ignored, rule), colours)
+    palette = default_palette(max(values) + 1)[values]
+    if colours and all(colours):
+        palette = np.array([[*bytes.fromhex(colour)] for colour in colours], dtype=np.uint8)
+    return Labels(tuple(names), MaskValues(values, ignored, rule), palette)
 
 
-def _read_labels(path: str) -> tuple[list[int], list[str], np.ndarray | None]:
-    """The values, names and colours of a labels.csv."""
+def _read_labels(path: str) -> tuple[list[int], list[str], list[str]]:
+    """The values, names and colours (rrggbb, or "") of a labels.csv."""
     (_, header), *rows = [*read_table(path, ",")] or [("", [""])]
     found: dict[str, tuple[int, str]] = {}
     if [cell.strip() for cell in header] not in (["index", "name"], ["index", "name", "colour"]) or not rows:
@@ -111,8 +119,7 @@ def _read_labels(path: str) -> tuple[list[int], list[str], np.ndarray | None]:
         if name in found or int(index) in (value for value, _ in found.values()):
             raise UserError(f"{where}: another row has the index {index} or the name {name}")
         found[name] = int(index), colour[1:]
-    colours = [[*bytes.fromhex(colour)] for _, colour in found.values()]
-    return [value for value, _ in found.values()], [*found], np.array(colours, np.uint8) if all(colours) else None
+    return [value for value, _ in found.values()], [*found], [colour for _, colour in found.values()]
 
 
 # ---- pairs of files --------------------------------------------------------------------------------------------------
@@ -163,40 +170,39 @@ def pair_files(images: str, masks: str) -> tuple[list[str], list[str], str]:
 # ---- sources ---------------------------------------------------------------------------------------------------------
 
 
-class MaskSource(ArraySource):
+class MaskSource(Subset):
     """Images with masks. Their entries are "image", "mask" (classes, int16 [H, W], -1 where ignored), "mask_size" (its
-    header's (H, W)), "values" (of the classes in files, int64 [C]) and, where the labels have them, "colours".
+    header's (H, W)), and of the classes "values" (in files, int64 [C]) and "colours".
 
     A target is the multi-hot vector of the classes in the mask, which is decoded for it.
+
+    Args:
+        images: of all samples.
+        masks: the files of their masks, in the same order.
+        labels: the classes.
     """
 
-    multi_label = True
-
-    def set_labels(self, labels: Labels) -> None:
-        """Take the classes."""
+    def __init__(self, images: Source, masks: Source, labels: Labels) -> None:
+        super().__init__(images, np.arange(len(images)))
         self.class_names, self._values, self._colours = labels
-        self.entries = ("image", "mask", "mask_size", "values", *(() if self._colours is None else ("colours",)))
-
-    @abstractmethod
-    def open_mask(self, index: int) -> tuple[BinaryIO, str]:
-        """The file of a sample's mask, and its name for messages."""
+        self.multi_label, self._masks = True, masks
+        self.entries = ("image", "mask", "mask_size", "values", "colours")
 
     def entry(self, name: str, index: int) -> Any:
         """As `Source.entry`."""
-        if name in ("values", "colours") and name in self.entries:
+        if name in ("values", "colours"):
             return self._values.values if name == "values" else self._colours
         if name not in ("mask", "mask_size"):
             return super().entry(name, index)
-        file, where = self.open_mask(index)
-        with file:
+        where = self._masks.describe(index)
+        with open(where, "rb") if os.path.isfile(where) else io.BytesIO(self._masks.encoded(index) or b"") as file:
             if name == "mask_size":
                 return size_of_mask(file, where)
             return self._values.classes(decode_mask(file.read(), where), where)
 
     def target(self, index: int) -> np.ndarray:
         """As `Source.target`, except that the mask is decoded."""
-        mask = self.entry("mask", index)
-        return (np.bincount(mask[mask >= 0], minlength=self.num_classes) > 0).astype(np.float32)
+        return (pixels_of_classes(self.entry("mask", index), self.num_classes) > 0).astype(np.float32)
 
     def identity(self) -> tuple[np.ndarray, ...]:
         """As `Source.identity`: the names of the files and the classes; no mask is read."""
@@ -204,61 +210,19 @@ class MaskSource(ArraySource):
         return *super().identity(), names, self._values.table
 
 
-class MaskFolders(MaskSource, FileSource):
-    """Images below one folder and masks below another.
-
-    Args:
-        images: the folder of the images.
-        masks: the folder of the masks.
-        labels: the classes.
+def open_pairs(images: str, masks: str, labels: Labels) -> MaskSource:
+    """The images below one folder with the masks below another.
 
     Raises:
         UserError: what `pair_files` refuses, or a file without a partner.
     """
-
-    def __init__(self, images: str, masks: str, labels: Labels) -> None:
-        paths, mask_paths, problem = pair_files(images, masks)
-        if problem:
-            raise UserError(problem)
-        super().__init__(images, paths, np.zeros(len(paths), dtype=np.int64))
-        self._mask_root = masks
-        self._masks = np.array([os.fsencode(path) for path in mask_paths], dtype=np.bytes_)
-        self.set_labels(labels)
-
-    def open_mask(self, index: int) -> tuple[BinaryIO, str]:
-        """As `MaskSource.open_mask`."""
-        path = os.path.join(self._mask_root, os.fsdecode(self._masks[index]))
-        return open(path, "rb"), path
-
-
-class MaskTable(MaskSource, HuggingFaceSource):
-    """Rows of Arrow or parquet files with a column of images and one of masks.
-
-    Args:
-        labels: the classes.
-        files: as for `HuggingFaceSource`.
-
-    Raises:
-        UserError: as `HuggingFaceSource`, or no column of masks.
-    """
-
-    def __init__(self, labels: Labels, files: Sequence[str]) -> None:
-        super().__init__(files)
-        self.set_labels(labels)
-
-    def _read_classes(self, classes: Sequence[str] | None) -> None:
-        features = self._tables[0].features
-        named = [name for name in _COLUMNS if name != self._image and type(features.get(name)).__name__ == "Image"]
-        if not named:
-            has = f"it has {', '.join(features)}: rename_column and save it again"
-            raise UserError(f"{self._files[0]} has no Image column of masks named {', '.join(_COLUMNS)}; {has}")
-        self._targets = np.zeros(len(self), dtype=np.int64)
-        self._mask_rows = copy.copy(self)
-        self._mask_rows._image = named[0]
-
-    def open_mask(self, index: int) -> tuple[BinaryIO, str]:
-        """As `MaskSource.open_mask`."""
-        return io.BytesIO(self._mask_rows.encoded(index)), f"{self.describe(index)}, {self._mask_rows._image}"
+    *paths, problem = pair_files(images, masks)
+    if problem:
+        raise UserError(problem)
+    of_images, of_masks = (
+        FileSource(root, of, np.zeros(len(of), dtype=np.int64)) for root, of in zip((images, masks), paths, strict=True)
+    )
+    return MaskSource(of_images, of_masks, labels)
 
 
 # ---- by the flags ----------------------------------------------------------------------------------------------------
@@ -285,12 +249,13 @@ def open_segmentation(config: RunConfig, folder: str, split: str) -> Source:
         source = open_scenes(split)
     elif dataset.startswith(_FORMS):
         folder = os.path.join(folder, dataset.partition("/")[2])
-        source = open_hugging_face(folder, split, make=partial(MaskTable, find_labels(folder, *flags)))
+        rows = open_hugging_face(folder, split)
+        source = MaskSource(rows, rows.of_column(_COLUMNS), find_labels(folder, *flags))
     elif dataset or not folder:
         what = f"--dataset {dataset} has no masks" if dataset else "no data"
         raise UserError(f"{what}: pass --dataset scenes, hfds/PATH or parquet/PATH, or --data-dir DIR with {_LAYOUTS}")
     else:
-        source = MaskFolders(*_folders_of(folder, split), find_labels(folder, *flags))
+        source = open_pairs(*_folders_of(folder, split), find_labels(folder, *flags))
     return source if percent == 100 else first_part(source, percent)
 
 

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,28 +23,26 @@ from torch import nn
 
 from ds_vit.config import RunConfig
 from ds_vit.config.run_folder import RunFolder
-from ds_vit.data.decode import ImageDecodeError
 from ds_vit.data.field import Field
-from ds_vit.data.masks import IGNORED, MaskField
+from ds_vit.data.masks import IGNORED, MaskField, SceneImages, of_masks, pixels_of_classes
 from ds_vit.data.settings import ImageConfig
 from ds_vit.data.sources.source import Source
-from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.fault_tolerance.errors import EndedTogether, UserError
 from ds_vit.models.layers import MAIN_TOWER, Layer
 from ds_vit.models.zoo import ModelSpec, TimmViT
+from ds_vit.parallel.groups import gather_objects
 from ds_vit.tasks.metrics import Batch, Metrics
 from ds_vit.tasks.panels import Panel, pictures
 from ds_vit.tasks.segmentation.export import FORMATS
-from ds_vit.tasks.segmentation.fields import SceneImages
 from ds_vit.tasks.segmentation.flags import SETTINGS
 from ds_vit.tasks.segmentation.metrics import FIGURES, PICTURES, MeanIoU, iou_panels, write_iou
-from ds_vit.tasks.segmentation.predictions import SegmentationMasks, write_labels
+from ds_vit.tasks.segmentation.predictions import predict_masks, write_labels
 from ds_vit.tasks.segmentation.source import open_segmentation
 from ds_vit.tasks.segmentation.towers import HEAD, Segmenter, create_segmenter
-from ds_vit.tasks.segmentation.windows import Sizes, WholeMask, Windows, extent
+from ds_vit.tasks.segmentation.windows import WholeMask, Windows, extent
 from ds_vit.tasks.task import Coupled, StepContext, Task
 
 BALANCED = "balanced"
-_READERS = 16  # threads that read masks
 
 
 class Segmentation(Task):
@@ -72,7 +69,7 @@ class Segmentation(Task):
         **dict.fromkeys(("aa", "reprob"), "masks do not follow its operations"),
         **dict.fromkeys(("train_crop_mode", "scale", "ratio"), "images and masks are cropped by --scale-range"),
         **dict.fromkeys(("train_interpolation", "interpolation"), "images are resized bilinearly"),
-        **dict.fromkeys(("crop_pct", "crop_mode"), "evaluation slides windows over whole images (--slide-stride)"),
+        **dict.fromkeys(("crop_pct", "crop_mode"), "windows slide over whole images (--slide-stride)"),
         **dict.fromkeys(("decode", "augment_on"), "crops are exactly those of the masks"),
         **dict.fromkeys(("img_size_schedule", "train_img_sizes"), "crops and windows are of one size"),
     }
@@ -80,7 +77,8 @@ class Segmentation(Task):
     separate_files: ClassVar = {"seg_head": (HEAD,)}
     tower_files: ClassVar = {"seg_head": "segmentation head"}
     export_formats = FORMATS
-    mask_predictor = SegmentationMasks
+    mask_predictor = staticmethod(predict_masks)
+    predict_flags = ("slide_stride",)
     figures = FIGURES
 
     model: Segmenter
@@ -124,50 +122,45 @@ class Segmentation(Task):
             return images, MaskField("masks", images)
         stride = self.config.slide_stride
         windows, height, width = extent(self.validation, self.image.img_size, stride)
-        most = height, width
-        return Windows("images", self.image, stride, windows), WholeMask("masks", most), Sizes("sizes")
+        sizes = Field("sizes", (2,), torch.int64, stage="last", entry="mask_size")  # 0 x 0 of a row that is not valid
+        return Windows("images", self.image, stride, windows), WholeMask("masks", (height, width)), sizes
 
     # ---- a step ----------------------------------------------------------------------------------------------------
 
     def setup(self, context: StepContext) -> None:
-        """As `Task.setup`; balanced weights read all training masks, of which each data-parallel rank takes a share.
+        """As `Task.setup`; balanced weights read all training masks, of which each rank takes a share.
 
         Raises:
-            UserError: a mask is invalid.
+            EndedTogether: a mask of one of the ranks is invalid.
         """
         weights = self._given or (1.0,) * self.num_classes
-        if self.config.class_weights == BALANCED and context.groups.pipeline_stage == context.groups.layout.pp - 1:
-            own = range(context.groups.dp_rank, len(self.source), dist.get_world_size(context.groups.dp))
-            with ThreadPoolExecutor(_READERS) as threads:
-                pixels = sum(threads.map(self._pixels_of_classes, own), np.zeros(self.num_classes, dtype=np.int64))
-            weights = balanced_weights(_sum_over(context, torch.from_numpy(pixels).to(context.device)).tolist())
+        if self.config.class_weights == BALANCED:
+            own = range(dist.get_rank(), len(self.source), dist.get_world_size())
+            count = partial(pixels_of_classes, num_classes=self.num_classes)
+            try:
+                found: Any = sum(of_masks(self.source, "mask", own, count))
+            except (UserError, OSError) as error:
+                found = str(error)
+            everyones = gather_objects(found)
+            if errors := [of_rank for of_rank in everyones if isinstance(of_rank, str)]:
+                raise EndedTogether(errors[0])
+            weights = balanced_weights(sum(everyones, np.zeros(self.num_classes, dtype=np.int64)).tolist())
         self._weights = torch.tensor(weights, device=context.device)
-
-    def _pixels_of_classes(self, index: int) -> np.ndarray:
-        """The pixels of each class in a training mask, int64 [C]; none in a damaged one."""
-        try:
-            mask = self.source.entry("mask", index)
-        except ImageDecodeError:
-            return np.zeros(self.num_classes, dtype=np.int64)
-        return np.bincount(mask[mask != IGNORED], minlength=self.num_classes)
 
     def _weight(self, masks: torch.Tensor) -> torch.Tensor:
         """The summed weights of the pixels that count, fp32 scalar; summed in float64."""
         weights = torch.where(masks == IGNORED, 0.0, self._weights[masks.clamp(min=0)])
         return weights.sum(dtype=torch.float64).float()
 
-    def _sum(self, logits: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
-        """The summed cross-entropy of the pixels that count, each by the weight of its class; fp32 scalar."""
-        logits = upsampled(logits.float(), masks.shape[-2:])
-        # On a GPU the order in which "sum" adds differs from call to call.
-        return F.cross_entropy(logits, masks, self._weights, ignore_index=IGNORED, reduction="none").sum()
-
     def step(self, context: StepContext, batch: Batch, piece: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
         """As `Task.step`: this micro-batch's share of the loss of the global batch; 0 where no pixel counts."""
         logits, masks = context.forward(MAIN_TOWER, [batch.get("images")], batch), batch["masks"]
         total = _sum_over(context, self._weight(masks)) if piece is None else piece["total"]
         with torch.autocast(logits.device.type, enabled=False):
-            share = self._sum(logits, masks) / torch.where(total > 0, total, 1.0)
+            logits = upsampled(logits.float(), masks.shape[-2:])
+            # On a GPU the order in which "sum" adds differs from call to call.
+            losses = F.cross_entropy(logits, masks, self._weights, ignore_index=IGNORED, reduction="none")
+            share = losses.sum() / torch.where(total > 0, total, 1.0)
         return share * (dist.get_world_size(context.groups.dp) * context.accumulation)
 
     def collect(self, context: StepContext, batch: Batch) -> Mapping[str, torch.Tensor]:

@@ -9,8 +9,6 @@ Shapes: K windows, C classes, h x w the model's size, gh x gw of its logits, rh 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,20 +16,14 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from ds_vit.data.decode import ImageDecodeError, Jpeg
-from ds_vit.data.field import Field, RaggedField, Rows, Sample
+from ds_vit.data.augment.steps import Size
+from ds_vit.data.decode import Jpeg
+from ds_vit.data.field import RaggedField, Rows, Sample
 from ds_vit.data.fields import ImageField, normalised
-from ds_vit.data.masks import IGNORED
+from ds_vit.data.masks import IGNORED, of_masks, require_same_size
 from ds_vit.data.settings import ImageConfig
-from ds_vit.data.slots import empty
 from ds_vit.data.sources.source import Source
 from ds_vit.fault_tolerance.errors import UserError
-
-Size = tuple[int, int]
-"""(height, width) in pixels."""
-
-_READERS = 16  # threads that read the headers of masks
-
 
 # ---- windows of an image ---------------------------------------------------------------------------------------------
 
@@ -139,17 +131,7 @@ def extent(source: Source | None, img_size: Size, stride: int | None) -> tuple[i
 
     Only the headers of masks are read. A mask that is damaged is left to the one who reads it.
     """
-    if source is None:
-        return 1, *img_size
-
-    def size_of(index: int) -> Size | None:
-        try:
-            return source.entry("mask_size", index)
-        except ImageDecodeError:
-            return None
-
-    with ThreadPoolExecutor(_READERS) as threads:
-        sizes = {size for size in threads.map(size_of, range(len(source))) if size} or {img_size}
+    sizes = {img_size} if source is None else {img_size, *of_masks(source, "mask_size", range(len(source)), tuple)}
     heights, widths = zip(*sizes, strict=True)
     return max(len(canvas_of(size, img_size, stride).starts) for size in sizes), max(heights), max(widths)
 
@@ -157,8 +139,8 @@ def extent(source: Source | None, img_size: Size, stride: int | None) -> tuple[i
 # ---- fields of evaluation --------------------------------------------------------------------------------------------
 
 
-class Windows(ImageField):
-    """The windows of an image, normalised: [B, most, 3, h, w], zeros where it has fewer. Only its own are sent.
+class Windows(RaggedField, ImageField):
+    """The windows of an image, normalised: [B, most, 3, h, w], black where it has fewer. Only its own are sent.
 
     Args:
         name: as for `Field`.
@@ -168,7 +150,7 @@ class Windows(ImageField):
     """
 
     def __init__(self, name: str, image: ImageConfig, stride: int | None, most: int) -> None:
-        super().__init__(name, image)
+        ImageField.__init__(self, name, image, None)
         self.shape, self._stride = (most, *self.shape), stride
 
     def read(self, sample: Sample) -> torch.Tensor:
@@ -178,32 +160,17 @@ class Windows(ImageField):
             UserError: the image has another size than its mask.
         """
         opened = self.opened(sample)
-        size = opened.height, opened.width
-        if sample.source.has("mask_size") and size != tuple(sample["mask_size"]):
-            its, mask = (f"{height}x{width}" for height, width in (size, sample["mask_size"]))
-            raise UserError(
-                f"{sample.name} has {its} pixels (height x width) and its mask {mask}; they must be the same"
-            )
+        if sample.source.has("mask_size"):
+            require_same_size(sample.name, (opened.height, opened.width), sample["mask_size"])
         return windows_of(opened.image() if isinstance(opened, Jpeg) else opened, self.image.img_size, self._stride)
 
-    def blank(self) -> torch.Tensor:
-        """No window, with room for all."""
-        return torch.zeros(self.shape, dtype=torch.uint8)[:0]
-
-    def collate(self, values: Sequence[torch.Tensor], rows: Rows) -> Any:
-        """The windows of all rows one after the other, and the number of each row's."""
-        counts = torch.tensor([len(of_row) for of_row in values])
-        return {"items": torch.cat([*values], out=empty((int(counts.sum()), *self.shape[1:]))), "counts": counts}
+    def checked(self, value: torch.Tensor, sample: Sample) -> torch.Tensor:
+        """As `Field.checked`; they are sent as they were read."""
+        return value
 
     def to_device(self, packed: Any, rows: Rows, device: torch.device) -> torch.Tensor:
         """As `Field.to_device`, float32."""
-        counts = packed["counts"][: rows.num_rows].tolist()
-        images = torch.zeros((rows.num_rows, *self.shape), device=device)
-        parts = packed["items"].to(device, non_blocking=True)[: sum(counts)].split(counts)
-        for row, part in zip(images, parts, strict=True):
-            if len(part):
-                row[: len(part)] = normalised(part, self.image)
-        return images
+        return normalised(super().to_device(packed, rows, device), self.image)
 
 
 class WholeMask(RaggedField):
@@ -223,10 +190,3 @@ class WholeMask(RaggedField):
         """The rows of the mask, padded."""
         mask = sample[self.entry]
         return np.pad(mask, ((0, 0), (0, self.shape[1] - mask.shape[1])), constant_values=IGNORED)
-
-
-class Sizes(Field):
-    """The size of each image's mask, int64 [B, 2]; 0 x 0 of a row that is not valid."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name, (2,), torch.int64, stage="last", entry="mask_size")
