@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -135,8 +136,10 @@ def problems(data: Mapping[str, Any], pp: int) -> str:
     return ""
 
 
-def legal_values(base: Mapping[str, Any], pp: int) -> dict[str, list[Any]]:
-    """Each key → those of its values that a file may have that has no other key."""
+@functools.cache
+def legal_values(place: str, precision: str) -> dict[str, list[Any]]:
+    """Each key → those of its values that a file of the place may have that has no other key."""
+    base, pp = place_of(place, precision)
     return {
         key: legal
         for key, values in choices().items()
@@ -144,24 +147,28 @@ def legal_values(base: Mapping[str, Any], pp: int) -> dict[str, list[Any]]:
     }
 
 
-def files_of(number: int, base: Mapping[str, Any], pp: int) -> Iterator[dict[str, Any]]:
+@functools.cache
+def files_of(place: str, precision: str) -> list[dict[str, Any]]:
     """Two files in which each accepted key is set: all to their first values, and every second one to its last.
 
     Over all places the second ones set each key without each other key.
     """
+    number, (base, pp) = WHERE.index((place, precision)), place_of(place, precision)
     firsts, lasts = {}, {}
-    legal, places = legal_values(base, pp), {key: index for index, key in enumerate(choices())}
+    legal, places = legal_values(place, precision), {key: index for index, key in enumerate(choices())}
     for key, values in legal.items():
         firsts[key] = values[0]
         if (places[key] >> number % 7 & 1) == number // 7:
             lasts[key] = values[-1]
+    files = []
     for chosen in (firsts, lasts):
         while wrong := problems(overlay(base, values_of(chosen), "base"), pp):
             named = {*re.findall(r"\w+(?:\.\w+)*", wrong)}
             left = {k: v for k, v in chosen.items() if not named & values_of({k: v}).keys()}
             assert left.keys() < chosen.keys(), wrong
             chosen = left
-        yield values_of(chosen)
+        files.append(values_of(chosen))
+    return files
 
 
 def rows_of(ranks: RankPool, folder: Path, data: Mapping[str, Any], pp: int) -> list[dict[str, Any]]:
@@ -183,9 +190,8 @@ def test_the_files_have_each_key_that_is_legal_somewhere():
     """A key that the test below leaves out of all its files, as the problem of another one."""
     legal: set[str] = set()
     tried: set[str] = set()
-    for number, where in enumerate(WHERE):
-        base, pp = place_of(*where)
-        of_place, files = legal_values(base, pp), list(files_of(number, base, pp))
+    for where in WHERE:
+        of_place, files = legal_values(*where), files_of(*where)
         legal |= of_place.keys()
         tried = tried.union(*files)
         assert len(of_place.keys() - files[0].keys()) <= 3, f"{where}: {of_place.keys() - files[0].keys()}"
@@ -199,7 +205,7 @@ def test_no_key_ends_in_a_traceback_or_moves_the_curve(ranks, tmp_path, place, p
     """Each key is refused before the ranks meet, named without effect, or works; what works trains as without it."""
     base, pp = place_of(place, precision)
     plain: dict[float, list[dict[str, Any]]] = {}  # by the clipping, which a key may need another one of
-    for turn, values in enumerate(files_of(WHERE.index((place, precision)), base, pp)):
+    for turn, values in enumerate(files_of(place, precision)):
         data = overlay(base, values, "base")
         told, _ = read(RunConfig(deepspeed_config=data, pp=pp), on_cpu=True)
         idle = set(idle_keys(DeepSpeedJson.of(data)))

@@ -23,7 +23,9 @@ import torch
 from micro_batches import Loaded, fields_of, load, loader_of
 from picture_folders import encoded, made, smooth_photo
 from PIL import Image
+from torch.utils.data import _utils as torch_loading
 from torch.utils.data._utils.pin_memory import pin_memory
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from ds_vit.config.augmentation import AugmentConfig, MixConfig
 from ds_vit.data.decode import ImageDecodeError
@@ -46,6 +48,13 @@ ON_DEVICE = EVERYTHING.model_copy(update={"augment_on": "device"})
 MIX = MixConfig(mixup=0.8, cutmix=1.0)
 SETTINGS = {"image": IMAGE, "augment": EVERYTHING, "mix": MIX}
 LAYOUTS = [Share(0, 1, 12), Share(0, 1, 1, 12), Share(0, 1, 3, 4), Share(0, 2, 3, 2), Share(0, 4, 3), Share(0, 4, 1, 3)]
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch) -> None:
+    """Wait 0.2 s for a worker, in the place of 5 s; also where an iterator that was given up is collected."""
+    monkeypatch.setattr(torch_loading, "MP_STATUS_CHECK_INTERVAL", 0.2)
+    monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (0.2,))
 
 
 @pytest.fixture(scope="module")
