@@ -18,6 +18,7 @@ from timm.layers.pos_embed_sincos import RotaryEmbeddingDinoV3
 from ds_vit.config import RunConfig
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.layers import MAIN_TOWER, take_apart_towers, tower_of
+from ds_vit.planner.counting import kept_by_layers
 from ds_vit.tasks.dino.rope import CoordinateDraws
 
 RTOL = 1e-5
@@ -170,8 +171,8 @@ def test_tables_are_those_of_timm_with_the_same_draws():
     rope = RotaryEmbeddingDinoV3(12, 100.0, feat_shape=[6, 6], rotate_half=True)
     embed.drawn_rope = rope
     drawn = CoordinateDraws(shift, jitter, rescale).draw(seed, step, size, 2, torch.device("cpu"))
-    tables = embed._tables(drawn)
-    assert torch.equal(embed._tables(None)[1], rope.get_embed())
+    tables = embed._tables(drawn, torch.float32)
+    assert torch.equal(embed._tables(None, torch.float32)[1], rope.get_embed())
     variant = plain_dino.Variant(draws=(shift, jitter, rescale))
     expected = [plain_dino.draw(variant, step, size, block) for block in range(2)]
     augmented = RotaryEmbeddingDinoV3(
@@ -237,7 +238,17 @@ def test_each_token_has_its_norm(name, norms):
         torch.testing.assert_close(student.eval()((tokens, torch.arange(2))), normed[:, 0])
 
 
+def test_tables_of_all_blocks_are_not_planned_for_each():
+    """Memory of a batch that is counted for each image, or once more for each block."""
+    plain, drawn = (
+        sum(kept.bytes for kept in kept_by_layers(take_apart_towers(_description(draws_coordinates=draws))[MAIN_TOWER]))
+        for draws in (False, True)
+    )
+    assert drawn == plain
+
+
 # ---- files -----------------------------------------------------------------------------------------------------------
+
 
 NORMS = {f"{norm}.{kind}" for norm in DINOV3.norms for kind in ("weight", "bias")}
 

@@ -96,23 +96,18 @@ class DrawnEmbed(EmbedLayer):
         """(images, keys, draws [L, 2, 2] or none, mask or none) -> (tokens, keys, tables [L, N, 2K])."""
         images, keys, *further = inputs
         tokens, keys = super().forward((images, keys, *further[1:]))
-        return tokens, keys, self._tables(further[0] if further else None).to(tokens.dtype)
+        return tokens, keys, self._tables(further[0] if further else None, tokens.dtype)
 
-    def _tables(self, drawn: torch.Tensor | None) -> torch.Tensor:
+    def _tables(self, drawn: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
         rope = self.drawn_rope
         if drawn is None:
-            return rope.get_embed().expand(self.num_blocks, -1, -1)
+            return rope.get_embed().to(dtype).expand(self.num_blocks, -1, -1)
         rows, columns = rope.feat_shape
         how = (rope.grid_offset, rope.grid_indexing, rope.normalize_coords)
         grid = _coordinates((rows, columns), *how, drawn.device)
         coordinates = (grid + drawn[:, :1]) * drawn[:, 1:]
         table = torch.cat(rope._get_pos_embed_from_coords(coordinates.flatten(0, 1)), dim=-1)
-        return table.unflatten(0, (self.num_blocks, len(grid)))
-
-    def example(self, samples: int) -> tuple[torch.Tensor, ...]:
-        """As `Layer.example`: images and draws."""
-        (images,) = super().example(samples)
-        return images, torch.empty(self.num_blocks, 2, 2, device="meta")
+        return table.to(dtype).unflatten(0, (self.num_blocks, len(grid)))
 
 
 class DrawnBlock(BlockLayer):
