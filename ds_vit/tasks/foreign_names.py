@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_vit.models.layers import MAIN_TOWER
+
 # Hugging Face's `hidden_act` → the class of timm's activation.
 ACTIVATIONS = {"gelu": "GELU", "gelu_pytorch_tanh": "GELUTanh", "quick_gelu": "QuickGELU"}
 
@@ -152,12 +154,14 @@ class ForeignNames:
             the contents of a JSON file beside it (empty if there is none): where the tool's config says what no tensor
             shows and the model has otherwise, for people, each with the way out.
         files: of weights in a folder that the tool writes, if they are not called model.safetensors.
+        tower: whose tensors they are, among those of several in a file.
     """
 
     marks: str
     translate: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor] | None]
     differences: Callable[[nn.Module, Shapes, Callable[[str], dict[str, Any]]], Iterator[str]]
     files: tuple[str, ...] = ()
+    tower: str = MAIN_TOWER
 
 
 _VIT_PREFIXES = ("vit.", "deit.", "")  # of the whole classifier, DeiT's twin of it, and the bare encoder

@@ -233,6 +233,9 @@ class Task(Configurable, ABC):
     read with it. If one holds a tower, files of initial weights are of the whole model, else of the main tower."""
     foreign_names: ClassVar[tuple[ForeignNames, ...]] = (VIT_NAMES,)
     """The names of other tools for the tensors of the task's models."""
+    tower_flags: ClassVar[Mapping[str, str]] = {}
+    """Further towers that may start from a file → the flag that names it. Without it they start from the file of the
+    main tower, if that has their tensors and these fit."""
     export_formats: ClassVar[Mapping[str, Format]] = {}
     """Other tools' forms of the whole model, by the words of `ds-vit export --to`. A tool that has none here gets the
     main tower as a model of timm's."""
@@ -303,6 +306,11 @@ class Task(Configurable, ABC):
     def notes(self) -> tuple[str, ...]:
         """Lines for people about what the task decides."""
         return ()
+
+    @property
+    def added_kwargs(self) -> Mapping[str, Any]:
+        """What the task adds to --model-kwargs; config.yaml has it, so that readers of the weights build the same."""
+        return {}
 
     # ---- the model -------------------------------------------------------------------------------------------------
 

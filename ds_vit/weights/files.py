@@ -43,8 +43,9 @@ _OF_TIMM = r"patch_embed\.proj\.weight$"  # a name that each of its models has
 _AVERAGES = ("teacher", "ema", "target")
 
 
-def _foreign_names() -> list[ForeignNames]:
-    return list(dict.fromkeys(names for task in all_tasks() for names in task.foreign_names))
+def _foreign_names(tower: str = MAIN_TOWER) -> list[ForeignNames]:
+    of_tasks = dict.fromkeys(names for task in all_tasks() for names in task.foreign_names)
+    return [names for names in of_tasks if names.tower == tower]
 
 
 def read_torch(path: Path) -> dict[str, Any]:
@@ -105,20 +106,24 @@ def _shards(path: Path) -> list[Path]:
     return files
 
 
-def _without_prefix(contents: Mapping[str, Any], path: Path) -> tuple[dict[str, Any], str]:
+def _without_prefix(contents: Mapping[str, Any], path: Path, tower: str) -> tuple[dict[str, Any], str]:
     """The tensors of the one model in a file, without the prefix of their names, and that prefix.
 
-    A dictionary in the file (`{"teacher": {...}}`) is a prefix too. Of several models an average is preferred.
+    A dictionary in the file (`{"teacher": {...}}`) is a prefix too. Of several models an average is preferred, and of
+    several averages the one called an EMA: a file of DINOv3 may have a fixed teacher too.
 
     Raises:
         UserError: there are several, none or more of them an average.
     """
     tensors = leaves(contents)
-    of_model = re.compile(rf"((?:[^.]+\.)*?)(?:{'|'.join((_OF_TIMM, *(names.marks for names in _foreign_names())))})")
+    marks = [*([_OF_TIMM] if tower == MAIN_TOWER else []), *(names.marks for names in _foreign_names(tower))]
+    of_model = re.compile(rf"((?:[^.]+\.)*?)(?:{'|'.join(marks)})")
     prefixes = sorted({found[1] for name in tensors if (found := of_model.match(name))})
     if not prefixes or "" in prefixes:
         return dict(contents), ""
     chosen = [prefix for prefix in prefixes if any(word in prefix for word in _AVERAGES)] or prefixes
+    if len(chosen) > 1:
+        chosen = [prefix for prefix in chosen if "ema" in prefix] or chosen
     if len(chosen) > 1:
         several = f"{len(chosen)} models, whose names begin with {', '.join(chosen)}"
         raise UserError(f"initial checkpoint {path}: it holds {several}; save the state dict of one of them")
@@ -126,8 +131,12 @@ def _without_prefix(contents: Mapping[str, Any], path: Path) -> tuple[dict[str, 
     return below, chosen[0]
 
 
-def open_prefixed(path: str | Path) -> tuple[dict[str, torch.Tensor], str]:
+def open_prefixed(path: str | Path, tower: str = MAIN_TOWER) -> tuple[dict[str, torch.Tensor], str]:
     """The tensors of a checkpoint, under the names here where the file has another tool's.
+
+    Args:
+        path: of the file, or of a folder that holds one.
+        tower: whose tensors, under their names in that tower.
 
     Returns:
         The tensors, and the prefix that their names have in the file and not here; "" for none.
@@ -149,8 +158,8 @@ def open_prefixed(path: str | Path) -> tuple[dict[str, torch.Tensor], str]:
             ) from error
         why = "it is not a dictionary of tensors" if isinstance(error, AttributeError) else error
         raise UserError(f"initial checkpoint {path} cannot be read: {why}") from error
-    tensors, prefix = _without_prefix(tensors, path)
-    translated = (names.translate(tensors) for names in _foreign_names())
+    tensors, prefix = _without_prefix(tensors, path, tower)
+    translated = (names.translate(tensors) for names in _foreign_names(tower))
     return next((found for found in translated if found is not None), tensors), prefix
 
 

@@ -7,7 +7,9 @@ result for each tensor is kept, to be reported.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from importlib import import_module
@@ -68,7 +70,8 @@ def _translate(model: TimmViT, tensors: dict[str, torch.Tensor]) -> dict[str, to
         wanted = {name: shape for name, shape in names_and_shapes(model).items() if name in tensors}
         return {name: tensors[name].view(s) if s == (1,) else tensors[name] for name, s in wanted.items()}
     try:
-        return _filter_function(model)(tensors, model)
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints each bias that the model lacks; `_fit` reports them
+            return _filter_function(model)(tensors, model)
     except (AssertionError, AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise UserError(f"timm cannot translate it ({type(error).__name__}: {first_line(error)})") from error
 
@@ -84,6 +87,8 @@ def _other_shapes(given: Mapping[str, torch.Size], wanted: Mapping[str, torch.Si
         if len(shape) == 4 and shape[:2] == kernel[:2] and shape != kernel:
             other["patch_embed.proj.weight"] = shape
         is_position = name.rsplit(".", 1)[-1].startswith("pos") and len(shape) in (2, 3)
+        if name == "pos_embed" and "register_tokens" in given:  # of DINOv2, with the class token's, which timm merges
+            shape = torch.Size((1, shape[-2] - 1, shape[-1]))
         if is_position and positions and shape[-1] == positions[-1] and shape[-2] != positions[-2]:
             other["pos_embed"] = shape
     return other
@@ -113,10 +118,21 @@ def _new_classifier(
     return tuple(own) if is_projection or (other_classes and there in ([], own)) else ()
 
 
+def _check_lost_biases(model: TimmViT, ignored: Mapping[str, torch.Tensor]) -> None:
+    """UserError if the model has no biases of query and value where those of a DINOv3 are not zero."""
+    lost = [name for name in ignored if name.endswith("attn.qkv.bias")]  # split, it has other names
+    if any(third.any() for name in lost for third in ignored[name].chunk(3)[::2]):
+        name = model.pretrained_cfg["architecture"]
+        raise UserError(
+            f"it has biases of query and value ({enumerate_some(lost)}), and the model none; use {name}_qkvb"
+        )
+
+
 class InitialCheckpoint:
     """A file of initial weights that fits a model.
 
     Attributes:
+        path: of the file.
         newly_initialised: the classifier's parameters, if the file has none or one of another number of classes, and
             those of each of `Task.parts` that the file has nothing of. They keep their drawn values.
         left_out: parameters of tasks' parts, such as a text tower, that the file has and the model does not.
@@ -154,9 +170,10 @@ class InitialCheckpoint:
             UserError: the file cannot be read, its patch size is another one, or names or shapes differ in more than
                 the number of classes; the first five differences are named.
         """
-        self._path = path = Path(path)
         self.source = source or str(path)
-        tensors, self._cut_off = open_prefixed(path)
+        self.path = path = Path(path)
+        separate = any(names.tower == tower for names in task.foreign_names)
+        tensors, self._cut_off = open_prefixed(path, tower if separate else MAIN_TOWER)
         self.tower = tower
         self._wanted = names_and_shapes(model)
         self._parts = {
@@ -168,6 +185,8 @@ class InitialCheckpoint:
         self._averages = tuple(teacher for teacher, student in task.teachers.items() if student == tower)
         others = [name for name in tensors if part_of(name) and name not in self._wanted]
         self.left_out = tuple(name for name in others if not name.startswith(tuple(self._parts)))
+        # timm knows files by parameters of the encoder itself: the mask token of a published DINOv2.
+        self._marks = {name: tensors[name] for name in self.left_out if "." not in name}
         self.tokenizer = tokenizer_name(path) if task.has_text else ""
         shapes = {name: tensor.shape for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
         try:
@@ -220,7 +239,9 @@ class InitialCheckpoint:
                 f"give --model-kwargs patch_size={theirs[0]}, or have its kernels resampled by --resample-patch-embed"
             )
         if self._foreign or not self._of_timm:
-            self._values = _translate(model, tensors)
+            encoder = {name: tensor for name, tensor in of_parts.items() if "." not in name}
+            self._values = _translate(model, tensors | self._marks | encoder)
+            self._values = {name: self._values[name] for name in self._values.keys() - self._marks.keys()}
             require_tensors(self._values)
         else:
             self._values = tensors | _translate(model, {name: tensors[name] for name in _RESAMPLED if name in tensors})
@@ -250,6 +271,7 @@ class InitialCheckpoint:
             memory = {tensor.untyped_storage().data_ptr() for tensor in self._values.values()}
             used |= {name for name, tensor in opened.items() if tensor.untyped_storage().data_ptr() in memory}
         self.ignored = {name: shape for name, shape in shapes.items() if name not in used}
+        _check_lost_biases(model, {name: opened[name] for name in self.ignored})
 
     def _copy_to_parts(self) -> dict[str, str]:
         """Fill the parts that begin as others: their names, and those of the values."""
@@ -319,7 +341,7 @@ class InitialCheckpoint:
                     value = self._values[name]
                     if num_bad := value.numel() - int(value.isfinite().sum()):
                         bad = f"{name} has {num_bad:,} NaN or infinite values of {value.numel():,}"
-                        raise UserError(f"weights {self._path}: {bad}; its run diverged: take an earlier checkpoint")
+                        raise UserError(f"weights {self.path}: {bad}; its run diverged: take an earlier checkpoint")
                     tensor.copy_(value[self._rows] if self._rows and name in self._classifier else value)
 
 

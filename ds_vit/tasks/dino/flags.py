@@ -8,6 +8,7 @@ from pydantic import Field
 
 from ds_vit.config.flag import (
     ASCENDING,
+    FREE,
     IDENTITY,
     WEIGHTS,
     Epochs,
@@ -36,6 +37,12 @@ class HeadSettings(Settings, section="model", scope=WEIGHTS):
     )
     untie_global_and_local_cls_norm: bool = flag(
         False, "a final norm for the class and register tokens of local crops", needs="local_crops_number"
+    )
+    initial_head: str = flag(
+        "",
+        "head to start from, ours or a published one (default: that in the initial weights)",
+        FREE,
+        metavar="FILE",
     )
 
 

@@ -52,6 +52,7 @@ from ds_vit.tasks.dino.loss import (
     sinkhorn,
 )
 from ds_vit.tasks.dino.metrics import DEVIATION, RANKME, FeatureSpread
+from ds_vit.tasks.dino.published import BACKBONE_NAMES, HEAD_NAMES
 from ds_vit.tasks.dino.rope import CoordinateDraws
 from ds_vit.tasks.dino.towers import (
     HEAD,
@@ -133,6 +134,8 @@ class SelfDistillation(Task):
     }
     begins_as: ClassVar = {f"{PATCH_NORM}.": "norm.", f"{LOCAL_NORM}.": "norm."}
     separate_files: ClassVar = {"head": (f"{HEAD}.", f"{PATCH_NORM}.", f"{LOCAL_NORM}.")}
+    foreign_names = (*Task.foreign_names, BACKBONE_NAMES, HEAD_NAMES)
+    tower_flags: ClassVar[Mapping[str, str]] = {HEAD: "initial_head"}
     teachers: ClassVar[Mapping[str, str]] = {TEACHER: MAIN_TOWER, TEACHER_HEAD: HEAD}
     feature_tower = TEACHER
     epoch_flags = ("freeze_last_layer_epochs", "freeze_backbone_epochs")
@@ -174,12 +177,21 @@ class SelfDistillation(Task):
     @property
     def notes(self) -> tuple[str, ...]:
         """As `Task.notes`."""
+        added = tuple(f"--task dino adds {k}={value} to --model-kwargs" for k, value in self.added_kwargs.items())
         if self.figures[0].summed_up or not self.config.val_split:
-            return ()
+            return added
         why = "no weights are marked as the best: the feature deviation of random weights is the largest"
-        return (why + "; --eval-knn 20 or --eval-linear-probe rates features" * bool(self.source.class_names),)
+        return (
+            *added,
+            why + "; --eval-knn 20 or --eval-linear-probe rates features" * bool(self.source.class_names),
+        )
 
     # ---- the model -------------------------------------------------------------------------------------------------
+
+    @property
+    def added_kwargs(self) -> Mapping[str, Any]:
+        """As `Task.added_kwargs`."""
+        return self.model.added_kwargs
 
     @classmethod
     def create_model(cls, spec: ModelSpec, config: RunConfig, *, for_training: bool) -> SelfDistillationViT:

@@ -16,7 +16,7 @@ prototypes (K / tp of a rank where they are sharded).
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -99,6 +99,7 @@ class ProjectionHead(nn.Module):
     """
 
     attn_pool: ClassVar[None] = None
+    pretrained_cfg: ClassVar[dict[str, Any]] = {"architecture": "the projection head"}
     images_per_sample: tuple[float, float] = (1.0, 1.0)
 
     def __init__(self, in_dim: int, settings: HeadSettings) -> None:
@@ -114,6 +115,10 @@ class ProjectionHead(nn.Module):
             nn.Linear(hidden, bottleneck),
         )
         self.last_layer = LastLayer(settings.prototypes, bottleneck)
+
+    def get_classifier(self) -> nn.Module:
+        """As timm's: it has none."""
+        return nn.Identity()
 
     def init_weights(self, needs_reset: bool = True) -> None:
         """DINOv2's initial values."""
@@ -171,11 +176,13 @@ class SelfDistillationViT(TokenViT):
         mask_token: replaces the embedding of masked patches [1, 1, D].
         settings: of both heads.
         draws_coordinates: whether rotary positions are drawn in training (rope.py).
+        added_kwargs: arguments of timm's constructor that the spec lacks.
     """
 
     further_towers: ClassVar = (HEAD, TEACHER, TEACHER_HEAD)
     settings: HeadSettings
     draws_coordinates: bool
+    added_kwargs: Mapping[str, Any]
 
     def init_weights(self, needs_reset: bool = True) -> None:
         """timm's initial values, and DINOv2's of the mask token."""
@@ -214,8 +221,13 @@ def create_self_distillation(
         UserError: as `create_model`; a head that reads more than the class token, patch dropout, overlapping patches,
             images that are not square or no multiple of the patch size, or other positions than DINOv3's to draw.
     """
-    spec = replace(spec, num_classes=0)
+    spec, added = replace(spec, num_classes=0), {}
     model = create_model(spec, for_training=for_training, classifier=False)
+    if model.global_pool != "token" and model.cls_token is not None and "global_pool" not in spec.model_kwargs:
+        # DINOv3's features are its class tokens, and timm's names of it pool patches.
+        added = {"global_pool": "token"}
+        spec = replace(spec, model_kwargs={**spec.model_kwargs, **added})
+        model = create_model(spec, for_training=for_training, classifier=False)
     _check_backbone(model, spec)
     rope = getattr(model, "rope", None)
     if draws_coordinates and not isinstance(rope, RotaryEmbeddingDinoV3):
@@ -227,7 +239,7 @@ def create_self_distillation(
     still = replace(spec, drop_path_rate=0.0, model_kwargs={**spec.model_kwargs, **none})
     teacher = create_model(still, for_training=for_training, classifier=False)
     mix_in(teacher, TokenViT, reads_patches=reads_patches)
-    of_student = {"settings": settings, "draws_coordinates": draws_coordinates}
+    of_student = {"settings": settings, "draws_coordinates": draws_coordinates, "added_kwargs": added}
     mix_in(model, SelfDistillationViT, reads_patches=reads_patches, **of_student)
     for norm in untied_norms:
         model.untie_norm(norm)

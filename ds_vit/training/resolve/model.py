@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from ds_vit.config import RunConfig
+from ds_vit.config import RunConfig, spelling
 from ds_vit.config.batch import BatchSizes
 from ds_vit.config.units import all_sizes
 from ds_vit.data.field import origins
@@ -69,7 +69,11 @@ def resolve_model(
     )
     whole = task_type.create_model(spec, config, for_training=not config.eval_only)
     classes = data.train_source.class_names if task_type.has_classes else ()
-    initial, notes = (None, []) if resumes or not with_weights else _initial_weights(config, task_type, whole, classes)
+    initial, separate, notes = None, [], []
+    if with_weights and not resumes:
+        initial, notes = _initial_weights(config, task_type, whole, classes)
+        separate, of_towers = _separate_weights(config, task_type, whole, initial)
+        notes += of_towers
     fixed, teacher_notes = open_teacher(config, whole, classes) if spec.teacher and with_weights else ({}, [])
     probes = not disabled_probes and (config.eval_knn or config.eval_linear_probe)
     notes += _describe_classes(data.train_source, num_classes, are_used=bool(task_type.has_classes or probes))
@@ -104,6 +108,7 @@ def resolve_model(
         task=task,
         image=image,
         initial_checkpoint=initial,
+        separate=tuple(separate),
         fixed=fixed,
         frozen=frozen,
         bounds=bounds,
@@ -149,6 +154,26 @@ def _initial_weights(
     if resampled and "patch_embed.proj.weight" not in initial.adapted:
         notes.append("--resample-patch-embed: the weights have the model's patch size already, so nothing is resampled")
     return initial, notes
+
+
+def _separate_weights(
+    config: RunConfig, task_type: type[Task], whole: TimmViT, initial: InitialCheckpoint | None
+) -> tuple[list[InitialCheckpoint], list[str]]:
+    """The sources of `Task.tower_flags`, and lines for people."""
+    found, notes = [], []
+    for tower, flag in task_type.tower_flags.items() if not config.eval_only else ():
+        given: str = getattr(config, flag)
+        path = given or (initial.path if initial else None)
+        if path is None:
+            continue
+        try:
+            found.append(InitialCheckpoint(path, tower_of(whole, tower), tower=tower, task=task_type))
+            notes.append(f"{tower} from {path}: {found[-1].summary}")
+        except UserError as error:
+            if given:
+                raise UserError(f"{spelling(flag)}: {error}") from error
+            notes.append(f"{tower} is newly initialised: {error}")
+    return found, notes
 
 
 def _describe_classes(source: Source, num_classes: int, *, are_used: bool) -> list[str]:

@@ -1,0 +1,77 @@
+"""The files of DINOv2 and DINOv3 (facebookresearch/dinov2, facebookresearch/dinov3): backbones and projection heads.
+
+timm's filters translate a published backbone (`_convert_dinov2` in models/vision_transformer.py, `checkpoint_filter_fn`
+in models/eva.py). They drop the mask token, which self-distillation trains, and know no training checkpoint.
+
+| there | here |
+|---|---|
+| `mask_token` [1, D] | `mask_token` [1, 1, D] |
+| `blocks.C.N.…`, of blocks wrapped C at a time | `blocks.N.…` |
+| `norm` next to `cls_norm` | `patch_norm`, and `cls_norm` as `norm` |
+| `dino_head.mlp.{0,2,4}` | the same |
+| `dino_head.last_layer.weight` (DINOv3), `.weight_v` or `.parametrizations.weight.original1` (DINOv2) | `.weight` |
+| `dino_head.last_layer.weight_g` or `.parametrizations.weight.original0`, lengths of prototypes | none: all are 1 |
+| `ibot_head` | none: one head serves class tokens and patches |
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_vit.models.zoo import names_and_shapes
+from ds_vit.tasks.dino.towers import HEAD, ProjectionHead
+from ds_vit.tasks.foreign_names import ForeignNames, Shapes
+
+_PROTOTYPES = ("weight_v", "parametrizations.weight.original1")
+
+
+def _from_backbone(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
+    """As `ForeignNames.translate`: what timm's filters leave to do."""
+    mask = tensors.get("mask_token")
+    if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
+        return None
+    renamed = {"norm": "patch_norm", "cls_norm": "norm"} if "cls_norm.weight" in tensors else {}
+
+    def named(name: str) -> str:
+        begin, _, end = name.partition(".")
+        return f"{renamed[begin]}.{end}" if begin in renamed else re.sub(r"^blocks\.\d+\.(?=\d+\.)", "blocks.", name)
+
+    return {named(name): tensor for name, tensor in tensors.items()} | {"mask_token": mask[None]}
+
+
+def _from_head(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
+    """As `ForeignNames.translate`: the names of a head's tower; None for a file without a head."""
+    begin = f"{HEAD}." if any(name.startswith(f"{HEAD}.") for name in tensors) else ""
+    parts = (f"{begin}mlp.", f"{begin}last_layer.")
+    found = {name.removeprefix(begin): tensor for name, tensor in tensors.items() if name.startswith(parts)}
+    names = {f"last_layer.{name}": "last_layer.weight" for name in _PROTOTYPES}
+    return {names.get(name, name): tensor for name, tensor in found.items()} or None
+
+
+def _head_differences(model: nn.Module, shapes: Shapes, _: Callable[[str], dict[str, Any]]) -> Iterator[str]:
+    """As `ForeignNames.differences`: another number of layers, or of numbers that flags set."""
+    if not isinstance(model, ProjectionHead):
+        return
+    first, last = shapes.get("mlp.0.weight"), shapes.get("last_layer.weight")
+    if first is None or last is None:
+        yield f"it has no {HEAD}"
+        return
+    if more := sorted(name for name in shapes if name.startswith("mlp.") and name not in names_and_shapes(model)):
+        yield f"its head has other layers ({', '.join(more)})"
+    own = model.settings
+    for flag, theirs, ours in (
+        ("--prototypes", last[0], own.prototypes),
+        ("--head-hidden-dim", first[0], own.hidden_dim),
+        ("--head-bottleneck-dim", last[1], own.bottleneck_dim),
+    ):
+        if theirs != ours:
+            yield f"its head has {flag} {theirs}, and the model {ours}; give {flag} {theirs}"
+
+
+BACKBONE_NAMES = ForeignNames(r"patch_embed\.proj\.weight$", _from_backbone, lambda *_: iter(()))
+HEAD_NAMES = ForeignNames(rf"(?:{HEAD}\.|(?<!ibot_head\.))mlp\.0\.weight$", _from_head, _head_differences, tower=HEAD)
