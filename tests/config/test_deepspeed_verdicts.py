@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import re
@@ -118,13 +119,13 @@ def choices() -> dict[str, list[Any]]:
 
 
 def values_of(chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """The values by dotted names, with what they need."""
+    """The values by dotted names, with what they need; copies, since `overlay` sets keys in blocks that are values."""
     values: dict[str, Any] = {}
     for key in sorted(chosen):
         block = key.rpartition(".")[0]
         values |= {f"{block}.device": "cpu"} if block in OFFLOADS else {}
         values |= {key: chosen[key]} | COMPANIONS.get(key, {})
-    return values
+    return copy.deepcopy(values)
 
 
 def problems(data: Mapping[str, Any], pp: int) -> str:
@@ -206,7 +207,7 @@ def test_no_key_ends_in_a_traceback_or_moves_the_curve(ranks, tmp_path, place, p
     base, pp = place_of(place, precision)
     plain: dict[float, list[dict[str, Any]]] = {}  # by the clipping, which a key may need another one of
     for turn, values in enumerate(files_of(place, precision)):
-        data = overlay(base, values, "base")
+        data = overlay(base, copy.deepcopy(values), "base")
         told, _ = read(RunConfig(deepspeed_config=data, pp=pp), on_cpu=True)
         idle = set(idle_keys(DeepSpeedJson.of(data)))
         assert [note for note in told.notes if note.startswith(IDLE)] == [f"{IDLE}{', '.join(sorted(idle))}"]
