@@ -76,6 +76,7 @@ class Reporter:
         self._global_batch = 1  # an evaluation without training has seen no images
         self._rows = LineLog(folder.metrics, self.say)
         self._refused: set[Path] = set()  # files with a printed warning
+        self._concerns: set[str] = set()  # names of printed warnings
         self._written: list[Path] = []  # files of the start
         self.line = Line(console)
         self.train_loss: float | None = None  # of the last row
@@ -150,6 +151,13 @@ class Reporter:
             f"for it, and {takes}; more --workers, --decode fast or shards may help, and `ds-vit bench data` with this "
             f"run's flags says which"
         )
+
+    def warn(self, concerns: Mapping[str, str]) -> None:
+        """Print warnings whose names are new (`Task.concerns`)."""
+        for name, text in concerns.items():
+            if name not in self._concerns:
+                self._concerns.add(name)
+                self.say(f"WARNING: {text}")
 
     def draw(self, row: Mapping[str, Any], of_task: Mapping[str, float] = MappingProxyType({})) -> None:
         """Draw a row of kind "train" in TensorBoard only; it may lack keys."""

@@ -519,6 +519,16 @@ class Task(Configurable, ABC):
         """Scalars that a training row of metrics.jsonl has for this step, by key (a collective)."""
         return {}
 
+    def concerns(self, figures: Mapping[str, float], step: int, steps_per_epoch: int) -> Mapping[str, str]:
+        """Warnings about a run that goes wrong, by a name under which a run prints the first only.
+
+        Args:
+            figures: `gauges` of a training step, or the figures of an evaluation of the weights.
+            step: of them.
+            steps_per_epoch: optimizer steps.
+        """
+        return {}
+
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Tensors that the task carries from step to step, the same on every rank; for a checkpoint."""
         return {}

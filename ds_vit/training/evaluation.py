@@ -369,6 +369,7 @@ class Evaluations:
             skipped = len(validation) - int(figures["images"])
             row = {"step": step, **figures, "skipped_images": skipped}
             self.reporter.eval(row, task.figures, kind)
+            self.reporter.warn(task.concerns(figures, step, self.inputs.data.order.steps_per_epoch))
         return figures
 
     def _draw(self, step: int) -> None:

@@ -109,6 +109,7 @@ class StepLog(Callback):
             },
             of_task,
         )
+        self.reporter.warn(self.inputs.task.concerns(of_task, number, self.inputs.data.order.steps_per_epoch))
 
     def _parameters(self) -> dict[str, float]:
         """The values of the parameters that the task shows (a collective)."""

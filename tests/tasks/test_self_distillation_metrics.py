@@ -7,8 +7,9 @@ import plain_dino
 import pytest
 import torch
 from curves import read_rows
+from runs import run_quietly
 
-from ds_vit.tasks.dino.metrics import FeatureSpread
+from ds_vit.tasks.dino.metrics import FeatureSpread, collapse_concerns
 
 WIDTH = 24
 
@@ -95,3 +96,43 @@ def test_an_evaluation_has_the_spread_of_the_gathered_features(ranks, tmp_path, 
     assert {name: row[name] for name in expected} == pytest.approx(expected, rel=1e-10)
     assert row["images"] == 48
     assert 2 < row["rankme"] < WIDTH
+
+
+# ---- warnings --------------------------------------------------------------------------------------------------------
+
+
+def test_bounds_of_collapse():
+    # Catches: a warning of random weights, whose class tokens LayerScale makes alike; of three images; of NaN.
+    def concerns(step=40, epoch=40, width=384, **figures):
+        return [*collapse_concerns({"feature_std": 0.5, **figures}, width, step, epoch)]
+
+    assert concerns() == concerns(rankme=5.0, images=500) == concerns(rankme=3.0, images=24) == []
+    assert concerns(feature_std=0.149) == ["feature_std"]
+    assert concerns(feature_std=0.1, rankme=4.9, images=500) == ["feature_std", "rankme"]
+    assert concerns(rankme=2.9, images=24) == concerns(rankme=2.9, images=500, width=24) == ["rankme"]
+    assert concerns(feature_std=0.0, step=39) == concerns(feature_std=0.0, step=999, epoch=5000) == []
+    assert concerns(feature_std=0.0, step=1000, epoch=5000) == ["feature_std"]
+    assert concerns(feature_std=float("nan"), rankme=float("nan"), images=500) == []
+    assert collapse_concerns({}, 384, 40, 40) == {}
+
+
+def train_with_bounds(argv, bounds):
+    """On a rank: what a run prints, with other bounds."""
+    with mock.patch.multiple("ds_vit.tasks.dino.metrics", **bounds):
+        return run_quietly(argv)
+
+
+def test_a_run_warns_once(ranks, tmp_path, folder):
+    # Catches: a warning in each row; one before the first epoch is over; evaluations or training that never warn.
+    words = ("--val-fraction", 0.2, "--val-split", "validation", "-b", plain_dino.GLOBAL_BATCH, "--max-steps", 12)
+    for warned in (True, False):
+        bound = 50.0 * warned
+        bounds = {"LEAST_DEVIATION": bound, "LEAST_RANKME": bound, "_SHARE_OF_RANKME": bound}
+        argv = plain_dino.words_of(folder, 1, tmp_path / str(warned), *words, "--eval-interval", 1)
+        [(code, out, _)] = ranks.run(1, train_with_bounds, argv, bounds)
+        assert code == 0
+        warnings = [line for line in out.splitlines() if "may have collapsed" in line]
+        assert [line.split("is ")[0] for line in warnings] == [
+            "WARNING: at step 4 the feature deviation of the teacher ",
+            "WARNING: at step 4 the RankMe of the teacher ",
+        ] * warned, out

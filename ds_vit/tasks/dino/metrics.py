@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 
@@ -9,6 +11,14 @@ from ds_vit.tasks.metrics import Batch, Figure, Metrics
 
 DEVIATION = Figure("feature_std", "feature deviation", digits=3, summed_up=False)
 RANKME = Figure("rankme", "RankMe", digits=1, summed_up=False)
+LEAST_DEVIATION, LEAST_RANKME = 0.15, 5.0
+"""Below them features are taken for collapsed: evaluations of a run that went well had 0.57 and 12 at least, of runs
+that went wrong one of 0.13 and 4 at most from the second epoch on (docs/self_distillation.md)."""
+_SHARE_OF_RANKME = 1 / 8
+"""Of the largest possible RankMe: the bound where that is below 40, with narrow models and few images."""
+_EARLIEST = 1000
+"""The step from which features are rated where the first epoch is longer: LayerScale begins near zero, and with it the
+differences between the class tokens of images."""
 _EPS = 1e-7
 """RankMe's ε, which its paper adds to each share."""
 
@@ -58,3 +68,25 @@ def _rankme(gram: torch.Tensor, images: int) -> float:
     singular = squares.sqrt()
     shares = singular / singular.sum() + _EPS
     return float((-(shares * shares.log()).sum()).exp())
+
+
+def collapse_concerns(figures: Mapping[str, float], width: int, step: int, steps_per_epoch: int) -> Mapping[str, str]:
+    """Warnings about figures below the bounds; none in the first steps, and none of figures that are not finite.
+
+    Args:
+        figures: with or without those of `FeatureSpread`.
+        width: D.
+        step: of the figures.
+        steps_per_epoch: optimizer steps.
+    """
+    if step < min(steps_per_epoch, _EARLIEST):
+        return {}
+    bounds = {DEVIATION: LEAST_DEVIATION}
+    if RANKME.name in figures:
+        bounds[RANKME] = min(LEAST_RANKME, _SHARE_OF_RANKME * min(width, figures["images"]))
+    return {
+        figure.name: f"at step {step} the {figure.label} of the teacher is {figure.value(figures)}, below {least:g}: "
+        "its features may have collapsed; docs/self_distillation.md says what to change"
+        for figure, least in bounds.items()
+        if figures.get(figure.name, least) < least
+    }

@@ -51,7 +51,7 @@ from ds_vit.tasks.dino.loss import (
     patch_weights,
     sinkhorn,
 )
-from ds_vit.tasks.dino.metrics import DEVIATION, RANKME, FeatureSpread
+from ds_vit.tasks.dino.metrics import DEVIATION, RANKME, FeatureSpread, collapse_concerns
 from ds_vit.tasks.dino.published import BACKBONE_NAMES, HEAD_NAMES
 from ds_vit.tasks.dino.rope import CoordinateDraws
 from ds_vit.tasks.dino.towers import (
@@ -538,6 +538,10 @@ class SelfDistillation(Task):
     def gauges(self, context: StepContext) -> Mapping[str, torch.Tensor]:
         """As `Task.gauges`: those of collapse, of the teacher's class tokens."""
         return self._gauges.compute(_sum_over(context), self._tp) if self._gauged_step == context.step else {}
+
+    def concerns(self, figures: Mapping[str, float], step: int, steps_per_epoch: int) -> Mapping[str, str]:
+        """As `Task.concerns`: features that collapse."""
+        return collapse_concerns(figures, self.model.num_features, step, steps_per_epoch)
 
     def loss_on_meta(self, layers: Sequence[Layer], samples: int) -> torch.Tensor:
         """As `Task.loss_on_meta`: assignments without a centre, and as many masked patches as are expected."""
