@@ -104,6 +104,7 @@ SMALL = ["--model", oracle.MODEL, "--img-size", 16, *oracle.kwargs_words(SMALL_K
 PAIRS = ["--dataset", "glyphs", "--val-split", "", "--context-length", 24, "--epochs", 1, "--max-steps", 6]
 PAIRS += ["--warmup-steps", 2]
 TEXT = [*PAIRS, *SMALL, "--drop-path", 0.2, "--text-width", 24, "--text-depth", 2, "--text-heads", 6]
+SCENES = ["--dataset", "scenes", "--val-split", "", "--epochs", 1, "--max-steps", 6, "--warmup-steps", 2]
 MIXED = [*IMAGES, *SMALL, "--drop-path", 0.2, "--mixup", 0.8]
 TAUGHT = [*MIXED, "--kd-model-name", "local-dir:{teacher}"]
 DINO = [
@@ -145,6 +146,7 @@ ROWS = {
     "siglip": Row(["--task", "siglip", *TEXT, "--embed-dim", 16], "classes", 8),
     "dino": Row([*DINO, "--centering", "ema"], "pp classes"),
     "dino, sinkhorn": Row([*DINO, "--centering", "sinkhorn"], "pp classes"),
+    "segmentation": Row(["--task", "segmentation", *SCENES, *SMALL, "--seg-head", "conv"], "classes"),
     "distillation": Row([*TAUGHT, "--kd-temperature", 3.0, "--task-loss-weight", 0.3], "pp"),
     "distillation, features": Row([*TAUGHT, "--kd-distill-type", "feature"], "pp"),
     "distillation, token": Row(
