@@ -14,7 +14,7 @@ from PIL import Image
 # This clone's package, installed or not, and not another clone's.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from ds_vit.data.masks import IGNORED
+from ds_vit.data.sources.masks import IGNORED
 from ds_vit.tasks.segmentation.scenes import SceneSource, open_scenes
 
 IGNORE_INDEX = 255  # the default of --ignore-index

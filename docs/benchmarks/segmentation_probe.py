@@ -26,7 +26,8 @@ import torch.nn.functional as F
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from ds_vit.data.masks import IGNORED, crop_mask
+from ds_vit.data.masks import crop_mask
+from ds_vit.data.sources.masks import IGNORED
 from ds_vit.tasks.segmentation.scenes import open_scenes
 from ds_vit.tools.bench import device_name, versions
 

@@ -1,20 +1,15 @@
-"""Masks of segmentation: from files to class numbers, and cropped as their images are.
+"""Fields of images and their masks: one box and the flips of the sample's key serve both.
 
-A mask has one whole number per pixel. `MaskValues` turns the numbers of the data set into classes, 0 to C - 1, and
-`IGNORED`. One box and the flips of the sample's key serve the image and its mask: the image is resized bilinearly, the
-mask takes the nearest pixel, because a mean of two class numbers is another class.
+The image is resized bilinearly, the mask takes the nearest pixel, because a mean of two class numbers is another class.
 
-Shapes: H x W a file's pixels, h x w the model's input, C classes.
+Shapes: H x W a file's pixels, h x w the model's input.
 """
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
+from collections.abc import Sequence
 from operator import truediv
-from typing import Any, BinaryIO, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,165 +19,11 @@ from torchvision.transforms import InterpolationMode
 from ds_vit.config.augmentation import AugmentConfig
 from ds_vit.data.augment.steps import RandomResizedCrop, Size, uniform
 from ds_vit.data.augment.transforms import TrainTransform
-from ds_vit.data.decode import Box, ImageDecodeError, Jpeg, undecodable
+from ds_vit.data.decode import Box, Jpeg
 from ds_vit.data.field import Field, Rows, Sample, stacked
 from ds_vit.data.fields import ImageField
 from ds_vit.data.settings import ImageConfig
-from ds_vit.data.sources.source import Source, shortened
-from ds_vit.fault_tolerance.errors import UserError, is_out_of_memory
-
-T = TypeVar("T")
-IGNORED = -1
-"""The class number of pixels that count in no loss and no metric."""
-MOST_CLASSES = 2**15 - 1
-"""Masks travel as int16."""
-MOST_VALUE = 2**16 - 1
-"""The largest value of a mask's pixel that may be a class."""
-MASK_EXTENSIONS = (".png", ".tif", ".tiff", ".npy")
-
-_READERS = 16  # threads that read masks
-_UNKNOWN = -2  # a value that is neither a class nor ignored
-_OUTSIDE = MOST_VALUE + 1  # stands for all values that 16 bits do not hold
-
-
-def default_palette(num_classes: int) -> np.ndarray:
-    """Colours for classes without any, uint8 [C, 3]: those of PASCAL VOC (Everingham et al. 2010).
-
-    The bits of a class number, three at a time, are the bits of red, green and blue, the highest first.
-    """
-    classes, colours = np.arange(num_classes), np.zeros((num_classes, 3), dtype=np.uint8)
-    for place in range(8):
-        for channel in range(3):
-            colours[:, channel] |= ((classes >> (3 * place + channel) & 1) << (7 - place)).astype(np.uint8)
-    return colours
-
-
-# ---- files -----------------------------------------------------------------------------------------------------------
-
-
-def decode_mask(data: bytes, name: str) -> np.ndarray:
-    """The values of a mask's file, whole numbers [H, W]; of a palette file the numbers of its colours.
-
-    Args:
-        data: the file's bytes.
-        name: its name, for messages.
-
-    Raises:
-        ImageDecodeError: it is damaged.
-        UserError: it has several channels, or values that are no whole numbers.
-    """
-    values: np.ndarray = _read(io.BytesIO(data), name, np.load, np.asarray)
-    values = values.view(np.uint8) if values.dtype == bool else values
-    if values.ndim != 2 or values.dtype.kind not in "ui":
-        rule = "a mask has one whole number per pixel: save class numbers, not colours, as PNG (palette or grey)"
-        raise UserError(f"{name} holds {values.dtype} values in the shape {list(values.shape)}; {rule}, TIFF or npy")
-    return values
-
-
-def size_of_mask(file: BinaryIO, name: str) -> Size:
-    """The (height, width) of a mask's file, from its header.
-
-    Raises:
-        ImageDecodeError: the header is damaged.
-    """
-    return _read(file, name, _shape_of_array, lambda image: image.size[::-1])
-
-
-def _shape_of_array(file: BinaryIO) -> Size:
-    np.lib.format.read_magic(file)
-    height, width = np.lib.format.read_array_header_1_0(file)[0][:2]
-    return height, width
-
-
-def _read(
-    file: BinaryIO, name: str, of_array: Callable[[BinaryIO], Any], of_image: Callable[[Image.Image], Any]
-) -> Any:
-    try:
-        if file.read(len(np.lib.format.MAGIC_PREFIX)) == np.lib.format.MAGIC_PREFIX:
-            file.seek(0)
-            return of_array(file)
-        file.seek(0)
-        with Image.open(file) as image:
-            return of_image(image)
-    except Exception as error:  # Pillow's plugins raise OSError, SyntaxError, struct.error, ... on damaged files
-        if is_out_of_memory(error):
-            raise
-        raise undecodable(name, error) from error
-
-
-class MaskValues:
-    """Which values of a data set's masks are which class.
-
-    Args:
-        values: of the classes, in the order of their numbers; all differ, from 0 to `MOST_VALUE`.
-        ignored: values that belong to no class; negative ones are in no mask.
-        rule: what the classes are and what to do about another value, for the message.
-    """
-
-    def __init__(self, values: Sequence[int], ignored: Iterable[int], rule: str) -> None:
-        self.values, self._rule = np.array(values, dtype=np.int64), rule
-        self.table = np.full(_OUTSIDE + 1, _UNKNOWN, dtype=np.int16)
-        self.table[[value for value in ignored if value >= 0]] = IGNORED
-        self.table[self.values] = np.arange(len(values))
-
-    def classes(self, mask: np.ndarray, name: str) -> np.ndarray:
-        """The class of each pixel, int16 [H, W]; `IGNORED` for pixels without one.
-
-        Args:
-            mask: values of a file, [H, W].
-            name: of the file, for messages.
-
-        Raises:
-            UserError: a value is neither a class nor ignored.
-        """
-        is_small = mask.dtype.kind == "u" and mask.dtype.itemsize <= 2
-        places = mask if is_small else np.where((mask < 0) | (mask >= _OUTSIDE), _OUTSIDE, mask)
-        classes = self.table[places]
-        if (unknown := classes == _UNKNOWN).any():
-            values, counts = np.unique(mask[unknown], return_counts=True)
-            shown = shortened([f"{value} ({count:,})" for value, count in zip(values, counts, strict=True)])
-            number = f"{int(counts.sum()):,} of {mask.size:,} pixels"
-            raise UserError(f"{name}: {number} have values that are neither a class nor ignored: {shown}; {self._rule}")
-        return classes
-
-
-def require_same_size(name: str, image: Size, mask: Size) -> None:
-    """Raise UserError unless an image and its mask have the same (height, width).
-
-    Args:
-        name: of the image.
-        image: its size, turned or not as --exif-rotation says.
-        mask: the size of its mask.
-    """
-    if tuple(image) != tuple(mask):
-        sizes = f"the image has {image[0]}x{image[1]} pixels (height x width) and its mask {mask[0]}x{mask[1]}"
-        turned = "; if EXIF turns the image and not the mask, set --exif-rotation as the masks were drawn"
-        way_out = "save the mask at the size of its image, or leave both out"
-        raise UserError(f"{name}: {sizes}; {way_out}{turned if tuple(image) == tuple(mask[::-1]) else ''}")
-
-
-def pixels_of_classes(mask: np.ndarray, num_classes: int) -> np.ndarray:
-    """How many pixels of a mask [H, W] each class has, int64 [C]."""
-    return np.bincount(mask[mask != IGNORED], minlength=num_classes)
-
-
-def of_masks(source: Source, entry: str, indices: Iterable[int], function: Callable[[Any], T]) -> Iterator[T]:
-    """A function of an entry of some samples, read by threads; damaged masks are left out.
-
-    Raises:
-        UserError: a mask is invalid.
-        OSError: a file cannot be read.
-    """
-
-    def read(index: int) -> list[T]:
-        try:
-            return [function(source.entry(entry, index))]
-        except ImageDecodeError:
-            return []
-
-    with ThreadPoolExecutor(_READERS) as threads:
-        yield from chain.from_iterable(threads.map(read, indices))
-
+from ds_vit.data.sources.masks import IGNORED, require_same_size
 
 # ---- crops -----------------------------------------------------------------------------------------------------------
 

@@ -247,6 +247,16 @@ def image_size(model: TimmViT) -> tuple[int, int]:
     return height, width
 
 
+def require_whole_patches(model: TimmViT, name: str) -> None:
+    """Raise UserError if images of a model, named as `name`, have pixels in no patch."""
+    for size, patch in zip(model.patch_embed.img_size, model.patch_embed.patch_size, strict=True):
+        if size % patch:
+            raise UserError(
+                f"img_size {size} is no multiple of the patch size {patch} of {name!r}, so that some pixels lie in no "
+                f"patch; use --img-size {size // patch * patch}"
+            )
+
+
 def num_parameters(model: nn.Module) -> int:
     """How many parameters, trained or not, a model has; on the meta device too."""
     return sum(parameter.numel() for parameter in model.parameters())

@@ -15,24 +15,16 @@ from PIL import Image
 from ds_vit.cli import main
 from ds_vit.config import RunConfig
 from ds_vit.config.augmentation import AugmentConfig
-from ds_vit.data import masks
 from ds_vit.data.decode import ImageDecodeError
-from ds_vit.data.masks import (
-    MaskField,
-    MaskValues,
-    ScaleCrop,
-    SceneImages,
-    crop_mask,
-    decode_mask,
-    default_palette,
-    size_of_mask,
-)
+from ds_vit.data.masks import MaskField, ScaleCrop, SceneImages, crop_mask
 from ds_vit.data.sampler import Share
 from ds_vit.data.settings import ImageConfig
+from ds_vit.data.sources import masks
 from ds_vit.data.sources.combined import hold_out, mixed
+from ds_vit.data.sources.masks import MaskValues, decode_mask, default_palette, size_of_mask
 from ds_vit.data.sources.source import NoSuchSplit, Source
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.tasks.segmentation.source import open_segmentation
+from ds_vit.tasks.segmentation.task import Segmentation
 
 WHOLE = Share(0, 1, 4)
 COLOURS = np.array([[250, 10, 10], [10, 240, 20], [20, 30, 230], [240, 240, 0], [0, 0, 0]], dtype=np.uint8)
@@ -61,7 +53,7 @@ def write(folder: Path, form: str = "{split}/{kind}", values: tuple[int, ...] = 
 
 
 def opened(folder: Path | str, split: str = "train", **flags: object) -> Source:
-    return open_segmentation(RunConfig(**{"num_classes": 3, **flags}), str(folder), split)
+    return Segmentation.open_source(RunConfig(**{"num_classes": 3, **flags}), str(folder), split)
 
 
 @pytest.fixture
@@ -197,7 +189,7 @@ ERRORS: dict[str, tuple[Callable[[Path], object], dict[str, object], str]] = {
     "no name": (_add("labels.csv", "index,name\n1, \n"), {}, r"line 2: a class has the pixel value .*, the name, "),
     "twice": (_add("labels.csv", "index,name\n1,a\n1,b\n"), {}, r"line 3: another row has the index 1 or the name b$"),
     "colour": (_add("labels.csv", "index,name,colour\n1,a,red\n"), {}, r"line 2: .* colour #rrggbb, not '1,a,red'$"),
-    "no images": (_empty("images"), {}, r"train/images holds no images \(files found: none; "),
+    "no images": (_empty("images"), {}, r"train/images holds no images \(supported are "),
     "no masks": (_empty("masks"), {}, r"^5 of 5 files of \S+images have no partner .* mask \(.png .tif .tiff ."),
 }  # fmt: skip
 

@@ -16,7 +16,7 @@ from curves import read_rows
 from PIL import Image
 from project import ON_CPU, ROOT, give_a_clone, run_shell
 
-from ds_vit.data.masks import IGNORED
+from ds_vit.data.sources.masks import IGNORED
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.tasks.segmentation.scenes import SceneSource, open_scenes
 

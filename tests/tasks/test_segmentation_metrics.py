@@ -16,11 +16,11 @@ from runs import resolved
 
 from ds_vit.config.run_folder import RunFolder
 from ds_vit.data.field import Field, finished
-from ds_vit.data.masks import default_palette
 from ds_vit.data.reader import Reader
 from ds_vit.data.rows import EvalRows
 from ds_vit.data.sampler import Share
 from ds_vit.data.settings import ImageConfig
+from ds_vit.data.sources.masks import default_palette
 from ds_vit.data.sources.source import Source
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.keyed_init import initialise

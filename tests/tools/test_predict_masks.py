@@ -19,11 +19,11 @@ from torch import nn
 
 from ds_vit import cli
 from ds_vit.api import export, predict
+from ds_vit.data.sources.masks import find_labels
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.zoo import ModelSpec
 from ds_vit.tasks.segmentation.predictions import mask_picture, overlay_picture, write_labels
 from ds_vit.tasks.segmentation.scenes import open_scenes
-from ds_vit.tasks.segmentation.source import find_labels
 from ds_vit.tasks.segmentation.towers import create_segmenter
 
 MODEL, SIDE = "vit_tiny_patch16_224", 32

@@ -33,7 +33,7 @@ from ds_vit.models.layers import (
     encoder_layers,
     take_apart,
 )
-from ds_vit.models.zoo import ModelSpec, TimmViT, create_model
+from ds_vit.models.zoo import ModelSpec, TimmViT, create_model, require_whole_patches
 from ds_vit.parallel.tensor.collectives import TensorParallel, split_tokens
 from ds_vit.parallel.tensor.shard import Joining, share_tokens
 
@@ -196,12 +196,7 @@ def _check_encoder(model: TimmViT, spec: ModelSpec, settings: AutoencoderSetting
             f"model_kwargs patch_drop_rate {model.patch_drop.prob} and --mask-ratio {settings.mask_ratio} would both "
             "leave patches out; drop patch_drop_rate"
         )
-    for size, patch in zip(embed.img_size, embed.patch_size, strict=True):
-        if size % patch:
-            raise UserError(
-                f"img_size {size} is no multiple of the patch size {patch} of {spec.name!r}, so that some pixels lie "
-                f"in no patch; use --img-size {size // patch * patch}"
-            )
+    require_whole_patches(model, spec.name)
     patches = embed.num_patches
     kept = int(patches * (1.0 - settings.mask_ratio))
     if not 0 < kept < patches:

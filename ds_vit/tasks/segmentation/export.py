@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from ds_vit.models.zoo import create_model
 from ds_vit.tasks.exports import Exported, Format, Predict, Save, Tool, write_timm_config
-from ds_vit.tasks.segmentation.towers import HEAD, make_head
+from ds_vit.tasks.segmentation.towers import HEAD, grid_of_logits, make_head
 
 
 def _write(exported: Exported, folder: Path, save: Save) -> tuple[str, ...]:
@@ -49,9 +49,7 @@ def _load(folder: Path) -> Predict:
 
     def predict(images: torch.Tensor) -> torch.Tensor:
         tokens = backbone.fc_norm(backbone.forward_features(images)[:, backbone.num_prefix_tokens :])
-        if about["kind"] == "linear":
-            return head(tokens).transpose(1, 2).unflatten(2, about["grid"])
-        return head(tokens.transpose(1, 2).unflatten(2, about["grid"]))
+        return grid_of_logits(head, tokens, about["grid"])
 
     return predict
 

@@ -24,10 +24,7 @@ class SegmentationSettings(Settings, section="model", scope=WEIGHTS):
         255, "pixel value of masks that is not counted (-1: none)", section="data", idle_if="dataset=scenes"
     )
     reduce_zero_label: bool = flag(
-        False,
-        "pixel value 0 is not counted, and class c has the value c + 1",
-        section="data",
-        idle_if="dataset=scenes",
+        False, "pixel value 0 is not counted, and class c has the value c + 1", section="data", idle_if="dataset=scenes"
     )
     slide_stride: _Stride | None = flag(
         None,
@@ -36,11 +33,7 @@ class SegmentationSettings(Settings, section="model", scope=WEIGHTS):
         needs=("eval_only or val_split", "with --val-split '': nothing is evaluated"),
     )
     scale_range: Annotated[tuple[_Factor, _Factor], ASCENDING] = flag(
-        (0.5, 2.0),
-        "factor on the size at which an image covers the crop",
-        IDENTITY,
-        section="augmentation",
-        idle_if="no_aug",
+        (0.5, 2.0), "factor on the size that covers the crop", IDENTITY, section="augmentation", idle_if="no_aug"
     )
     class_weights: str = flag(
         "", "weights of the classes in the loss: balanced, or a file of a number each", IDENTITY, section="loss"

@@ -19,8 +19,8 @@ from torchvision.utils import make_grid
 
 from ds_vit.config.run_folder import RunFolder, written_whole
 from ds_vit.data.decode import upright
-from ds_vit.data.masks import IGNORED
 from ds_vit.data.settings import ImageConfig
+from ds_vit.data.sources.masks import IGNORED
 from ds_vit.data.sources.source import Source
 from ds_vit.tasks.metrics import Batch, Figure, Metrics
 from ds_vit.tasks.panels import Panel, class_name, table
@@ -164,11 +164,7 @@ def write_iou(folder: RunFolder, metrics: MeanIoU, names: Sequence[str]) -> None
 def iou_panels(folder: RunFolder) -> list[Panel]:
     """The table of iou.csv, the lowest IoU first and absent classes last; none without the file."""
     with contextlib.suppress(OSError), (folder.path / _FILE).open(newline="", encoding="utf-8") as file:
-        _, *rows = csv.reader(file)
-        rows.sort(key=lambda row: np.inf if row[1] == ABSENT else float(row[1]))
-        lines = [
-            [row[0], *(f"{value} %" if value[:1].isdigit() else value or "-" for value in row[1:])] for row in rows
-        ]
-        title = "IoU of the classes, the lowest first"
-        return [table(title, ("class", "IoU", "accuracy", "of the pixels"), lines)]
+        rows = sorted([*csv.reader(file)][1:], key=lambda row: np.inf if row[1] == ABSENT else float(row[1]))
+        lines = [[name, *(f"{of} %" if of[:1].isdigit() else of or "-" for of in figures)] for name, *figures in rows]
+        return [table("IoU of the classes, the lowest first", ("class", "IoU", "accuracy", "of the pixels"), lines)]
     return []

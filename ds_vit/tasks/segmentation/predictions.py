@@ -18,11 +18,10 @@ from PIL import Image, ImageDraw, ImageFont
 import ds_vit.data
 from ds_vit.data.decode import decode, upright
 from ds_vit.data.fields import normalised
-from ds_vit.data.masks import default_palette
+from ds_vit.data.sources.masks import default_palette, find_labels
 from ds_vit.data.sources.source import LABELS_FILE, Source
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.tasks.exports import Exported, MaskPredictor, Predict
-from ds_vit.tasks.segmentation.source import find_labels
 from ds_vit.tasks.segmentation.windows import canvas_of, predicted_classes, windows_of
 
 _SIDES = (512, 2048)  # of an overlay's longer side: the legend is readable, and a photo of 50 megapixels opens

@@ -24,8 +24,9 @@ from torch import nn
 from ds_vit.config import RunConfig
 from ds_vit.config.run_folder import RunFolder
 from ds_vit.data.field import Field
-from ds_vit.data.masks import IGNORED, MaskField, SceneImages, of_masks, pixels_of_classes
+from ds_vit.data.masks import MaskField, SceneImages
 from ds_vit.data.settings import ImageConfig
+from ds_vit.data.sources.masks import IGNORED, find_labels, of_masks, open_masks, pixels_of_classes
 from ds_vit.data.sources.source import Source
 from ds_vit.fault_tolerance.errors import EndedTogether, UserError
 from ds_vit.models.layers import MAIN_TOWER, Layer
@@ -37,7 +38,7 @@ from ds_vit.tasks.segmentation.export import FORMATS
 from ds_vit.tasks.segmentation.flags import SETTINGS
 from ds_vit.tasks.segmentation.metrics import FIGURES, PICTURES, MeanIoU, iou_panels, write_iou
 from ds_vit.tasks.segmentation.predictions import predict_masks, write_labels
-from ds_vit.tasks.segmentation.source import open_segmentation
+from ds_vit.tasks.segmentation.scenes import open_scenes
 from ds_vit.tasks.segmentation.towers import HEAD, Segmenter, create_segmenter
 from ds_vit.tasks.segmentation.windows import WholeMask, Windows, extent
 from ds_vit.tasks.task import Coupled, StepContext, Task
@@ -113,7 +114,10 @@ class Segmentation(Task):
     @classmethod
     def open_source(cls, config: RunConfig, folder: str, split: str) -> Source:
         """As `Task.open_source`: images with masks."""
-        return open_segmentation(config, folder, split)
+        if config.dataset == "scenes":
+            return open_scenes(split)
+        flags = config.num_classes, config.ignore_index, config.reduce_zero_label
+        return open_masks(config.dataset, folder, split, lambda of: find_labels(of, *flags))
 
     def fields(self, *, training: bool) -> tuple[Field, ...]:
         """As `Task.fields`."""

@@ -10,6 +10,7 @@ Shapes: B images, K windows of an image, S tokens, D width, C classes, gh x gw p
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -28,7 +29,7 @@ from ds_vit.models.layers import (
     encoder_layers,
     take_apart,
 )
-from ds_vit.models.zoo import ModelSpec, TimmViT, create_model, image_size
+from ds_vit.models.zoo import ModelSpec, TimmViT, create_model, require_whole_patches
 
 HeadKind = Literal["linear", "conv"]
 HEAD = "seg_head."
@@ -44,6 +45,13 @@ def make_head(kind: HeadKind, width: int, num_classes: int) -> nn.Module:
     for inputs in (width, _CONV_WIDTH):
         layers += [nn.ConvTranspose2d(inputs, _CONV_WIDTH, 2, stride=2), LayerNorm2d(_CONV_WIDTH), nn.GELU()]
     return nn.Sequential(*layers, nn.Conv2d(_CONV_WIDTH, num_classes, 1))
+
+
+def grid_of_logits(head: nn.Module, patches: torch.Tensor, grid: Sequence[int]) -> torch.Tensor:
+    """Normed patch tokens [B, gh * gw, D] -> logits [B, C, gh, gw], of the conv head [B, C, 4 gh, 4 gw]."""
+    if isinstance(head, nn.Linear):
+        return head(patches).transpose(1, 2).unflatten(2, grid)
+    return head(patches.transpose(1, 2).unflatten(2, grid))
 
 
 class _PixelHead(nn.Module):
@@ -62,11 +70,7 @@ class _PixelHead(nn.Module):
         With `pre_logits` the features of the images, the mean of their patch tokens [B, D].
         """
         patches = self.fc_norm(x[:, self.num_prefix_tokens :])  # of a model that norms after pooling
-        if pre_logits:
-            return patches.mean(dim=1)
-        if isinstance(self.seg_head, nn.Linear):
-            return self.seg_head(patches).transpose(1, 2).unflatten(2, self.grid_size)
-        return self.seg_head(patches.transpose(1, 2).unflatten(2, self.grid_size))
+        return patches.mean(dim=1) if pre_logits else grid_of_logits(self.seg_head, patches, self.grid_size)
 
 
 class Segmenter(_PixelHead):
@@ -90,22 +94,6 @@ class Segmenter(_PixelHead):
             self.attn_pool.requires_grad_(False)
 
 
-def _check_backbone(model: TimmViT, spec: ModelSpec) -> None:
-    """Reject a backbone whose patch tokens do not cover the image."""
-    if not isinstance(model.patch_drop, (nn.Identity, type(None))):
-        raise UserError(
-            f"model_kwargs patch_drop_rate {model.patch_drop.prob} leaves patches out, and --task segmentation needs "
-            "all of them; drop it"
-        )
-    for size, patches in zip(image_size(model), model.patch_embed.grid_size, strict=True):
-        patch = size // patches
-        if patch * patches != size:
-            raise UserError(
-                f"img_size {size} is no multiple of the patch size {patch} of {spec.name!r}, so that some pixels lie "
-                f"in no patch; use --img-size {patch * patches}"
-            )
-
-
 def create_segmenter(spec: ModelSpec, head: HeadKind, *, for_training: bool = True) -> TimmViT:
     """The description of a `Segmenter`, on the meta device its structure, names and shapes without memory.
 
@@ -122,7 +110,10 @@ def create_segmenter(spec: ModelSpec, head: HeadKind, *, for_training: bool = Tr
     if spec.num_classes < 1:
         raise UserError("--task segmentation needs classes; give --num-classes")
     model = create_model(replace(spec, num_classes=0), for_training=for_training, classifier=False)
-    _check_backbone(model, spec)
+    if not isinstance(model.patch_drop, (nn.Identity, type(None))):
+        dropped = f"model_kwargs patch_drop_rate {model.patch_drop.prob} leaves patches out"
+        raise UserError(f"{dropped}, and --task segmentation needs all of them; drop it")
+    require_whole_patches(model, spec.name)
     mix_in(model, Segmenter)
     with torch.device("meta"):
         model.add_head(head, spec.num_classes)

@@ -20,8 +20,8 @@ from ds_vit.data.augment.steps import Size
 from ds_vit.data.decode import Jpeg
 from ds_vit.data.field import RaggedField, Rows, Sample
 from ds_vit.data.fields import ImageField, normalised
-from ds_vit.data.masks import IGNORED, of_masks, require_same_size
 from ds_vit.data.settings import ImageConfig
+from ds_vit.data.sources.masks import IGNORED, of_masks, require_same_size
 from ds_vit.data.sources.source import Source
 from ds_vit.fault_tolerance.errors import UserError
 

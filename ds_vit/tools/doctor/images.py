@@ -18,14 +18,13 @@ from rich.console import Console
 from rich.progress import track
 
 from ds_vit.data.decode import ImageDecodeError, describe_depth, orientation, to_rgb, undecodable
-from ds_vit.data.masks import MaskValues, decode_mask, require_same_size
 from ds_vit.data.sources.folders import walk
+from ds_vit.data.sources.masks import MaskValues, decode_mask, find_labels, find_splits, pair_files, require_same_size
 from ds_vit.data.sources.source import IMAGE_EXTENSIONS, LABELS_FILE, hidden, is_image
 from ds_vit.data.sources.tars import members_of
 from ds_vit.fault_tolerance import exit_codes
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.monitoring.metrics import say as print_lines
-from ds_vit.tasks.segmentation.source import find_labels, find_splits, pair_files
 
 _UNREAD = frozenset({".heic", ".heif", ".avif"})
 _FATAL = frozenset({"broken", "unpaired", "mask"})
@@ -89,15 +88,10 @@ def _pairs(folder: str) -> tuple[list[_Pair], list[Problem]]:
     found: list[Problem] = []
     splits, values = find_splits(folder), None
     if splits and os.path.isfile(os.path.join(folder, LABELS_FILE)):
-        known = find_labels(folder, None, -1, False).values.values.tolist()
-        values = MaskValues(known, {255} - {*known}, f"{LABELS_FILE} lists {len(known)} classes")
+        values = find_labels(folder, None, None, False).values
     for roots in splits.values():
-        try:
-            images, masks, problem = pair_files(*roots)
-        except UserError as error:
-            images, masks, problem = [], [], str(error)
+        both, problem = pair_files(*roots)
         found += [Problem("unpaired", roots[0], problem)] * bool(problem)
-        both = zip(images, masks, strict=True)
         pairs += [(os.path.join(roots[0], image), os.path.join(roots[1], mask), values) for image, mask in both]
     return pairs, found
 
