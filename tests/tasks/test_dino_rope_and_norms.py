@@ -309,7 +309,7 @@ REFUSED = [
     (("--rope-jitter-coords", 1), "--rope-jitter-coords must be above 1"),
     (("--ibot-weight", 0), "--untie-cls-and-patch-norms has no effect without --ibot-weight"),
     (("--local-crops-number", 0), "--untie-global-and-local-cls-norm has no effect without --local-crops-number"),
-    (("--local-crops-size", 16), "by their size, and both have 16 pixels; give another --local-crops-size"),
+    (("--local-crops-size", 16), "by their size, and both kinds have 16 pixels; give another --local-crops-size"),
     (
         ("--freeze-backbone-epochs", 0.005),
         "--freeze-backbone-epochs 0.005 is less than half a step of the 60 of an epoch",

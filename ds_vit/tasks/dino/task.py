@@ -211,7 +211,7 @@ class SelfDistillation(Task):
             check_sizes(model, spec.name, [_local_size(config, model)], "--local-crops-size")
         if config.untie_global_and_local_cls_norm and _local_size(config, model) == model.patch_embed.img_size[0]:
             raise UserError(
-                f"--untie-global-and-local-cls-norm: local crops are told from global ones by their size, and both "
+                "--untie-global-and-local-cls-norm: local crops are recognised by their size, and both kinds "
                 f"have {_local_size(config, model)} pixels; give another --local-crops-size"
             )
         count_crops(
@@ -238,7 +238,8 @@ class SelfDistillation(Task):
             "--untie-…": config.untie_cls_and_patch_norms or config.untie_global_and_local_cls_norm,
         }
         if found := [flag for flag, is_given in ours_alone.items() if is_given]:
-            return f"the peers know nothing of {', '.join(found)}; pass --ibot-weight 0 --koleo-weight 0 alone"
+            others = "; pass --ibot-weight 0 --koleo-weight 0 and none of the others"
+            return f"the peers know nothing of {', '.join(found)}{others}"
         return None
 
     def supports_training(self, horizon: Horizon, global_batch: int) -> str | None:
