@@ -258,7 +258,7 @@ class _MultiCrop(nn.Module):
         from lightly.models.modules import DINOProjectionHead
 
         options: dict[str, Any] = {"img_size": img_size} if img_size else {}
-        options |= {"drop_path_rate": drop_path_rate, **config.model_kwargs}
+        options |= {"drop_path_rate": drop_path_rate, "global_pool": "token", **config.model_kwargs}
         self.backbone = timm.create_model(config.model, num_classes=0, dynamic_img_size=True, **options)
         widths = (self.backbone.num_features, config.head_hidden_dim, config.head_bottleneck_dim)
         self.head = DINOProjectionHead(*widths, config.prototypes)

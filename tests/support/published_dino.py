@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -55,8 +55,14 @@ def kind_of(name: str) -> Kind:
     return Kind(generation, 4 if generation == 3 or "reg4" in name else 0, hidden, gated, bias)
 
 
-def backbone(kind: Kind, seed: int = 0) -> State:
-    """The state dict of a DinoVisionTransformer."""
+def backbone(kind: Kind, seed: int = 0, untied: Sequence[str] = ()) -> State:
+    """The state dict of a DinoVisionTransformer.
+
+    Args:
+        kind: of the module.
+        seed: of its values.
+        untied: further norms, of "cls_norm" and "local_cls_norm".
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def drawn(*shape: int, spread: float = 0.15) -> torch.Tensor:
@@ -97,7 +103,9 @@ def backbone(kind: Kind, seed: int = 0) -> State:
         for name in ("w12",) if kind.generation == 2 else ("w1", "w2"):
             state |= pair(f"{block}.mlp.{name}", kind.hidden * (2 if name == "w12" else 1), WIDTH)
         state |= pair(f"{block}.mlp.w3", WIDTH, kind.hidden)
-    return state | norm("norm")
+    for name in ("norm", *untied):
+        state |= norm(name)
+    return state
 
 
 def head(generation: int, prototypes: int, hidden: int, bottleneck: int, seed: int = 1) -> State:
@@ -146,7 +154,9 @@ def in_chunks(state: Mapping[str, torch.Tensor]) -> State:
     return {re.sub(r"blocks\.(\d+)\.", r"blocks.\1.\1.", name): tensor for name, tensor in state.items()}
 
 
-def tokens(kind: Kind, state: Mapping[str, torch.Tensor], images: torch.Tensor, masks: torch.Tensor | None = None):
+def tokens(
+    kind: Kind, state: Mapping[str, torch.Tensor], images: torch.Tensor, masks: torch.Tensor | None = None
+) -> torch.Tensor:
     """x_norm_clstoken, register tokens and x_norm_patchtokens, float64 [B, 1 + registers + N, WIDTH].
 
     Args:
@@ -206,7 +216,9 @@ def tokens(kind: Kind, state: Mapping[str, torch.Tensor], images: torch.Tensor, 
         block = f"blocks.{number}"
         x = x + p[f"{block}.ls1.gamma"] * attention(f"{block}.attn", norm(f"{block}.norm1", x))
         x = x + p[f"{block}.ls2.gamma"] * mlp(f"{block}.mlp", norm(f"{block}.norm2", x))
-    return norm("norm", x)
+    prefix, patches = x[:, : 1 + kind.registers], x[:, 1 + kind.registers :]
+    of_prefix = "cls_norm" if "cls_norm.weight" in p else "norm"
+    return torch.cat([norm(of_prefix, prefix), norm("norm", patches)], dim=1)
 
 
 def cosines(state: Mapping[str, torch.Tensor], rows: torch.Tensor) -> torch.Tensor:

@@ -142,6 +142,33 @@ def test_each_name_has_its_place(tmp_path, name):
         assert torch.equal(student["pos_embed"], state["pos_embed"][:, 1:])
 
 
+UNTIED = {
+    ("cls_norm", "local_cls_norm"): ("--untie-cls-and-patch-norms", "--untie-global-and-local-cls-norm"),
+    ("local_cls_norm",): ("--untie-global-and-local-cls-norm",),
+}
+
+
+@pytest.mark.parametrize("norms", UNTIED)
+def test_separate_norms_have_their_flags(tmp_path, norms):
+    # Catches: the norm of patches under the features of images, norms of a file that are passed over.
+    name = "vit_7b_patch16_dinov3"
+    kind = kind_of(name)
+    state = published.backbone(kind, untied=norms)
+    argv = words_of(tmp_path, name, write(tmp_path, state))
+    notes, towers = start([*argv, *UNTIED[norms]])
+    assert_same_tokens(kind, state, towers)
+    student = state_of(towers[MAIN_TOWER])
+    assert torch.equal(student["local_cls_norm.weight"], state["local_cls_norm.weight"])
+    assert "not loaded" not in notes
+    notes, towers = start(argv)
+    for flag in UNTIED[norms]:
+        assert f"({flag}) of 2 tensors, which is not loaded" in notes
+    if "cls_norm" in norms:  # features of images are the published ones all the same
+        del state["norm.weight"], state["norm.bias"]
+        state |= {f"norm.{part}": state[f"cls_norm.{part}"] for part in ("weight", "bias")}
+    assert_same_tokens(kind, state, towers)
+
+
 def test_a_file_without_a_mask_token_leaves_it_its_initial_value(tmp_path):
     name = "vit_small_patch16_dinov3"
     state = published.backbone(kind_of(name))
@@ -198,7 +225,8 @@ def test_files_of_training(tmp_path, name, form):
         assert f"{HEAD} is newly initialised: " in notes
         return
     assert_same_heads(published.head(kind.generation, *SIZES), towers)
-    assert ("ignored: last_layer.weight_g (24, 1)" in notes) == (kind.generation == 2)
+    assert ("last_layer.weight_g (24, 1)" in notes) == (kind.generation == 2)
+    assert "ignored: ibot_head.last_layer.weight" in notes
 
 
 def assert_same_heads(state, towers):

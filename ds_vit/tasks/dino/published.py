@@ -47,7 +47,7 @@ def _from_backbone(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor] 
 def _from_head(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
     """As `ForeignNames.translate`: the names of a head's tower; None for a file without a head."""
     begin = f"{HEAD}." if any(name.startswith(f"{HEAD}.") for name in tensors) else ""
-    parts = (f"{begin}mlp.", f"{begin}last_layer.")
+    parts = (f"{begin}mlp.", f"{begin}last_layer.", "ibot_head.")  # the last is reported as ignored
     found = {name.removeprefix(begin): tensor for name, tensor in tensors.items() if name.startswith(parts)}
     names = {f"last_layer.{name}": "last_layer.weight" for name in _PROTOTYPES}
     return {names.get(name, name): tensor for name, tensor in found.items()} or None

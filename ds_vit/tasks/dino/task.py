@@ -126,8 +126,8 @@ class SelfDistillation(Task):
     has_classes = False
     parts: ClassVar = {
         "mask_token": "mask token",
-        f"{PATCH_NORM}.": "norm of patches",
-        f"{LOCAL_NORM}.": "norm of local crops",
+        f"{PATCH_NORM}.": "norm of patches (--untie-cls-and-patch-norms)",
+        f"{LOCAL_NORM}.": "norm of local crops (--untie-global-and-local-cls-norm)",
         f"{HEAD}.": "projection head",
         f"{TEACHER}.": "teacher",
         f"{TEACHER_HEAD}.": "projection head",

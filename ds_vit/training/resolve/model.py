@@ -148,9 +148,8 @@ def _initial_weights(
         path, whole, resample_patch_embed=resampled, classes=classes, task=task_type, source=source
     )
     notes = [f"weights from {source}: {initial.summary}"]
-    if initial.left_out:
-        what = part_of(initial.left_out[0])
-        notes.append(f"{source} has a {what} of {len(initial.left_out)} tensors, which is not loaded")
+    for what, number in Counter(map(part_of, initial.left_out)).items():
+        notes.append(f"{source} has a {what} of {number} tensors, which is not loaded")
     if resampled and "patch_embed.proj.weight" not in initial.adapted:
         notes.append("--resample-patch-embed: the weights have the model's patch size already, so nothing is resampled")
     return initial, notes
