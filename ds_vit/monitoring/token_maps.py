@@ -6,20 +6,25 @@ High-norm tokens in dull places are the artefacts of "Vision Transformers Need R
 is what the classifier's input pays to each patch in the last step before it: the class token in the last block, the
 latent of an attention pooling, or else the patches themselves, in the mean; always the mean over all heads. The first
 three principal components of the normalised patch tokens of all images, as red, green and blue, give patches alike the
-same colour (Oquab et al. 2024, arXiv 2304.07193, figure 1).
+same colour (Oquab et al. 2024, arXiv 2304.07193, figure 1). Of a teacher, the cosines of all patches with the centre
+patch are shown too, at several steps (as by Siméoni et al. 2025, arXiv 2508.10104).
 
 Shapes: B samples, S tokens, D width, H heads of this rank, K head width, Q queries.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from PIL import Image
 from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -28,12 +33,14 @@ from torchvision.utils import make_grid
 from ds_vit.data.settings import ImageConfig
 from ds_vit.models.sequential import SequentialViT
 from ds_vit.tasks.metrics import Batch
-from ds_vit.tasks.panels import viridis
+from ds_vit.tasks.panels import TILE, save_sheet, viridis
 
-SIDE = 112  # pixels of an image in the picture
+SIDE = TILE  # pixels of an image in the picture
 MOST = 8
+MOST_STEPS = 6  # of `add_step`
 _GAP = 4
 NORMS, ATTENTION, COMPONENTS = "token-norms", "attention", "patch-pca"
+SIMILARITY = "patch-similarity"
 
 
 @dataclass
@@ -78,6 +85,18 @@ class Seen:
         if (tokens := _grid(of_tokens, model)) is not None:
             grids[COMPONENTS] = principal_components(tokens)
         return {name: grid.cpu() for name, grid in grids.items() if grid is not None}
+
+    def similarities(self, model: SequentialViT) -> torch.Tensor | None:
+        """The cosine of each patch token with the one in the centre, float [B, rows, columns]; None as of `maps`."""
+        tokens = _grid(torch.cat(self.tokens), model) if self.tokens else None
+        return None if tokens is None else centre_similarities(tokens).cpu()
+
+
+def centre_similarities(tokens: torch.Tensor) -> torch.Tensor:
+    """Patch tokens [B, rows, columns, D], normalised → their cosine with the centre patch, float [B, rows, columns]."""
+    rows = functional.normalize(functional.layer_norm(tokens.double(), tokens.shape[-1:]), dim=-1)
+    centre = rows[:, rows.shape[1] // 2, rows.shape[2] // 2]
+    return torch.einsum("brcd,bd->brc", rows, centre).float()
 
 
 def principal_components(tokens: torch.Tensor) -> torch.Tensor:
@@ -172,7 +191,9 @@ def watched(model: SequentialViT) -> Iterator[Seen]:
         handles.close()
 
 
-def picture(images: torch.Tensor, values: torch.Tensor, image: ImageConfig) -> torch.Tensor:
+def picture(
+    images: torch.Tensor, values: torch.Tensor, image: ImageConfig, span: tuple[float, float] | None = None
+) -> torch.Tensor:
     """The images, and under each a value for each of its patches, from its least (dark) to its highest (bright), or a
     colour.
 
@@ -180,6 +201,7 @@ def picture(images: torch.Tensor, values: torch.Tensor, image: ImageConfig) -> t
         images: [B, 3, height, width], as the model gets them.
         values: [B, rows, columns], or shares of red, green and blue [B, 3, rows, columns].
         image: for mean and std.
+        span: the values that are dark and bright, instead of those of each image.
 
     Returns:
         uint8 [3, height, width], in two rows of B.
@@ -187,8 +209,8 @@ def picture(images: torch.Tensor, values: torch.Tensor, image: ImageConfig) -> t
     if values.ndim == 4:
         maps = values.nan_to_num(0.0) * 255.0
     else:
-        low, high = values.amin((1, 2), keepdim=True), values.amax((1, 2), keepdim=True)
-        shares = ((values - low) / (high - low).clamp(min=1e-12)).nan_to_num(0.0)
+        low, high = span or (values.amin((1, 2), keepdim=True), values.amax((1, 2), keepdim=True))
+        shares = ((values - low) / torch.as_tensor(high - low).clamp(min=1e-12)).nan_to_num(0.0).clamp(0.0, 1.0)
         maps = torch.from_numpy(viridis(shares.numpy())).permute(0, 3, 1, 2)
     mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (image.mean, image.std))
     pixels = (images * std + mean).clamp(0.0, 1.0) * 255.0
@@ -198,3 +220,42 @@ def picture(images: torch.Tensor, values: torch.Tensor, image: ImageConfig) -> t
     maps = functional.interpolate(maps.float(), (SIDE, SIDE))
     grid = make_grid(torch.cat((pixels, maps)), nrow=len(images), padding=_GAP, pad_value=128)
     return grid[:, _GAP:-_GAP, _GAP:-_GAP].round().to(torch.uint8)
+
+
+def add_step(path: Path, step: int, shown: torch.Tensor) -> None:
+    """Add the maps of a step to a sheet (tasks/panels.py): a row of images, then a row for each step.
+
+    Steps from `step` on are of a run that was interrupted, and are replaced. Of more than `MOST_STEPS` steps those stay
+    that are spread most evenly, the first and the last among them.
+
+    Args:
+        path: of the sheet, which need not exist.
+        step: of the weights.
+        shown: as of `picture`.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    images, maps = _tiles(Image.fromarray(shown.permute(1, 2, 0).numpy()), SIDE + _GAP)
+    rows: dict[int, list[Image.Image]] = {}
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        captions = json.loads(path.with_suffix(".json").read_text())["captions"]
+        with Image.open(path) as sheet:
+            _, *before = _tiles(sheet.convert("RGB"), SIDE)
+        steps = [int(caption.split()[-1]) for caption in captions[len(images) :: len(images)]]
+        rows = {number: row for number, row in zip(steps, before, strict=True) if number < step}
+    rows[step] = maps
+    if len(rows) > MOST_STEPS:
+        steps = [*rows]
+        del rows[min(steps[1:-1], key=lambda at: steps[steps.index(at) + 1] - steps[steps.index(at) - 1])]
+    captions = [text for number in rows for text in (f"step {number}", *[""] * (len(images) - 1))]
+    tiles = [*images, *(tile for row in rows.values() for tile in row)]
+    save_sheet(tiles, [*[""] * len(images), *captions], path, num_views=len(images))
+
+
+def _tiles(picture: Image.Image, pitch: int) -> list[list[Image.Image]]:
+    """The images of a picture by row, each `pitch` pixels from the one before."""
+    return [
+        [picture.crop((left, top, left + SIDE, top + SIDE)) for left in range(0, picture.width, pitch)]
+        for top in range(0, picture.height, pitch)
+    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from unittest import mock
 
 import numpy as np
@@ -14,12 +15,14 @@ from curves import train_in
 from PIL import Image
 from project import ROOT
 
+from ds_vit.data.settings import ImageConfig
 from ds_vit.data.sources.combined import across_classes
 from ds_vit.data.sources.source import Source
 from ds_vit.models import compiled
 from ds_vit.models.layers import take_apart
 from ds_vit.models.sequential import SequentialViT
 from ds_vit.monitoring import token_maps
+from ds_vit.tasks.panels import viridis
 
 RUN = [*("--model", oracle.MODEL, *oracle.kwargs_words(), "--img-size", 16, "--dataset", "digits", "--workers", 0)]
 RUN += ["--max-steps", 1, "--warmup-steps", 0, "-b", 16, "--model-kwargs", "patch_size=4", "embed_dim=32", "depth=2"]
@@ -87,6 +90,53 @@ def test_principal_components_colour_patches_that_are_alike():
     assert (colours.movedim(1, -1) - of_kinds[kinds]).abs().max() < 0.01, "patches alike have one colour"
     assert torch.pdist(of_kinds).min() > 0.3, "and others another"
     torch.testing.assert_close(token_maps.principal_components(tokens), colours)
+
+
+def test_similarities_are_cosines_with_the_centre_patch():
+    # Catches: the class token or a corner in place of the centre, rows taken for columns, tokens that are not normed.
+    tokens = 3.0 + torch.randn(2, 3, 5, 16, generator=torch.Generator().manual_seed(0)).double()
+    normed = (tokens - tokens.mean(-1, keepdim=True)).numpy()
+    expected = [
+        [
+            [row @ of_image[1, 2] / np.linalg.norm(row) / np.linalg.norm(of_image[1, 2]) for row in line]
+            for line in of_image
+        ]
+        for of_image in normed
+    ]
+    np.testing.assert_allclose(token_maps.centre_similarities(tokens), expected, atol=1e-4)
+
+
+def drawn_at(path, step, image):
+    """Add the maps of a step, of two images, whose similarity is step / 1000; the colours of the sheet's tiles."""
+    values = torch.full((2, 2, 2), step / 1000)
+    token_maps.add_step(path, step, token_maps.picture(torch.zeros(2, 3, 8, 8), values, image, span=(0.0, 1.0)))
+    return np.asarray(Image.open(path))[56::112, 56::112]
+
+
+def test_a_sheet_keeps_the_maps_of_several_steps(tmp_path):
+    # Catches: only the newest maps, steps that a resumed run repeats, a sheet that grows with each evaluation, a
+    # scale of its own for each step.
+    image, path = ImageConfig((8, 8), mean=(0.5,) * 3, std=(0.5,) * 3), tmp_path / "sheet.png"
+
+    def steps():
+        return [int(text[5:]) for text in json.loads(path.with_suffix(".json").read_text())["captions"][2::2]]
+
+    path.write_bytes(b"no picture")
+    for step in (100, 200, 300):
+        colours = drawn_at(path, step, image)
+    assert steps() == [100, 200, 300]
+    assert (colours[0] == 128).all()
+    expected = viridis(np.array([0.1, 0.2, 0.3]))
+    assert (colours[1:] == expected[:, None]).all()
+    drawn_at(path, 200, image)
+    assert steps() == [100, 200]
+    for step in range(300, 1001, 100):
+        colours = drawn_at(path, step, image)
+    found = steps()
+    assert len(found) == token_maps.MOST_STEPS
+    assert (found[0], found[-1]) == (100, 1000)
+    assert max(np.diff(found)) <= 400
+    assert (colours[1:] == viridis(np.array(found) / 1000)[:, None]).all()
 
 
 def softmax_into(found, softmax=torch.Tensor.softmax):

@@ -155,17 +155,26 @@ def test_the_spread_of_features_does_not_choose_the_best_weights(ranks, tmp_path
     assert any("of one class, 'all': every prediction is correct" in note for note in notes)
 
 
-def test_components_of_training_images_are_drawn_without_a_validation_split(ranks, tmp_path, folder):
-    # Catches: a report without the one picture that shows whether the features say anything; images that depend on the
-    # layout.
-    drawn = []
+def test_patches_of_training_images_are_drawn_without_a_validation_split(ranks, tmp_path, folder):
+    # Catches: a report without the pictures that show whether the features say anything; images that depend on the
+    # layout; similarities of the last evaluation only.
+    drawn, similar = [], []
     for layout in ((1, 1, 0, 1), (3, 1, 3, 1)):
         output = tmp_path / str(layout[0])
-        train(ranks, folder, output, *layout, "--centering", "ema", "--max-steps", 1)
-        assert "principal components of their patch tokens" in (output / "report.html").read_text()
+        train(ranks, folder, output, *layout, "--centering", "ema", "--max-steps", 6, "--eval-interval", 1)
+        page = (output / "report.html").read_text()
+        assert "principal components of their patch tokens" in page
+        assert "the cosine of each patch token of the teacher" in page
+        assert all(f"step {step}" in page for step in (5, 6))
         drawn.append(np.asarray(Image.open(output / "patch-pca.png")).astype(int))
+        similar.append(np.asarray(Image.open(output / "patch-similarity.png")).astype(int))
     assert drawn[0].shape == (2 * 116 - 4, 8 * 116 - 4, 3)
     assert np.abs(drawn[0] - drawn[1]).max() <= 1
+    assert similar[0].shape == (3 * 112, 8 * 112, 3)
+    assert np.abs(similar[0] - similar[1]).max() <= 1
+    centre = similar[0][112 + 2 * 28 + 14, 2 * 28 + 14 :: 112]
+    assert (centre == [253, 231, 37]).all(), "the centre patch is like itself"
+    assert np.abs(similar[0][112:224] - similar[0][224:]).max() > 1, "the teacher has moved"
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from torch import nn
 
 from ds_vit.config import RunConfig
 from ds_vit.config.augmentation import AugmentConfig
+from ds_vit.config.run_folder import RunFolder
 from ds_vit.data.field import Field
 from ds_vit.data.settings import NUM_GLOBAL, CropConfig, ImageConfig
 from ds_vit.data.sources.source import Source
@@ -67,12 +68,17 @@ from ds_vit.tasks.dino.towers import (
     create_self_distillation,
 )
 from ds_vit.tasks.metrics import Batch, Chart, Figure, Metrics
+from ds_vit.tasks.panels import Panel, sheet
 from ds_vit.tasks.task import Coupled, Horizon, StepContext, Task, cosine, linear_warmup
 
 _NO_LABELS = "the teacher gives the targets, and there are no labels to mix"
 _OWN_AUGMENTATION = "its crops have DINO's own augmentation"
 _OF_ANY_AUGMENTATION = {"decode", "augment_on", "remode", "recount"}  # the last two need --reprob
 _SIZES = "its crops are of two sizes, --img-size and --local-crops-size"
+_SIMILARITIES = (
+    "Images, and at several steps the cosine of each patch token of the teacher with the one in the centre, dark: 0 or "
+    "less, bright: 1"
+)
 _PARTS = ("class", "patch")
 """Class tokens and masked patches: each with its own centre or Sinkhorn-Knopp."""
 _PACKED = ("rows", "weight", "lengths", "of_prototypes")
@@ -571,6 +577,11 @@ class SelfDistillation(Task):
     def metrics(self, device: torch.device) -> Metrics:
         """As `Task.metrics`."""
         return FeatureSpread(self.model.num_features, device)
+
+    @classmethod
+    def panels(cls, folder: RunFolder) -> Mapping[str, Sequence[Panel]]:
+        """As `Task.panels`: the similarity of patches at several steps."""
+        return {"Images": sheet(folder.picture("patch-similarity"), _SIMILARITIES)}
 
 
 def _local_size(config: RunConfig, model: SelfDistillationViT) -> int:
