@@ -73,10 +73,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 # The files that take longest. Begun first, they do not keep one process busy when the others have nothing left to do.
 _LONGEST = (
-    *("launch", "layouts", "cluster_slurm", "self_distillation", "contrastive", "benchmark_scripts"),
+    *("launch", "layouts", "cluster_slurm", "self_distillation", "contrastive", "doc_commands"),
     *("cluster_faults", "deepspeed_verdicts", "planned_memory", "compile", "memory", "parity_tool", "bench"),
-    *("examples_page", "resume", "precision", "kill", "tensor_parallel", "cluster_doctor", "every_name"),
-    "finetune_page",
+    *("sixteen_bits", "outside_tasks", "scenes", "resume", "precision", "kill", "tensor_parallel", "cluster_doctor"),
+    *("every_name", "every_optimizer", "auto_batch", "run"),
 )
 
 
