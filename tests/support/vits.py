@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -54,8 +55,11 @@ def small_spec(name: str, drop_path_rate: float | None = None, img_size: int | N
     )
 
 
+@functools.cache
 def small_image_size(name: str) -> int:
     """Four patches a side: what a name has of its own is in its blocks, and attention is quadratic in this number."""
+    if size := re.search(r"_patch(\d+)_", name):
+        return 4 * int(size[1])
     patch_embed = create_model(small_spec(name), for_training=False).patch_embed
     return 64 if hasattr(patch_embed, "backbone") else 4 * patch_embed.patch_size[0]
 
@@ -134,5 +138,6 @@ def different_names() -> tuple[str, ...]:
 
 def images(spec: ModelSpec, count: int = 2) -> torch.Tensor:
     """Random images of the size that the model takes, [count, 3, height, width]."""
-    height, width = create_model(spec, for_training=False).patch_embed.img_size
+    size = spec.img_size or create_model(spec, for_training=False).patch_embed.img_size
+    height, width = (size, size) if isinstance(size, int) else size
     return torch.randn(count, 3, height, width, generator=torch.Generator().manual_seed(1))
