@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import io
 import math
-import os
 import re
-import subprocess
 import sys
 
 import pytest
 import torch
-from project import ROOT
+from project import ON_CPU, ROOT
 from rich.console import Console
 from runs import run_quietly
 
@@ -37,20 +35,13 @@ TRAINING = [
     *("--model-kwargs", "patch_size=4", "embed_dim=48", "depth=3", "num_heads=4", "qk_norm=True"),
 ]
 
-# The tool, and in a rank the training: without the sum of the gradients of q_norm and k_norm.
-BROKEN = f"""
-import os, sys
-from pathlib import Path
-sys.path.insert(0, {str(ROOT)!r})
-from ds_vit import train
-from ds_vit.parallel.tensor import shard
-from ds_vit.tools import parity
 
-parity.TRAIN = Path(__file__)
-shard.sum_over_group = lambda x, tp: x
-if __name__ == "__main__":
-    sys.exit(train.main() if "RANK" in os.environ else parity.main())
-"""
+def train_broken(argv: list[str]) -> tuple[int, str, str]:
+    """On a rank: train without the sum of the gradients of q_norm and k_norm."""
+    from ds_vit.parallel.tensor import shard
+
+    shard.sum_over_group = lambda x, tp: x
+    return run_quietly(argv)
 
 
 def verdicts(output: str) -> dict[str, str]:
@@ -106,19 +97,28 @@ def test_four_ranks_agree(ranks, monkeypatch, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_broken_layout_is_found(tmp_path):
-    # Catches: a comparison that cannot fail; a tool that starts other ranks than it says.
-    script = tmp_path / "broken.py"
-    script.write_text(BROKEN)
-    env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    env |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    argv = [sys.executable, str(script), *TRAINING, "-n", "2", "--layouts", "tp2", "--steps", "2"]
-    done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert verdicts(done.stdout) == {"tp2": "DEVIATES"}, done.stdout
-    assert re.search(r"tp2 .*attn\.[qk]_norm\.(weight|bias)", done.stdout), done.stdout
-    said = [line for line in done.stderr.splitlines() if line.startswith("parity.py: training")]
-    assert said == ["parity.py: training the reference, zero1 fp32", "parity.py: training tp2, layout 1 of 1"]
+def test_a_broken_layout_is_found(ranks, monkeypatch, capsys):
+    # Catches: a comparison that cannot fail; a tool that starts other ranks than it says. The launcher starts the
+    # reference for real, and the pool what is broken.
+    said = []
+
+    def run(layout, what, launcher, steps, *, verbose):
+        assert launcher[-1] == "2"
+        said.append(what)
+        if layout.name != "tp2":
+            return train(layout, what, launcher, steps, verbose=verbose)
+        words = ["--recipe", str(layout.folder / "layout.yaml")]
+        assert [code for code, _, _ in ranks.run(2, train_broken, words)] == [0] * 2
+
+    for name, value in ON_CPU.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(parity, "train", run)
+    code, (out, err) = main([*TRAINING, "-n", "2", "--layouts", "tp2", "--steps", "2"]), capsys.readouterr()
+    assert code == 1, out + err
+    assert verdicts(out) == {"tp2": "DEVIATES"}, out
+    assert re.search(r"tp2 .*attn\.[qk]_norm\.(weight|bias)", out), out
+    assert said == ["training the reference, zero1 fp32", "training tp2, layout 1 of 1"]
+    assert "parity.py: training the reference, zero1 fp32\n" in err
 
 
 def test_invalid_layouts(tmp_path):
