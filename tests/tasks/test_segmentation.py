@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from sklearn.utils.class_weight import compute_class_weight
 from torch import nn
 
+from ds_vit.fault_tolerance import exit_codes
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.keyed_init import initialise
 from ds_vit.models.layers import take_apart
@@ -65,15 +66,6 @@ def masks_of(number, ignored, seed):
     return masks
 
 
-def initial_values(head):
-    """Random weights of the whole model, by its names."""
-    model = Plain(head)
-    generator = torch.Generator().manual_seed(1)
-    for parameter in model.parameters():
-        parameter.data.add_(torch.randn(parameter.shape, generator=generator), alpha=0.05)
-    return model.named_values()
-
-
 class Plain(nn.Module):
     """timm's ViT and a head of torch's modules."""
 
@@ -83,26 +75,23 @@ class Plain(nn.Module):
             torch.manual_seed(0)
             self.vit = timm.create_model(NAME, img_size=SIDE, num_classes=0, **KWARGS)
             width = KWARGS["embed_dim"]
-            self.seg_head = nn.Conv2d(width, CLASSES, 1) if head == "linear" else conv_head(width)
+            self.seg_head = nn.Linear(width, CLASSES) if head == "linear" else conv_head(width)
 
     def forward(self, images):
-        tokens = self.vit.forward_features(images)[:, 1:]
-        grid = SIDE // KWARGS["patch_size"]
-        logits = self.seg_head(tokens.transpose(1, 2).unflatten(2, (grid, grid)))
-        return F.interpolate(logits, (SIDE, SIDE), mode="bilinear")
+        return F.interpolate(
+            on_grid(self.seg_head, self.vit.forward_features(images)[:, 1:]), (SIDE, SIDE), mode="bilinear"
+        )
 
     def named_values(self):
-        """The parameters by ds_vit's names and shapes."""
-        values = {name.removeprefix("vit."): p.detach().clone() for name, p in self.named_parameters()}
-        if "seg_head.weight" in values:
-            values["seg_head.weight"] = values["seg_head.weight"].flatten(1)
-        return values
+        """The parameters by ds_vit's names."""
+        return {name.removeprefix("vit."): value.detach().clone() for name, value in self.named_parameters()}
 
-    def load(self, values):
-        """The inverse of `named_values`."""
-        own = dict(zip(self.named_values(), self.parameters(), strict=True))
-        for name, parameter in own.items():
-            parameter.data.copy_(values[name].view_as(parameter))
+
+def on_grid(head, tokens, grid=(SIDE // 4, SIDE // 4)):
+    """Logits of patch tokens."""
+    if isinstance(head, nn.Linear):
+        return head(tokens).transpose(1, 2).unflatten(2, grid)
+    return head(tokens.transpose(1, 2).unflatten(2, grid))
 
 
 def conv_head(width):
@@ -138,14 +127,16 @@ class Curve(NamedTuple):
 
 def plainly(folder, head="linear", weights=None, frozen=False):
     """Train on all images in each step, in one process."""
-    model = Plain(head)
-    model.load(load_file(str(folder / f"{head}.safetensors")))
+    model, values = Plain(head), load_file(str(folder / f"{head}.safetensors"))
+    for name, parameter in model.named_parameters():
+        parameter.data.copy_(values[name.removeprefix("vit.")])
     images, masks = tensors_of(folder, "train")
     criterion = nn.CrossEntropyLoss(None if weights is None else torch.tensor(weights), ignore_index=-1)
-    decayed = [[p for p in model.parameters() if (p.ndim > 1) == more] for more in (True, False)]
-    tokens = [model.vit.pos_embed, model.vit.cls_token]
-    decayed = [[p for p in decayed[0] if all(p is not t for t in tokens)], [*decayed[1], *tokens]]
-    groups = [{"params": decayed[0]}, {"params": decayed[1], "weight_decay": 0.0}]
+    fixed = [p.ndim < 2 or name in ("vit.pos_embed", "vit.cls_token") for name, p in model.named_parameters()]
+    groups = [
+        {"params": [p for p, of in zip(model.parameters(), fixed, strict=True) if of == which], "weight_decay": decay}
+        for which, decay in ((False, SGD["weight_decay"]), (True, 0.0))
+    ]
     model.vit.requires_grad_(not frozen)
     optimizer, rows = torch.optim.SGD(groups, **SGD), []
     for step in range(1, STEPS + 1):
@@ -173,8 +164,11 @@ def folder(tmp_path_factory):
     shares = {0: 1.0, 1: 1.0 - 1.0 / SIDE**2}
     write_split(made, "train", masks_of(24, lambda index: shares.get(index, index / 30), 0))
     write_split(made, "val", masks_of(7, lambda index: index / 10, 1))
+    generator = torch.Generator().manual_seed(1)
     for head in ("linear", "conv"):
-        oracle.save_file(initial_values(head), str(made / f"{head}.safetensors"))
+        values = Plain(head).named_values()
+        values = {name: at + 0.05 * torch.randn(at.shape, generator=generator) for name, at in values.items()}
+        oracle.save_file(values, str(made / f"{head}.safetensors"))
     (made / "weights.txt").write_text(" ".join(map(str, WEIGHTS)))
     return made
 
@@ -235,17 +229,19 @@ class Case(NamedTuple):
     words: tuple = ()
 
 
-def train(ranks, folder, output, case, *words, images=24, breakage=None):
-    """Our run in a layout."""
+def words_of(folder, output, case, *words, images=24):
+    """The command line of our run in a layout, which later words override."""
     config = write_config(output.with_name(f"{output.name}.json"), case.stage, **BLOCKS)
     argv = [*WORDS, "--deepspeed_config", config, "--data-dir", folder, "--output", output, *case.words]
     argv += ["--pp", case.pp, "--tp", case.tp, "-b", images // case.dp // case.accumulation]
-    argv += ["--grad-accum-steps", case.accumulation, "--max-steps", STEPS, *words]
-    argv += [] if "--initial-checkpoint" in argv else ["--initial-checkpoint", folder / "linear.safetensors"]
-    argv += [] if "--checkpoint-interval" in argv else ["--checkpoint-interval", 0]
-    world = case.pp * case.dp * case.tp
-    codes = ranks.run(world, train_on_rank, [str(word) for word in argv], breakage, timeout=300)
-    assert codes == [0] * world
+    argv += ["--grad-accum-steps", case.accumulation, "--max-steps", STEPS, "--checkpoint-interval", 0]
+    return [str(word) for word in [*argv, "--initial-checkpoint", folder / "linear.safetensors", *words]]
+
+
+def train(ranks, folder, output, case, *words, breakage=None, **more):
+    """Our run in a layout."""
+    world, argv = case.pp * case.dp * case.tp, words_of(folder, output, case, *words, **more)
+    assert ranks.run(world, train_on_rank, argv, breakage, timeout=300) == [0] * world
     return result(output)
 
 
@@ -313,6 +309,17 @@ def test_a_frozen_backbone_and_balanced_weights(ranks, folder, tmp_path):
     assert all(torch.equal(found.weights[name], before[name]) for name in before if not name.startswith("seg_head."))
 
 
+def test_a_mask_that_one_rank_cannot_read_for_the_weights_ends_all(ranks, tmp_path):
+    """Ranks that wait for the sum of one that has ended."""
+    write_split(tmp_path, "train", masks_of(6, lambda index: 0.0, 0))
+    write_split(tmp_path, "val", masks_of(3, lambda index: 0.0, 1))
+    Image.fromarray(np.full((SIDE, SIDE), 9, dtype=np.uint8)).save(tmp_path / "train" / "masks" / "1.png")
+    argv = words_of(
+        tmp_path, tmp_path / "run", Case(dp=3), "--class-weights", "balanced", "--initial-checkpoint", "", images=6
+    )
+    assert ranks.run(3, train_on_rank, argv, timeout=120) == [exit_codes.BAD_INPUT] * 3
+
+
 @pytest.mark.parametrize("case", [Case(dp=3, stage=2), Case(dp=3, accumulation=2), Case(pp=2, accumulation=3)], ids=str)
 def test_one_pixel_counts(ranks, one_of_six, case, tmp_path):
     """Ranks and micro-batches without a pixel that counts: no number divided by their own count."""
@@ -360,14 +367,9 @@ def test_layers_compute_what_timm_does(kind, head):
     with torch.no_grad():
         found = model(images, torch.arange(2))
         tokens = plain.fc_norm(plain.forward_features(images.flatten(0, 1))[:, plain.num_prefix_tokens :])
-        patches = tokens.transpose(1, 2).unflatten(2, (2, 3))
-        if head == "linear":
-            weight = values["seg_head.weight"][..., None, None]
-            wanted = F.conv2d(patches, weight, values["seg_head.bias"])
-        else:
-            other = conv_head(small["embed_dim"])
-            other.load_state_dict({k.removeprefix("seg_head."): v for k, v in values.items() if "seg_head" in k})
-            wanted = other(patches)
+        other = nn.Linear(small["embed_dim"], CLASSES) if head == "linear" else conv_head(small["embed_dim"])
+        other.load_state_dict({k.removeprefix("seg_head."): v for k, v in values.items() if "seg_head" in k})
+        wanted = on_grid(other, tokens, (2, 3))
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
         with giving_features(model):
             torch.testing.assert_close(model(images[:, 0], torch.arange(2)), tokens.mean(1)[::3])
@@ -432,10 +434,9 @@ def test_balanced_weights_are_scikit_learns():
 def test_a_run_resumed_in_another_layout_keeps_the_curve(ranks, folder, expected, tmp_path):
     """State that a layout does not hand on."""
     output = tmp_path / "run"
-    case = Case(dp=2, stage=3, accumulation=4, words=("--checkpoint-interval", STOP))
-    train(ranks, folder, output, case, "--max-steps", STOP, "--epochs", STEPS)
+    words = ["--checkpoint-interval", STOP, "--max-steps", STOP, "--epochs", STEPS]
+    train(ranks, folder, output, Case(dp=2, stage=3, accumulation=4), *words)
     words = ["--recipe", output / "config.yaml", "--resume", "auto", "--output", output, "--max-steps", STEPS]
     words += ["--deepspeed_config", write_config(tmp_path / "then.json", 1, **BLOCKS), "--pp", 2]
-    codes = ranks.run(2, train_main, [str(word) for word in words], timeout=300)
-    assert codes == [0, 0]
+    assert ranks.run(2, train_main, [str(word) for word in words], timeout=300) == [0, 0]
     assert_same(expected, result(output))

@@ -32,11 +32,9 @@ from ds_vit.tasks.segmentation.windows import (
     Canvas,
     WholeMask,
     Windows,
-    canvas_of,
     classes_at,
     extent,
     stitched,
-    windows_of,
 )
 
 HALF = (0.5, 0.5, 0.5)
@@ -91,13 +89,13 @@ def logits_of(windows):
     return logits.view(*windows.shape[:-3], *logits.shape[1:])
 
 
-def counted(rank, world, stride, batch_size=2):
+def counted(rank, world, stride):
     """The metrics of one rank, not yet added up."""
     source = Pairs()
     most, height, width = extent(source, IMAGE.img_size, stride)
     sizes = Field("sizes", (2,), torch.int64, stage="last", entry="mask_size")
     fields = [Windows("images", IMAGE, stride, most), WholeMask("masks", (height, width)), sizes]
-    reader = Reader(source, fields, EvalRows(len(source), Share(rank, world, batch_size)), on_bad_image="skip")
+    reader = Reader(source, fields, EvalRows(len(source), Share(rank, world, 1 + world)), on_bad_image="skip")
     metrics = MeanIoU(CLASSES, IMAGE, stride, torch.device("cpu"))
     metrics.expect(len(source))
     for number in range(len(reader.rows)):
@@ -269,29 +267,12 @@ def test_planted_errors_show(monkeypatch, owner, name, planted):
     assert (counted(0, 1, None).counts != counts).any()
 
 
-@pytest.mark.parametrize("batch_size", [1, 3, 8])
-def test_the_batch_does_not_matter(batch_size):
-    """Logits or sizes of other rows, and windows that are only padding."""
-    assert torch.equal(counted(0, 1, None, batch_size).sums, counted(0, 1, None).sums)
-
-
 @pytest.mark.parametrize("size", [(75, 91), (13, 200), (32, 48)])
 def test_classes_are_those_of_the_whole_array(size):
     """Another grid than that of F.interpolate, or the last of equal logits."""
     for scores in (torch.randn(7, 32, 48), torch.randn(7, 32, 48).round(), torch.zeros(7, 32, 48)):
         whole = F.interpolate(scores[None], size, mode="bilinear", align_corners=False)[0]
         assert torch.equal(classes_at(scores, size), whole.argmax(0))
-
-
-def test_windows_are_parts_of_the_resized_image():
-    """Windows in another order than the canvas has them, or beside it."""
-    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (70, 50, 3), dtype=np.uint8))
-    canvas, windows = canvas_of((70, 50), (24, 32), 5), windows_of(image, (24, 32), 5)
-    resized = torch.from_numpy(np.array(image.resize(canvas.size[::-1], Image.Resampling.BILINEAR))).permute(2, 0, 1)
-    assert canvas.size == (45, 32)
-    assert [top for top, _ in canvas.starts] == [0, 5, 10, 15, 20, 21]
-    for window, (top, left) in zip(windows, canvas.starts, strict=True):
-        assert torch.equal(window, resized[:, top : top + 24, left : left + 32])
 
 
 def metrics_of(counts):
