@@ -66,11 +66,8 @@ def default_palette(num_classes: int) -> np.ndarray:
 
     The bits of a class number, three at a time, are the bits of red, green and blue, the highest first.
     """
-    classes, colours = np.arange(num_classes), np.zeros((num_classes, 3), dtype=np.uint8)
-    for place in range(8):
-        for channel in range(3):
-            colours[:, channel] |= ((classes >> (3 * place + channel) & 1) << (7 - place)).astype(np.uint8)
-    return colours
+    bits = np.arange(num_classes)[:, None, None] >> np.arange(24).reshape(8, 3) & 1  # [C, place, channel]
+    return (bits << np.arange(7, -1, -1)[:, None]).sum(axis=1).astype(np.uint8)
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
@@ -225,23 +222,22 @@ def find_labels(folder: str, num_classes: int | None, ignore_index: int | None, 
         UserError: neither says what the classes are, a malformed table, or a class that a flag leaves out.
     """
     path, first = os.path.join(folder, LABELS_FILE), int(reduce_zero_label)
-    colours: list[str] = []
     way_out = "or pass --ignore-index VALUE"
     if os.path.isfile(path):
-        values, names, colours = _read_labels(path)
-        rule = f"the {len(names)} classes are those of {path}: list the value there, {way_out}"
-        if num_classes not in (None, len(names)):
-            raise UserError(f"--num-classes {num_classes}: {path} has {len(names)} classes; drop the flag")
+        rows = _read_labels(path)
+        rule = f"the {len(rows)} classes are those of {path}: list the value there, {way_out}"
+        if num_classes not in (None, len(rows)):
+            raise UserError(f"--num-classes {num_classes}: {path} has {len(rows)} classes; drop the flag")
     elif num_classes is not None:
-        values = [*range(first, first + num_classes)]
-        names = [f"class {number}" for number in range(num_classes)]
-        rule = f"--num-classes {num_classes} stands for {first} to {values[-1]}: raise it, {way_out}"
+        rows = [(first + number, f"class {number}", "") for number in range(num_classes)]
+        rule = f"--num-classes {num_classes} stands for {first} to {rows[-1][0]}: raise it, {way_out}"
     else:
         raise UserError(
             f"{folder} has no {LABELS_FILE}, so that nothing says what the classes are: write one (a header "
             "index,name, then a row per class: the pixel value and the name), or pass --num-classes N for the pixel "
             f"values {first} to {'N' if first else 'N - 1'}"
         )
+    values, names, colours = zip(*rows, strict=True)
     if ignore_index is None:
         ignore_index = -1 if 255 in values else 255
     ignored = {ignore_index: f"--ignore-index {ignore_index}"} | ({0: "--reduce-zero-label"} if first else {})
@@ -250,16 +246,16 @@ def find_labels(folder: str, num_classes: int | None, ignore_index: int | None, 
         raise UserError(f"{folder}: the value {value} is a class, which {ignored[value]} leaves out; {way_out}")
     if len(names) > MOST_CLASSES:
         raise UserError(f"{folder}: masks have at most {MOST_CLASSES:,} classes, not {len(names):,}")
-    palette = default_palette(max(values) + 1)[values]
-    if colours and all(colours):
+    palette = default_palette(max(values) + 1)[[*values]]
+    if all(colours):
         palette = np.array([[*bytes.fromhex(colour)] for colour in colours], dtype=np.uint8)
-    return Labels(tuple(names), MaskValues(values, ignored, rule), palette)
+    return Labels(names, MaskValues(values, ignored, rule), palette)
 
 
-def _read_labels(path: str) -> tuple[list[int], list[str], list[str]]:
-    """The values, names and colours (rrggbb, or "") of a labels.csv."""
+def _read_labels(path: str) -> list[tuple[int, str, str]]:
+    """The value, name and colour (rrggbb, or "") of each class of a labels.csv."""
     (_, header), *rows = [*read_table(path, ",")] or [("", [""])]
-    found: dict[str, tuple[int, str]] = {}
+    found: dict[str, tuple[int, str, str]] = {}
     if [cell.strip() for cell in header] not in (["index", "name"], ["index", "name", "colour"]) or not rows:
         raise UserError(f"{path} must have the header 'index,name' or 'index,name,colour', then a row per class")
     for where, cells in rows:
@@ -267,10 +263,10 @@ def _read_labels(path: str) -> tuple[list[int], list[str], list[str]]:
         if not _CLASS.fullmatch(f"{index},{colour}") or int(index) > MOST_VALUE or not name:
             row = f"the pixel value (0 to {MOST_VALUE}), the name, and in a column colour #rrggbb"
             raise UserError(f"{where}: a class has {row}, not {','.join(cells)!r}")
-        if name in found or int(index) in (value for value, _ in found.values()):
+        if name in found or int(index) in (value for value, *_ in found.values()):
             raise UserError(f"{where}: another row has the index {index} or the name {name}")
-        found[name] = int(index), colour[1:]
-    return [value for value, _ in found.values()], [*found], [colour for _, colour in found.values()]
+        found[name] = int(index), name, colour[1:]
+    return [*found.values()]
 
 
 # ---- pairs of files --------------------------------------------------------------------------------------------------

@@ -93,12 +93,11 @@ class MeanIoU(Metrics):
 
     def compute(self) -> dict[str, float]:
         """As `Metrics.compute`; both are NaN where all pixels are ignored."""
-        counts, images = self.counts, int(self.sums[-1])
-        iou, _, _ = rates(counts)
-        if not counts.any():
-            return {"miou": np.nan, "pixel_accuracy": np.nan, "images": images}
-        accuracy = 100.0 * np.trace(counts) / counts.sum()
-        return {"miou": float(np.nanmean(iou)), "pixel_accuracy": float(accuracy), "images": images}
+        iou, _, _ = rates(self.counts)
+        with np.errstate(invalid="ignore"):
+            miou = np.nansum(iou) / np.isfinite(iou).sum()
+            accuracy = 100.0 * np.trace(self.counts) / self.counts.sum()
+        return {"miou": float(miou), "pixel_accuracy": float(accuracy), "images": int(self.sums[-1])}
 
     def _show(self, place: int, mask: torch.Tensor, predicted: torch.Tensor) -> None:
         """Draw a sample; only the rank that counts it does."""
