@@ -21,6 +21,7 @@ RECIPES = ROOT / "launch" / "recipes"
 NAMES = ("deit3_small", "mae_finetune_base", "mae_pretrain_base", "bigvision_s16_90ep", "augreg")
 NAMES += ("clip_vit_b16", "lit", "siglip_so400m", "deit_distilled", "feature_distillation")
 NAMES += ("dino_vit_s16", "dinov2_vit_s14_own_data", "vit_lite_7_8_cifar10")
+NAMES += ("dinov3_vit_s16_own_data", "dinov3_continue_vit_b16", "dino_small_data")
 TINY = {"depth": 2, "embed_dim": 48, "num_heads": 3}
 
 
@@ -46,8 +47,8 @@ def test_the_command_in_the_first_lines_is_legal(monkeypatch, name):
     assert Path(parsed.deepspeed_config).is_file()
     text = (RECIPES / f"{name}.yaml").read_text()
     assert re.search(r"arXiv \d{4}\.\d{5}", text.splitlines()[0]), "the paper"
-    [batch] = re.findall(r"For a global batch of (\d+): on 8 GPUs", text)
-    assert int(batch) == 8 * parsed.batch_size * (parsed.grad_accum_steps or 1)
+    [(batch, gpus)] = re.findall(r"For a global batch of (\d+): on (8 GPUs|one GPU)", text)
+    assert int(batch) == (1 if gpus == "one GPU" else 8) * parsed.batch_size * (parsed.grad_accum_steps or 1)
 
 
 @pytest.fixture(scope="module")
