@@ -183,9 +183,14 @@ def place(ranks, tmp_path_factory) -> Path:
         shutil.copytree(folder / "runs/first", folder / "runs" / name)
     (folder / "runs" / "held-out").symlink_to("../photos")
     (folder / "data").symlink_to("photos")
+    (folder / "images").symlink_to("photos/train")
     weights = tmp_path_factory.mktemp("weights") / "vit_tiny.safetensors"  # each test copies the folder, with links
     save_file(timm.create_model("vit_tiny_patch16_224").state_dict(), weights)
     (folder / weights.name).symlink_to(weights)
+    released = timm.create_model("vit_small_patch16_dinov3")
+    released_file = weights.with_name("dinov3_vits16.safetensors")
+    save_file(dict(released.named_parameters()), released_file)
+    (folder / released_file.name).symlink_to(released_file)
     return folder
 
 

@@ -76,7 +76,7 @@ def _write_timm(exported: Exported, folder: Path, save: Save) -> tuple[str, ...]
     if not exported.head:
         return ()
     save(folder, exported.head, max_bytes=2**62, name="head")
-    return ("head.safetensors has the projection head, which timm's model lacks",)
+    return ("head.safetensors has the projection head, and separate norms if any, which timm's model lacks",)
 
 
 def _load_timm(folder: Path) -> Predict:
