@@ -241,7 +241,7 @@ class InitialCheckpoint:
         if self._foreign or not self._of_timm:
             encoder = {name: tensor for name, tensor in of_parts.items() if "." not in name}
             self._values = _translate(model, tensors | self._marks | encoder)
-            self._values = {name: self._values[name] for name in self._values.keys() - self._marks.keys()}
+            self._values = {n: t for n, t in self._values.items() if n not in self._marks and t.numel()}
             require_tensors(self._values)
         else:
             self._values = tensors | _translate(model, {name: tensors[name] for name in _RESAMPLED if name in tensors})
@@ -270,7 +270,7 @@ class InitialCheckpoint:
         if self._foreign:  # under other names, in the same memory
             memory = {tensor.untyped_storage().data_ptr() for tensor in self._values.values()}
             used |= {name for name, tensor in opened.items() if tensor.untyped_storage().data_ptr() in memory}
-        self.ignored = {name: shape for name, shape in shapes.items() if name not in used}
+        self.ignored = {name: shape for name, shape in shapes.items() if name not in used and shape.numel()}
         _check_lost_biases(model, {name: opened[name] for name in self.ignored})
 
     def _copy_to_parts(self) -> dict[str, str]:

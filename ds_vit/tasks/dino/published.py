@@ -41,7 +41,10 @@ def _from_backbone(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor] 
         begin, _, end = name.partition(".")
         return f"{renamed[begin]}.{end}" if begin in renamed else re.sub(r"^blocks\.\d+\.(?=\d+\.)", "blocks.", name)
 
-    return {named(name): tensor for name, tensor in tensors.items()} | {"mask_token": mask[None]}
+    # timm knows DINOv3 by its registers, which the configs of its code leave out by default.
+    is_bare = "rope_embed.periods" in tensors and "storage_tokens" not in tensors
+    registers = {"storage_tokens": mask.new_empty(1, 0, mask.shape[1])} if is_bare else {}
+    return {named(name): tensor for name, tensor in tensors.items()} | {"mask_token": mask[None]} | registers
 
 
 def _from_head(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
