@@ -155,6 +155,7 @@ class ForeignNames:
             shows and the model has otherwise, for people, each with the way out.
         files: of weights in a folder that the tool writes, if they are not called model.safetensors.
         tower: whose tensors they are, among those of several in a file.
+        remark: of tensors under the names here, what their model has and the one here lacks, for people; else empty.
     """
 
     marks: str
@@ -162,6 +163,7 @@ class ForeignNames:
     differences: Callable[[nn.Module, Shapes, Callable[[str], dict[str, Any]]], Iterator[str]]
     files: tuple[str, ...] = ()
     tower: str = MAIN_TOWER
+    remark: Callable[[Mapping[str, torch.Tensor]], str] = lambda _: ""
 
 
 _VIT_PREFIXES = ("vit.", "deit.", "")  # of the whole classifier, DeiT's twin of it, and the bare encoder

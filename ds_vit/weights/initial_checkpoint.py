@@ -200,7 +200,9 @@ class InitialCheckpoint:
             architecture = model.pretrained_cfg["architecture"]
             raise UserError(f"initial checkpoint {path} does not fit {architecture}: {error}") from error
         self._classifier = classifier_names(model) - {*self.newly_initialised}
-        self._rows, self._note = self._class_rows(class_names(path), classes)
+        self._rows, note = self._class_rows(class_names(path), classes)
+        remarks = (names.remark(tensors) for names in task.foreign_names if names.tower == tower)
+        self._note = "; ".join(filter(None, (note, *remarks)))
 
     def _class_rows(self, theirs: Sequence[str], ours: Sequence[str]) -> tuple[list[int] | None, str]:
         """The file's row of each class where the order differs, and a line for people."""
@@ -241,8 +243,9 @@ class InitialCheckpoint:
         if self._foreign or not self._of_timm:
             encoder = {name: tensor for name, tensor in of_parts.items() if "." not in name}
             self._values = _translate(model, tensors | self._marks | encoder)
-            self._values = {n: t for n, t in self._values.items() if n not in self._marks and t.numel()}
+            self._values = {name: self._values[name] for name in self._values.keys() - self._marks.keys()}
             require_tensors(self._values)
+            self._values = {name: tensor for name, tensor in self._values.items() if tensor.numel()}
         else:
             self._values = tensors | _translate(model, {name: tensors[name] for name in _RESAMPLED if name in tensors})
         if is_projection:

@@ -10,14 +10,14 @@ in models/eva.py). They drop the mask token, which self-distillation trains, and
 | `norm` next to `cls_norm` | `patch_norm`, and `cls_norm` as `norm` |
 | `dino_head.mlp.{0,2,4}` | the same |
 | `dino_head.last_layer.weight` (DINOv3), `.weight_v` or `.parametrizations.weight.original1` (DINOv2) | `.weight` |
-| `dino_head.last_layer.weight_g` or `.parametrizations.weight.original0`, lengths of prototypes | none: all are 1 |
+| `dino_head.last_layer.weight_g` or `.parametrizations.weight.original0` | none: prototypes have no lengths |
 | `ibot_head` | none: one head serves class tokens and patches |
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -27,7 +27,11 @@ from ds_vit.models.zoo import names_and_shapes
 from ds_vit.tasks.dino.towers import HEAD, ProjectionHead
 from ds_vit.tasks.foreign_names import ForeignNames, Shapes
 
-_PROTOTYPES = ("weight_v", "parametrizations.weight.original1")
+_LAST_LAYER = {
+    "last_layer.weight_v": "last_layer.weight",
+    "last_layer.parametrizations.weight.original1": "last_layer.weight",
+    "last_layer.parametrizations.weight.original0": "last_layer.weight_g",
+}
 
 
 def _from_backbone(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
@@ -52,8 +56,17 @@ def _from_head(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor] | No
     begin = f"{HEAD}." if any(name.startswith(f"{HEAD}.") for name in tensors) else ""
     parts = (f"{begin}mlp.", f"{begin}last_layer.", "ibot_head.")  # the last is reported as ignored
     found = {name.removeprefix(begin): tensor for name, tensor in tensors.items() if name.startswith(parts)}
-    names = {f"last_layer.{name}": "last_layer.weight" for name in _PROTOTYPES}
-    return {names.get(name, name): tensor for name, tensor in found.items()} or None
+    return {_LAST_LAYER.get(name, name): tensor for name, tensor in found.items()} or None
+
+
+def _head_remark(tensors: Mapping[str, torch.Tensor]) -> str:
+    """As `ForeignNames.remark`: the lengths of prototypes, by which the logits of the published code are multiplied."""
+    lengths = tensors.get("last_layer.weight_g")
+    if lengths is None:
+        lengths = torch.linalg.vector_norm(tensors["last_layer.weight"].float(), dim=1)
+    low, high = float(lengths.min()), float(lengths.max())
+    has_none = 0.999 < low <= high < 1.001
+    return "" if has_none else f"its prototypes have lengths of {low:.3g} to {high:.3g}, which count as 1"
 
 
 def _head_differences(model: nn.Module, shapes: Shapes, _: Callable[[str], dict[str, Any]]) -> Iterator[str]:
@@ -77,4 +90,6 @@ def _head_differences(model: nn.Module, shapes: Shapes, _: Callable[[str], dict[
 
 
 BACKBONE_NAMES = ForeignNames(r"patch_embed\.proj\.weight$", _from_backbone, lambda *_: iter(()))
-HEAD_NAMES = ForeignNames(rf"(?:{HEAD}\.|(?<!ibot_head\.))mlp\.0\.weight$", _from_head, _head_differences, tower=HEAD)
+HEAD_NAMES = ForeignNames(
+    rf"(?:{HEAD}\.|(?<!ibot_head\.))mlp\.0\.weight$", _from_head, _head_differences, tower=HEAD, remark=_head_remark
+)

@@ -148,7 +148,10 @@ def _initial_weights(
         path, whole, resample_patch_embed=resampled, classes=classes, task=task_type, source=source
     )
     notes = [f"weights from {source}: {initial.summary}"]
-    for what, number in Counter(map(part_of, initial.left_out)).items():
+    flags, teachers = task_type.tower_flags, task_type.teachers
+    heads = {*flags, *(teacher for teacher, student in teachers.items() if student in flags)}  # with separate lines
+    others = [name for name in initial.left_out if name.split(".")[0] not in heads]
+    for what, number in Counter(map(part_of, others)).items():
         notes.append(f"{source} has a {what} of {number} tensors, which is not loaded")
     if resampled and "patch_embed.proj.weight" not in initial.adapted:
         notes.append("--resample-patch-embed: the weights have the model's patch size already, so nothing is resampled")
