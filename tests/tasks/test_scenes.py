@@ -92,7 +92,7 @@ def test_the_page_goes_from_a_folder_to_masks(tmp_path):
 def test_the_launch_script_ends_with_the_picture(tmp_path):
     # Catches: a recipe that does not learn, a flag of predict that was renamed.
     env = {**os.environ, **ON_CPU, "DS_VIT_PYTHON": sys.executable}
-    line = ["bash", ROOT / "launch" / "segmentation.sh", tmp_path / "run", "--max-steps", "40", "--log-interval", "1"]
+    line = ["bash", ROOT / "launch" / "segmentation.sh", tmp_path / "run", "--max-steps", "24", "--log-interval", "1"]
     done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     losses = [row["loss"] for row in read_rows(tmp_path / "run") if row["kind"] == "train"]
