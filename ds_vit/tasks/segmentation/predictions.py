@@ -20,7 +20,6 @@ from ds_vit.data.decode import decode, upright
 from ds_vit.data.fields import normalised
 from ds_vit.data.sources.masks import default_palette, find_labels
 from ds_vit.data.sources.source import LABELS_FILE, Source
-from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.tasks.exports import Exported, MaskPredictor, Predict
 from ds_vit.tasks.segmentation.windows import canvas_of, predicted_classes, windows_of
 
@@ -76,14 +75,9 @@ def mask_picture(classes: np.ndarray, values: np.ndarray, colours: np.ndarray) -
 
     Args:
         classes: class numbers [H, W].
-        values: pixel value of each class [C].
+        values: pixel value of each class [C], at most `MOST_VALUE`.
         colours: uint8 [C, 3].
-
-    Raises:
-        UserError: PNG files hold no such values.
     """
-    if values.min() < 0 or values.max() > 65535:
-        raise UserError(f"masks are PNG files of the values 0 to 65535, and the classes have {values.tolist()}")
     if values.max() > 255:
         return Image.fromarray(values[classes].astype(np.uint16))
     picture, palette = Image.fromarray(values[classes].astype(np.uint8)), default_palette(256)

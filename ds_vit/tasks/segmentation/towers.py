@@ -105,10 +105,8 @@ def create_segmenter(spec: ModelSpec, head: HeadKind, *, for_training: bool = Tr
         for_training: as in `create_model`.
 
     Raises:
-        UserError: as `create_model`; no classes, patch dropout, or pixels outside all patches.
+        UserError: as `create_model`; patch dropout, or pixels outside all patches.
     """
-    if spec.num_classes < 1:
-        raise UserError("--task segmentation needs classes; give --num-classes")
     model = create_model(replace(spec, num_classes=0), for_training=for_training, classifier=False)
     if not isinstance(model.patch_drop, (nn.Identity, type(None))):
         dropped = f"model_kwargs patch_drop_rate {model.patch_drop.prob} leaves patches out"
