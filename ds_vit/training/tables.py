@@ -17,6 +17,7 @@ from rich.console import Console
 
 from ds_vit import config as flags
 from ds_vit.checkpoint.folder import marked
+from ds_vit.config import spelling
 from ds_vit.config.deepspeed_json import derived_path
 from ds_vit.config.run_folder import BEST, RunFolder, write_json
 from ds_vit.config.schema import KEY_OF_FLAG, LAYOUT_FLAGS
@@ -222,7 +223,9 @@ def _rules(run: Run, optimizer: Optimizer, horizon: Horizon) -> Rows:
     if factors := {name: factor for name, factor in task.rate_factors(model).items() if factor != 1.0}:
         rows.append(("lr by name", ", ".join(f"{name} x {factor:g}" for name, factor in factors.items())))
     if held := sorted(task.held_names(1, horizon)):
-        rows.append(("lr of 0 at first", enumerate_some(held)))
+        flags = {spelling(flag): horizon.steps_in(getattr(run.config, flag)) for flag in task.epoch_flags}
+        steps = ", ".join(f"{number} steps by {flag}" for flag, number in flags.items() if number)
+        rows.append(("lr of 0 at first", steps or enumerate_some(held)))
     if run.config.model_ema:
         growing = " growing from 0" if run.config.model_ema_warmup else ""
         rows.append(("average", f"of the weights, decay {run.config.model_ema_decay:g}{growing}"))

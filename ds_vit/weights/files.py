@@ -36,7 +36,7 @@ from ds_vit.tasks.registry import all_tasks, task_of
 
 _SAFETENSORS = (".safetensors", ".json")
 _TORCH = (".pth", ".pt", ".bin", ".tar", ".ckpt")
-FILE_BEGINS = {"model": "", "ema": "ema-", BEST: f"{BEST}-"}
+_FILE_BEGINS = {"model": "", "ema": "ema-", BEST: f"{BEST}-", "teacher": "teacher_"}
 """How the names of the towers' files begin, by the name of the main tower's."""
 _UNREADABLE = (AttributeError, EOFError, KeyError, OSError, RuntimeError, SafetensorError, TypeError, ValueError)
 _OF_TIMM = r"patch_embed\.proj\.weight$"  # a name that each of its models has
@@ -90,8 +90,8 @@ def _file_of(path: Path) -> Path:
 def _shards(path: Path) -> list[Path]:
     """The files that a .safetensors or its index.json consists of.
 
-    Averaged weights lack the frozen parameters: the raw weights in the same folder are read first. A text tower or a
-    decoder that a run wrote next to its image tower follows.
+    Averaged weights lack the frozen parameters: the raw weights in the same folder are read first. What a run
+    wrote next to its image tower follows: a text tower, a decoder, a projection head.
     """
     files = [path]
     if path.suffix == ".json":
@@ -99,7 +99,7 @@ def _shards(path: Path) -> list[Path]:
     if path.name.startswith("ema.safetensors"):
         raw = weights_in(path.parent, "raw")
         files = [*(_shards(raw) if raw else []), *files]
-    if (begin := FILE_BEGINS.get(path.name.split(".")[0])) is not None:
+    if (begin := _FILE_BEGINS.get(path.name.split(".")[0])) is not None:
         towers = dict.fromkeys(tower for task in all_tasks() for tower in task.tower_files)
         names = (f"{begin}{tower}.safetensors{ending}" for tower in towers for ending in (".index.json", ""))
         files += [file for name in names if path.with_name(name).is_file() for file in _shards(path.with_name(name))]

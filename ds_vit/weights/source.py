@@ -23,7 +23,7 @@ from ds_vit.models.zoo import ModelSpec, TimmViT, create_model, image_size
 from ds_vit.tasks.exports import Exported
 from ds_vit.tasks.registry import idle_flags, task_of
 from ds_vit.tasks.task import Task
-from ds_vit.weights.files import FILE_BEGINS, StoredWeights, open_prefixed
+from ds_vit.weights.files import StoredWeights, open_prefixed
 from ds_vit.weights.initial_checkpoint import InitialCheckpoint, enumerate_some
 
 MODEL_FLAGS = ("model", "model_kwargs", "num_classes", "img_size")
@@ -117,14 +117,8 @@ def _head_of(weights: StoredWeights, task: type[Task]) -> dict[str, torch.Tensor
     """The parameters of a task with a teacher that timm's model lacks; none where the files do not have them."""
     if not task.teachers:
         return {}
-    stem, _, ending = weights.path.name.partition(".")
-    towers = [tower for tower in task.teachers if tower != stem] if stem == task.feature_tower else []
-    names = towers or [f"{FILE_BEGINS.get(stem, '')}{name}" for name in task.separate_files]
-    beside = (weights.path.with_name(f"{name}.{ending}") for name in names)
-    files = [file for file in beside if file.is_file()] or [weights.path]  # a checkpoint has all in one
-    tensors = {name: tensor for file in files for name, tensor in open_prefixed(file)[0].items()}
     begins = tuple(begin for part in task.separate_files.values() for begin in part)
-    return {name: tensor for name, tensor in tensors.items() if name.startswith(begins)}
+    return {name: tensor for name, tensor in open_prefixed(weights.path)[0].items() if name.startswith(begins)}
 
 
 def load_whole(

@@ -276,6 +276,17 @@ def test_timm_has_the_features_of_the_run(ranks, tmp_path, folder):
     for file in ("head", "teacher_head"):
         assert {name for name in load_file(str(output / f"{file}.safetensors")) if "norm" in name} == NORMS
     assert not NORMS & load_file(str(output / "model.safetensors")).keys()
+    # A new run begins with the norms of a finished one, whichever of its files it starts from.
+    norms = {
+        name: tensor for name, tensor in load_file(str(output / "teacher_head.safetensors")).items() if name in NORMS
+    }
+    for start in (output, output / "teacher.safetensors", output / "checkpoints" / "step-00000004"):
+        argv = plain_dino.words_of(folder, 1, tmp_path / "next", "-b", 4, variant=DINOV3)
+        initial = resolved([*argv, "--initial-checkpoint", str(start)]).model.initial_checkpoint
+        head = take_apart_towers(_description(untied_norms=DINOV3.norms))[MAIN_TOWER][-1].to_empty(device="cpu")
+        initial.load(head)
+        assert {name: head.state_dict()[name].tolist() for name in norms} == {n: norms[n].tolist() for n in norms}
+        assert "projection head of" not in initial.summary
 
 
 def test_norms_that_a_file_lacks_begin_as_its_norm(tmp_path, folder):

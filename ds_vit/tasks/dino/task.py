@@ -140,6 +140,7 @@ class SelfDistillation(Task):
     }
     begins_as: ClassVar = {f"{PATCH_NORM}.": "norm.", f"{LOCAL_NORM}.": "norm."}
     separate_files: ClassVar = {"head": (f"{HEAD}.", f"{PATCH_NORM}.", f"{LOCAL_NORM}.")}
+    tower_files: ClassVar = {"head": "projection head"}
     foreign_names = (*Task.foreign_names, BACKBONE_NAMES, HEAD_NAMES)
     tower_flags: ClassVar[Mapping[str, str]] = {HEAD: "initial_head"}
     teachers: ClassVar[Mapping[str, str]] = {TEACHER: MAIN_TOWER, TEACHER_HEAD: HEAD}
