@@ -225,7 +225,8 @@ def picture(
 def add_step(path: Path, step: int, shown: torch.Tensor) -> None:
     """Add the maps of a step to a sheet (tasks/panels.py): a row of images, then a row for each step.
 
-    Steps from `step` on are of a run that was interrupted, and are replaced. Of more than `MOST_STEPS` steps those stay
+    Steps from `step` on are of a run that was interrupted, and are replaced. A sheet that cannot be read or has another
+    number of images is begun anew. Of more than `MOST_STEPS` steps those stay
     that are spread most evenly, the first and the last among them.
 
     Args:
@@ -241,8 +242,10 @@ def add_step(path: Path, step: int, shown: torch.Tensor) -> None:
     with contextlib.suppress(OSError, ValueError, KeyError):
         captions = json.loads(path.with_suffix(".json").read_text())["captions"]
         with Image.open(path) as sheet:
-            _, *before = _tiles(sheet.convert("RGB"), SIDE)
-        steps = [int(caption.split()[-1]) for caption in captions[len(images) :: len(images)]]
+            old_images, *before = _tiles(sheet.convert("RGB"), SIDE)
+        if len(old_images) != len(images):
+            raise ValueError("a sheet of other images")
+        steps = [int(caption.removeprefix("step ")) for caption in captions[len(images) :: len(images)]]
         rows = {number: row for number, row in zip(steps, before, strict=True) if number < step}
     rows[step] = maps
     if len(rows) > MOST_STEPS:

@@ -90,7 +90,9 @@ def move_unsaved_run(folder: Path) -> str:
         return ""
     aside = next(path for n in itertools.count(1) if not (path := folder / f"unsaved-{n}").exists())
     aside.mkdir()
-    for path in (run.metrics, run.tensorboard, run.samples, run.skipped, run.starts, run.profile):
+    added_to = run.picture("patch-similarity")  # a sheet of several steps
+    files = (run.metrics, run.tensorboard, run.samples, run.skipped, run.starts, run.profile)
+    for path in (*files, added_to, added_to.with_suffix(".json")):
         if path.exists():
             path.rename(aside / path.name)
     return f"{folder} holds a run that saved nothing: its files are moved to {aside}, and this run begins at step 0"

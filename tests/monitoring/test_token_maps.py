@@ -15,6 +15,7 @@ from curves import train_in
 from PIL import Image
 from project import ROOT
 
+from ds_vit.config.run_folder import RunFolder
 from ds_vit.data.settings import ImageConfig
 from ds_vit.data.sources.combined import across_classes
 from ds_vit.data.sources.source import Source
@@ -23,6 +24,7 @@ from ds_vit.models.layers import take_apart
 from ds_vit.models.sequential import SequentialViT
 from ds_vit.monitoring import token_maps
 from ds_vit.tasks.panels import viridis
+from ds_vit.training.output import move_unsaved_run
 
 RUN = [*("--model", oracle.MODEL, *oracle.kwargs_words(), "--img-size", 16, "--dataset", "digits", "--workers", 0)]
 RUN += ["--max-steps", 1, "--warmup-steps", 0, "-b", 16, "--model-kwargs", "patch_size=4", "embed_dim=32", "depth=2"]
@@ -106,10 +108,10 @@ def test_similarities_are_cosines_with_the_centre_patch():
     np.testing.assert_allclose(token_maps.centre_similarities(tokens), expected, atol=1e-4)
 
 
-def drawn_at(path, step, image):
-    """Add the maps of a step, of two images, whose similarity is step / 1000; the colours of the sheet's tiles."""
-    values = torch.full((2, 2, 2), step / 1000)
-    token_maps.add_step(path, step, token_maps.picture(torch.zeros(2, 3, 8, 8), values, image, span=(0.0, 1.0)))
+def drawn_at(path, step, image, images=2):
+    """Add the maps of a step, of some images, whose similarity is step / 1000; the colours of the sheet's tiles."""
+    values = torch.full((images, 2, 2), step / 1000)
+    token_maps.add_step(path, step, token_maps.picture(torch.zeros(images, 3, 8, 8), values, image, span=(0.0, 1.0)))
     return np.asarray(Image.open(path))[56::112, 56::112]
 
 
@@ -137,6 +139,17 @@ def test_a_sheet_keeps_the_maps_of_several_steps(tmp_path):
     assert (found[0], found[-1]) == (100, 1000)
     assert max(np.diff(found)) <= 400
     assert (colours[1:] == viridis(np.array(found) / 1000)[:, None]).all()
+    for images in (4, 1, 2):  # another validation split
+        assert drawn_at(path, 1100, image, images).shape == (2, images, 3)
+
+
+def test_a_new_run_does_not_continue_the_sheet_of_one_that_saved_nothing(tmp_path):
+    # Catches: maps of other weights above those of this run.
+    folder = RunFolder(tmp_path)
+    folder.metrics.write_text("")
+    drawn_at(folder.picture("patch-similarity"), 100, ImageConfig((8, 8)))
+    assert "holds a run that saved nothing" in move_unsaved_run(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["unsaved-1"]
 
 
 def softmax_into(found, softmax=torch.Tensor.softmax):
