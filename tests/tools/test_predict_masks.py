@@ -96,7 +96,7 @@ def test_masks_have_the_images_sizes_and_the_values_of_the_data(run, tmp_path, c
     seen = set()
     for name, size in SIZES.items():
         path = photos / "deeper" / name
-        classes, _ = plainly(run, path, stride)
+        classes, _ = plainly(run, path, 21 if stride is None else 0)  # 2/3 of 32
         mask = Image.open((output / "masks" / "deeper" / name).with_suffix(".png"))
         assert (mask.mode, np.asarray(mask).shape) == ("P", size)
         agree = np.asarray(mask) == np.array(VALUES)[classes]

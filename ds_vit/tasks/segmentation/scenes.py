@@ -99,7 +99,7 @@ class SceneSource(Source):
 
     def identity(self) -> tuple[np.ndarray, ...]:
         """As `Source.identity`."""
-        return _digits(self._train)
+        return _digits(self._train)[::-1]
 
     def describe(self, index: int) -> str:
         """As `Source.describe`."""
