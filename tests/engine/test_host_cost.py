@@ -24,6 +24,17 @@ TASKS = {
     "segmentation": ["--task", "segmentation", "-b", "1"],
     "dino": ["--task", "dino", "-b", "2", "--local-crops-size", "16", "--prototypes", "64", "--head-hidden-dim", "64"],
 }
+TASKS["dinov3"] = [
+    *TASKS["dino"],
+    "--centering",
+    "sinkhorn",
+    "--rope-shift-coords",
+    "0.2",
+    "--rope-jitter-coords",
+    "1.2",
+]
+TASKS["dinov3"] += ["--rope-rescale-coords", "2", "--untie-cls-and-patch-norms", "--untie-global-and-local-cls-norm"]
+TASKS["dinov3"] += ["--model", "vit_small_patch16_dinov3", "--model-kwargs", *SMALL]
 TWICE = ["--model-kwargs", SMALL[0], "depth=48", *SMALL[2:]]
 BUCKETS = ["--set", "zero_optimization.reduce_bucket_size=50000"]
 SMALLER_THAN_A_WEIGHT = ["--set", "zero_optimization.reduce_bucket_size=10000"]
@@ -59,6 +70,10 @@ LIMITS = {
     (1, "dino", 1, ()): (7600, 2.44),
     (1, "dino", 2, ()): (7600, 2.44),
     (1, "dino", 3, ()): (8900, 2.57),
+    (1, "dinov3", 0, ()): (8400, 3.70),
+    (1, "dinov3", 1, ()): (8200, 3.60),
+    (1, "dinov3", 2, ()): (8200, 3.60),
+    (1, "dinov3", 3, ()): (9300, 3.72),
 }
 
 

@@ -54,6 +54,11 @@ DINO = (
     *("--local-crops-number", 4, "--local-crops-size", 8),
 )
 
+DINOV3 = (
+    *("--model", "vit_small_patch16_dinov3", "--centering", "sinkhorn", "--rope-jitter-coords", 1.2),
+    *("--rope-rescale-coords", 2, "--untie-cls-and-patch-norms", "--untie-global-and-local-cls-norm"),
+)
+
 
 def deviation(ranks, library: Path, case: Case, output: Path, *words: object) -> float:
     """What a run's peak is of the planned one; of two runs' if the first is far off.
@@ -92,6 +97,15 @@ def test_the_peak_of_dino_is_what_was_planned(ranks, device_library, tmp_path, c
     loss is, which computes in fp32.
     """
     words = (*WITHOUT_MIXUP, *DINO)
+    assert deviation(ranks, device_library, TEACHERS[case], tmp_path, *words) == pytest.approx(1, rel=0.1)
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("case", NAMES[:4])
+def test_the_peak_of_dinov3_is_what_was_planned(ranks, device_library, tmp_path, case):
+    """Catches: tables of rotary positions that each image has, norms or Sinkhorn-Knopp's rows that are left out."""
+    words = (*WITHOUT_MIXUP, *DINO, *DINOV3)
     assert deviation(ranks, device_library, TEACHERS[case], tmp_path, *words) == pytest.approx(1, rel=0.1)
 
 

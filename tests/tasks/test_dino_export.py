@@ -1,6 +1,7 @@
 """Exports of self-distillation: the teacher under timm's names, its head in a second file, and the model card."""
 
 import json
+import shutil
 
 import plain_dino
 import pytest
@@ -65,6 +66,21 @@ def test_timm_gets_the_features_of_the_teacher(run, tmp_path, options, backbone,
     assert own.keys() == of_run.keys()
     assert all(torch.equal(own[name], tensor) for name, tensor in of_run.items())
     assert not torch.equal(own["dino_head.mlp.0.weight"], load_file(run / "head.safetensors")["dino_head.mlp.0.weight"])
+
+
+def test_a_sharded_teacher_keeps_its_head(run, tmp_path):
+    # Catches: a head that is looked for by the ending of the backbone's file.
+    folder = tmp_path / "run"
+    shutil.copytree(run, folder, ignore=shutil.ignore_patterns("best*", "checkpoints"))
+    (folder / LAST).rename(folder / "teacher-00001-of-00001.safetensors")
+    names = dict.fromkeys(
+        load_file(folder / "teacher-00001-of-00001.safetensors"), "teacher-00001-of-00001.safetensors"
+    )
+    (folder / f"{LAST}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    found = export(folder, "timm", weights="last", output=tmp_path / "export")
+    own, of_run = load_file(found.folder / "head.safetensors"), load_file(run / "teacher_head.safetensors")
+    assert own.keys() == of_run.keys()
+    assert all(torch.equal(own[name], tensor) for name, tensor in of_run.items())
 
 
 def test_the_card_says_where_the_weights_come_from(run, folder, tmp_path):
