@@ -91,7 +91,8 @@ def rate(folder: Path, seed: int) -> dict[str, float]:
     first, second = folder / "first", folder / "second"
     runs = {name: folder / f"{name}-{seed}" for name in ("first", *RATED)}
     train(runs["first"], first, seed, *ON_FIRST)
-    start = ("--initial-checkpoint", runs["first"] / "teacher.safetensors")
+    start = ("--initial-checkpoint", folder / f"backbone-{seed}.safetensors")
+    shutil.copy(runs["first"] / "teacher.safetensors", start[1])  # without its head next to it: the head is new
     train(runs["random"], second, seed, *EVALUATE)
     train(runs["before"], second, seed, *EVALUATE, *start)
     train(runs["scratch"], second, seed, *ON_SECOND)

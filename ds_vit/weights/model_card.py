@@ -8,12 +8,14 @@ from ds_vit.tasks.exports import Exported
 from ds_vit.weights.files import StoredWeights
 
 
-def model_card(stored: StoredWeights, exported: Exported) -> str:
+def model_card(stored: StoredWeights, exported: Exported, library: str, *, has_head: bool) -> str:
     """README.md of an export.
 
     Args:
         stored: the weights, in files of a run.
         exported: the model that is written.
+        library: the package that reads it.
+        has_head: `head.safetensors` is written next to it.
 
     Returns:
         Markdown, with what the header of the weights says; empty for weights without such a header.
@@ -32,8 +34,9 @@ def model_card(stored: StoredWeights, exported: Exported) -> str:
         "written by": ", ".join(f"{name} {version(name)}" for name in ("ds_vit", "torch", "timm", "deepspeed")),
     }
     lines = [f"| {key} | {value} |" for key, value in rows.items()]
-    if exported.head:
-        lines += ["", "`head.safetensors` has what timm's model lacks: the projection head, and further norms if any."]
+    if has_head:
+        lines += ["", "`head.safetensors` has what timm's model lacks: the head, and further norms if any."]
     kind = "image-classification" if exported.labels else "image-feature-extraction"
-    front = ["---", "library_name: timm", f"pipeline_tag: {kind}", "---"]
+    kind = kind if exported.masks is None else "image-segmentation"
+    front = ["---", f"library_name: {library}", f"pipeline_tag: {kind}", "---"]
     return "\n".join([*front, f"# {origin['model']}", "", "| | |", "|---|---|", *lines, ""])

@@ -83,6 +83,15 @@ def test_a_sharded_teacher_keeps_its_head(run, tmp_path):
     assert all(torch.equal(own[name], tensor) for name, tensor in of_run.items())
 
 
+def test_the_card_of_another_tool_names_what_is_there(run, tmp_path):
+    # Catches: a head that only the folder of timm has, the wrong library.
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    card = (export(run, "onnx", output=tmp_path / "export").folder / "README.md").read_text()
+    assert "library_name: onnxruntime\n" in card
+    assert "head.safetensors" not in card
+
+
 def test_the_card_says_where_the_weights_come_from(run, folder, tmp_path):
     # Catches: a resumed run that forgets its initial weights, a hash of the name, the steps of another checkpoint.
     export(run, "timm", output=tmp_path / "export")
@@ -95,7 +104,7 @@ def test_the_card_says_where_the_weights_come_from(run, folder, tmp_path):
     assert rows["task"] == "dino"
     assert rows["data"] == f"{folder.name}, {plain_dino.IMAGES * 4 // 5} images"
     assert rows["training"] == f"{find_weights(run).origin['step']} steps of 24 images"
-    assert rows["initial weights"] == f"{file}, values blake2b {fingerprint}"
+    assert rows["initial weights"] == f"{file}, blake2b {fingerprint} of a sample of its values"
     other = {name: tensor + 1.0 for name, tensor in load_file(file).items()}
     save_file(other, tmp_path / "other.safetensors")
     assert InitialCheckpoint(tmp_path / "other.safetensors", model).fingerprint != fingerprint

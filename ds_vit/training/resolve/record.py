@@ -98,18 +98,19 @@ def origin_of(run: Run) -> dict[str, Any]:
 
     Returns:
         "task", "model", "data" (the data set, or the folders' names), "images" of the training split, "global_batch",
-        and "initial_weights": the file that training started from, with a hash of its values; "" for random ones. A
+        and "initial_weights": the files that training started from, each with a hash; "" for random ones. A
         resumed run has the checkpoint's.
     """
-    config, initial, resume = run.config, run.model.initial_checkpoint, run.output.resume
+    config, resume = run.config, run.output.resume
     folders = (config.data_dir,) if isinstance(config.data_dir, str) else config.data_dir
-    start = f"{initial.source}, values blake2b {initial.fingerprint}" if initial else ""
+    files = [file for file in (run.model.initial_checkpoint, *run.model.separate) if file]
+    start = "; ".join(f"{file.source}, blake2b {file.fingerprint} of a sample of its values" for file in files)
     if resume is not None:
         start = resume.checkpoint.state.get("origin", {}).get("initial_weights", "")
     return {
         "task": config.task,
         "model": config.model,
-        "data": config.dataset or ", ".join(Path(folder).name for folder in folders),
+        "data": config.dataset or ", ".join(Path(folder).resolve().name for folder in folders),
         "images": len(run.data.train_source),
         "global_batch": run.batch.global_batch,
         "initial_weights": start,
