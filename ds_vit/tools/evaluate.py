@@ -125,7 +125,7 @@ def evaluate_weights(
     stored = flags.load_recipe(str(found.recipe), settings) if found.recipe else {}
     kept = config_class({**stored, **settings}).names_with(Scope.RECORDED)  # not the layout: the ranks are other ones
     stored = {name: value for name, value in stored.items() if name in kept}
-    settings |= {"initial_checkpoint": str(found.path), "eval_only": True, **_only_split(settings)}
+    settings |= {"initial_checkpoint": str(found.path), "eval_only": True, **_split_of(settings, stored)}
     values = flags.over_recipe(stored, settings)
     if values.get("val_split") == "" and sources is None and not {"val_split", "zeroshot"} & settings.keys():
         raise UserError(
@@ -191,14 +191,18 @@ def file_of(found: StoredWeights, output: str | Path | None = None) -> Path:
     return Path(output) if output else RunFolder(found.folder).evaluation
 
 
-def _only_split(settings: Mapping[str, Any]) -> dict[str, str]:
-    """The split to evaluate of a --data-dir without a training split, where no split is named: val/, else test/."""
+def _split_of(settings: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, str]:
+    """The split to evaluate of a --data-dir where none is named: val/, else test/.
+
+    Only if it has no training split, or if the run held out a part of other images (--val-fraction).
+    """
     folder = settings.get("data_dir")
     if not isinstance(folder, str) or {"val_split", "val_fraction", "dataset"} & settings.keys():
         return {}
     there = {name.removesuffix(".tar") for name in os.listdir(folder)} if os.path.isdir(folder) else set()
     splits = [name for name in (*VAL_NAMES, "test") if name in there]
-    return {"val_split": splits[0]} if splits and not there & {*TRAIN_NAMES} else {}
+    held_out = stored.get("val_fraction") is not None and folder != stored.get("data_dir")
+    return {"val_split": splits[0]} if splits and (held_out or not there & {*TRAIN_NAMES}) else {}
 
 
 def _check_classes(found: StoredWeights, of_data: tuple[str, ...]) -> None:
@@ -231,6 +235,7 @@ def _about(run: Run, found: StoredWeights) -> dict[str, Any]:
         "precision": run.engine.precision.name,
         "data": config.dataset or config.data_dir,
         "val_split": config.val_split,
+        **({"val_fraction": config.val_fraction} if config.val_fraction is not None else {}),
         **({"zeroshot": config.zeroshot, "zeroshot_templates": config.zeroshot_templates} if config.zeroshot else {}),
     }
 

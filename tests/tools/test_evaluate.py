@@ -200,6 +200,18 @@ def test_a_test_set_without_training_images_or_without_a_class(ranks, run_folder
     assert "zebra" in err or "9 classes" in err
 
 
+def test_other_images_are_not_held_out_of(ranks, run_folder, tmp_path):
+    """Figures of a tenth of train/ for somebody who gave other images with a val/, because the run had no val/."""
+    run, data = shutil.copytree(run_folder, tmp_path / "run"), tmp_path / "data"
+    recipe = yaml.safe_load((run / "config.yaml").read_text())
+    (run / "config.yaml").write_text(yaml.safe_dump({**recipe, "val_split": "validation", "val_fraction": 0.1}))
+    shutil.copytree(run_folder.parent / "data", data)
+    other = evaluate(ranks, 1, tmp_path, run, "--data-dir", data)
+    assert (other["images"], other["val_split"], "val_fraction" in other) == (IMAGES, "val", False)
+    own = evaluate(ranks, 1, tmp_path, run)
+    assert (own["images"], own["val_fraction"]) == (10, 0.1)
+
+
 def test_an_empty_split_is_said_to_be_the_runs(ranks, run_folder, tmp_path):
     """A refusal of --val-split '' to somebody who gave no such flag."""
     run = shutil.copytree(run_folder, tmp_path / "run")
