@@ -225,9 +225,9 @@ def picture(
 def add_step(path: Path, step: int, shown: torch.Tensor) -> None:
     """Add the maps of a step to a sheet (tasks/panels.py): a row of images, then a row for each step.
 
-    Steps from `step` on are of a run that was interrupted, and are replaced. A sheet that cannot be read or has another
-    number of images is begun anew. Of more than `MOST_STEPS` steps those stay
-    that are spread most evenly, the first and the last among them.
+    Steps from `step` on are of a run that was interrupted, and are replaced. An unreadable sheet, or one with
+    another number of images, is begun anew. Of more than `MOST_STEPS` steps those that are spread most evenly stay, the
+    first and the last among them.
 
     Args:
         path: of the sheet, which need not exist.

@@ -85,8 +85,9 @@ def collapse_concerns(figures: Mapping[str, float], width: int, step: int, steps
     if RANKME.name in figures:
         bounds[RANKME] = min(LEAST_RANKME, _SHARE_OF_RANKME * min(width, figures["images"]))
     return {
-        figure.name: f"at step {step} the {figure.label} of the teacher is {figure.value(figures)}, below {least:g}: "
-        "its features may have collapsed; docs/self_distillation.md says what to change"
+        figure.name: f"at step {step} the {figure.label} of the teacher is {figures[figure.name]:.3g}, below "
+        f"{least:g}: its features may have collapsed, unless random weights began so; docs/self_distillation.md says "
+        "what to change"
         for figure, least in bounds.items()
         if figures.get(figure.name, least) < least
     }
