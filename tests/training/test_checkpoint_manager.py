@@ -77,7 +77,7 @@ def said() -> list[str]:
 def manager(monkeypatch, tmp_path, said) -> CheckpointManager:
     """Of one rank with `--checkpoint-interval 4`."""
     stand_ins = {"Saver": NoDisk, "RankShare": lambda *_: None}
-    stand_ins |= {name: lambda run: {} for name in ("rates_of", "identity_of", "settings_of")}
+    stand_ins |= {name: lambda run: {} for name in ("rates_of", "identity_of", "origin_of", "settings_of")}
     stand_ins |= {"from_first_rank": lambda question: question(), "read_figures": lambda _: {}}
     for name in ("load_tensors", "first_step", "skipped_batches"):
         stand_ins[name] = (lambda state, order: state["step"]) if name == "first_step" else (lambda *_: 0)
