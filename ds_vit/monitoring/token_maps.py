@@ -40,7 +40,6 @@ MOST = 8
 MOST_STEPS = 6  # of `add_step`
 _GAP = 4
 NORMS, ATTENTION, COMPONENTS = "token-norms", "attention", "patch-pca"
-SIMILARITY = "patch-similarity"
 
 
 @dataclass
@@ -243,10 +242,9 @@ def add_step(path: Path, step: int, shown: torch.Tensor) -> None:
         captions = json.loads(path.with_suffix(".json").read_text())["captions"]
         with Image.open(path) as sheet:
             old_images, *before = _tiles(sheet.convert("RGB"), SIDE)
-        if len(old_images) != len(images):
-            raise ValueError("a sheet of other images")
-        steps = [int(caption.removeprefix("step ")) for caption in captions[len(images) :: len(images)]]
-        rows = {number: row for number, row in zip(steps, before, strict=True) if number < step}
+        if len(old_images) == len(images):
+            steps = [int(caption.removeprefix("step ")) for caption in captions[len(images) :: len(images)]]
+            rows = {number: row for number, row in zip(steps, before, strict=True) if number < step}
     rows[step] = maps
     if len(rows) > MOST_STEPS:
         steps = [*rows]

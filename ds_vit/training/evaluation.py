@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ds_vit.config.run_folder import RunFolder
+from ds_vit.config.run_folder import SIMILARITY, RunFolder
 from ds_vit.data.settings import ZeroShotData
 from ds_vit.data.sources.combined import across_classes
 from ds_vit.data.sources.source import Source
@@ -384,10 +384,9 @@ class Evaluations:
             images, maps = torch.cat(seen.images), seen.maps(tower, engine.groups.tp)
             pictures = {name: token_maps.picture(images, values, task.image) for name, values in maps.items()}
             self._show(step, "eval", pictures)
-            similarities = seen.similarities(tower) if task.teachers else None
-            if self.reporter and similarities is not None:
+            if self.reporter and task.teachers and (similarities := seen.similarities(tower)) is not None:
                 shown = token_maps.picture(images, similarities, task.image, span=(0.0, 1.0))
-                self.reporter.picture_of_step(step, token_maps.SIMILARITY, shown)
+                self.reporter.picture_of_step(step, SIMILARITY, shown)
 
     def _show(self, step: int, kind: str, pictures: Pictures) -> None:
         if self.reporter:

@@ -226,8 +226,7 @@ def export(
         raise UserError(f"--output {folder}: {error.strerror}") from None
     try:
         notes += form.write(exported, partial, save_weights)
-        has_head = (partial / "head.safetensors").is_file()
-        if card := model_card(stored, exported, tool.reader, has_head=has_head):
+        if card := model_card(stored, exported, tool.reader, has_head=(partial / "head.safetensors").is_file()):
             (partial / "README.md").write_text(card)
         largest, scale = _compare(form.predict(exported), form.load(partial), exported.image.img_size)
         reader = f"{tool.reader} {version(tool.reader)}"

@@ -243,7 +243,7 @@ class InitialCheckpoint:
         if self._foreign or not self._of_timm:
             encoder = {name: tensor for name, tensor in of_parts.items() if "." not in name}
             self._values = _translate(model, tensors | self._marks | encoder)
-            self._values = {name: self._values[name] for name in self._values.keys() - self._marks.keys()}
+            self._values = {name: tensor for name, tensor in self._values.items() if name not in self._marks}
             require_tensors(self._values)
             self._values = {name: tensor for name, tensor in self._values.items() if tensor.numel()}
         else:

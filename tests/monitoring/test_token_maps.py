@@ -117,7 +117,7 @@ def drawn_at(path, step, image, images=2):
 
 def test_a_sheet_keeps_the_maps_of_several_steps(tmp_path):
     # Catches: only the newest maps, steps that a resumed run repeats, a sheet that grows with each evaluation, a
-    # scale of its own for each step.
+    # separate scale for each step.
     image, path = ImageConfig((8, 8), mean=(0.5,) * 3, std=(0.5,) * 3), tmp_path / "sheet.png"
 
     def steps():

@@ -36,7 +36,7 @@ def run(ranks, folder):
 
 @torch.no_grad()
 def features(checkpoint):
-    """Of timm's model with a file's weights, by timm alone."""
+    """Features of timm's model with a file's weights, computed without this project."""
     kwargs = {"num_classes": 0, "img_size": plain_dino.SIZE, **plain_dino.KWARGS}
     model = timm.create_model(plain_dino.MODEL, checkpoint_path=str(checkpoint), **kwargs).eval()
     images = torch.randn(3, 3, plain_dino.SIZE, plain_dino.SIZE, generator=torch.Generator().manual_seed(0))

@@ -113,8 +113,6 @@ class DrawnEmbed(EmbedLayer):
 class DrawnBlock(BlockLayer):
     """Mixed in before the class of a block layer: it receives its rotary table."""
 
-    reads_frequencies = True
-
     def rotary_table(self, tokens: torch.Tensor, freqs: torch.Tensor | None) -> torch.Tensor:
         """As `BlockLayer.rotary_table`, of tables [L, N, 2K]."""
         assert freqs is not None

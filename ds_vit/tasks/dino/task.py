@@ -27,7 +27,7 @@ from torch import nn
 
 from ds_vit.config import RunConfig
 from ds_vit.config.augmentation import AugmentConfig
-from ds_vit.config.run_folder import RunFolder
+from ds_vit.config.run_folder import SIMILARITY, RunFolder
 from ds_vit.data.field import Field
 from ds_vit.data.settings import NUM_GLOBAL, CropConfig, ImageConfig
 from ds_vit.data.sources.source import Source
@@ -582,7 +582,7 @@ class SelfDistillation(Task):
     @classmethod
     def panels(cls, folder: RunFolder) -> Mapping[str, Sequence[Panel]]:
         """As `Task.panels`: the similarity of patches at several steps."""
-        return {"Images": sheet(folder.picture("patch-similarity"), _SIMILARITIES)}
+        return {"Images": sheet(folder.picture(SIMILARITY), _SIMILARITIES)}
 
 
 def _local_size(config: RunConfig, model: SelfDistillationViT) -> int:
