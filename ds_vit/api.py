@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from ds_vit import config as flags
+from ds_vit.config import parser as flags
 from ds_vit.config.outside import pass_class
 from ds_vit.config.run_folder import RunFolder, weights_in
 from ds_vit.config.schema import PROGRAM_DATASET

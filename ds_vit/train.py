@@ -15,7 +15,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from ds_vit import config as flags
+from ds_vit.config import parser as flags
+from ds_vit.config.schema import RunConfig
 from ds_vit.config.units import parse_seconds
 from ds_vit.fault_tolerance import exit_codes
 from ds_vit.fault_tolerance.signals import Signals
@@ -46,7 +47,7 @@ def main(argv: Sequence[str] | None = None, program: str = "train.py") -> int:
 
 
 def train(
-    config: flags.RunConfig,
+    config: RunConfig,
     process: Process,
     signals: Signals | None = None,
     *,
@@ -229,7 +230,7 @@ def train(
         return summary, folder
 
 
-def _import_deepspeed(config: flags.RunConfig) -> tuple[str, int]:
+def _import_deepspeed(config: RunConfig) -> tuple[str, int]:
     """Import torch and DeepSpeed; gives the type of the accelerator, and how many GPUs there are."""
     from ds_vit.engine.start import quiet_deepspeed
 
@@ -247,7 +248,7 @@ def _import_deepspeed(config: flags.RunConfig) -> tuple[str, int]:
 
 
 @contextlib.contextmanager
-def _claim_folder(config: flags.RunConfig, signals: Signals | None, *, resumes: bool) -> Iterator[str]:
+def _claim_folder(config: RunConfig, signals: Signals | None, *, resumes: bool) -> Iterator[str]:
     """Lock the output folder for the block, on rank 0."""
     from ds_vit.training.output import FolderLock, check_folder, make_default_folder
 

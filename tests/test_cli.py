@@ -14,7 +14,8 @@ import pytest
 from project import ROOT
 
 from ds_vit import cli
-from ds_vit.config import RunConfig, spelling
+from ds_vit.config.flag import spelling
+from ds_vit.config.schema import RunConfig
 
 _COMMANDS = """
     train launch eval predict embed export import hosts doctor report compare shards plan bench from-timm

@@ -27,7 +27,7 @@ from runs import run_quietly
 from safetensors.torch import save_file
 
 from ds_vit import cli
-from ds_vit.config import build_parser
+from ds_vit.config.parser import build_parser
 from ds_vit.launching.this_host import free_port
 
 PAGES = [

@@ -63,8 +63,8 @@ def measure(model: str, folder: str, rounds: int) -> dict[str, float]:
     import torch
     import torch.distributed as dist
 
-    from ds_vit import config as flags
     from ds_vit.checkpoint.gather import RankShare
+    from ds_vit.config import parser as flags
     from ds_vit.config.run_folder import RunFolder
     from ds_vit.engine.start import device_of, quiet_deepspeed
     from ds_vit.fault_tolerance.signals import Signals

@@ -30,7 +30,7 @@ from deepspeed.accelerator import get_accelerator
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from ds_vit.config import parse
+from ds_vit.config.parser import parse
 from ds_vit.config.units import in_words, parse_bytes
 from ds_vit.engine.base import Engine
 from ds_vit.engine.start import quiet_deepspeed

@@ -20,7 +20,7 @@ import timm
 import torch
 from timm.optim import Lamb, muon, param_groups_weight_decay
 
-from ds_vit import config as flags
+from ds_vit.config import parser as flags
 from ds_vit.engine.base import Engine
 from ds_vit.engine.start import device_of, init_distributed, quiet_deepspeed
 from ds_vit.launching.process import discover, rendezvous

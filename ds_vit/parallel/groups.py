@@ -30,7 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ds_vit.config import RunConfig
+from ds_vit.config.schema import RunConfig
 from ds_vit.parallel.layout import AXES, Layout
 from ds_vit.parallel.tensor.collectives import TensorParallel
 

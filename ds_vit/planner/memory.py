@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ds_vit.config import RunConfig
 from ds_vit.config.batch import BatchSizes
 from ds_vit.config.deepspeed_rules import Checkpointing, Precision, elements_of_bucket, sums_in_fp32
+from ds_vit.config.schema import RunConfig
 from ds_vit.models.layers import BlockLayer, Layer
 from ds_vit.models.zoo import num_parameters
 from ds_vit.optim.build import STATES_OF_FALLBACK

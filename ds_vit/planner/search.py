@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ds_vit.config import RunConfig
 from ds_vit.config.batch import BatchSizes, nearest_dp, ways_to_share
 from ds_vit.config.deepspeed_rules import Checkpointing, Precision, with_fp32_sums
+from ds_vit.config.schema import RunConfig
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.layers import take_apart
 from ds_vit.models.zoo import ModelSpec, TimmViT, create_model, num_parameters

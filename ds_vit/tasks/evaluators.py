@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from ds_vit.config import RunConfig
+from ds_vit.config.schema import RunConfig
 from ds_vit.data.sources.source import Source
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.parallel.groups import Groups

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
-from ds_vit.config import RunConfig, spelling
+from ds_vit.config.flag import spelling
 from ds_vit.config.outside import is_outside, load_class, loaded
-from ds_vit.config.schema import names_in, tasks_of
+from ds_vit.config.schema import RunConfig, names_in, tasks_of
 from ds_vit.fault_tolerance.errors import UserError, did_you_mean
 from ds_vit.tasks.evaluators import KNN, LINEAR
 from ds_vit.tasks.metrics import Figure

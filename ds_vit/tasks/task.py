@@ -24,10 +24,9 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from ds_vit.config import RunConfig
 from ds_vit.config.outside import Configurable, word_of
 from ds_vit.config.run_folder import RunFolder, write_json
-from ds_vit.config.schema import names_in
+from ds_vit.config.schema import RunConfig, names_in
 from ds_vit.data.field import Field
 from ds_vit.data.fields import ImageField, LabelField
 from ds_vit.data.settings import ImageConfig

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ds_vit import config as flags
+from ds_vit.config import parser as flags
 from ds_vit.device import allocated_bytes, hardware_name, is_accelerator, peak_bytes, reset_peak_bytes
 from ds_vit.engine.start import device_of, quiet_deepspeed
 from ds_vit.fault_tolerance.errors import UserError

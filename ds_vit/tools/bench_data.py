@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ds_vit import config as flags
+from ds_vit.config import parser as flags
 from ds_vit.data.augment.crops import MultiCrop
 from ds_vit.data.augment.on_device import Crops, CuttingTransform, augmented
 from ds_vit.data.augment.steps import RandomResizedCrop, shielded

@@ -20,11 +20,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ds_vit import config as flags
-from ds_vit.config import config_class
+from ds_vit.config import parser as flags
 from ds_vit.config.deepspeed_json import MONITORS
 from ds_vit.config.flag import Scope
-from ds_vit.config.outside import source_changes
+from ds_vit.config.outside import config_class, source_changes
 from ds_vit.config.run_folder import RunFolder, write_json
 from ds_vit.config.schema import LAYOUT_FLAGS, RunConfig
 from ds_vit.data.sources.source import TRAIN_NAMES, VAL_NAMES, Source

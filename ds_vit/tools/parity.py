@@ -30,8 +30,9 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 import ds_vit
-from ds_vit import config as flags
+from ds_vit.config import parser as flags
 from ds_vit.config.deepspeed_json import BATCH_KEYS, load_json, overlay
+from ds_vit.config.flag import spelling
 from ds_vit.config.parser import at_least
 from ds_vit.config.run_folder import RunFolder
 from ds_vit.config.schema import LAYOUT_FLAGS
@@ -223,7 +224,7 @@ def parse_layout(text: str) -> LayoutRun:
             raise UserError("it has no words")
         own = flags.read_words(parser, [word for word, match in words if not match])
     except UserError as error:
-        made_of = f"a layout is made of ppN, tpN, zeroN, fp32, {', '.join(map(flags.spelling, _OF_LAYOUT))}"
+        made_of = f"a layout is made of ppN, tpN, zeroN, fp32, {', '.join(map(spelling, _OF_LAYOUT))}"
         problems = (f"layout {text!r}: {problem}" for problem in error.problems)
         raise UserError(*problems, remedy=f"{made_of}; dp follows from the number of ranks") from None
     stage, fp32 = degrees.pop("zero", None), bool(degrees.pop("fp", 0))
@@ -296,7 +297,7 @@ def compare(options: argparse.Namespace, values: Mapping[str, Any], folder: Path
     if idle := values.keys() & (
         _WITHOUT_EFFECT - {"set"} | (frozenset() if options.own_optimizer else _PROBE_REPLACES)
     ):
-        say(f"idle here: {', '.join(map(flags.spelling, sorted(idle)))}")
+        say(f"idle here: {', '.join(map(spelling, sorted(idle)))}")
     say(f"reference: {reference.name} ({reference.text})")
     legal = [layout for layout in layouts if not layout.problem]
     # Adam scales rounding in gradients that should be zero.

@@ -16,10 +16,9 @@ from inspect import getattr_static
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_vit.config import from_values, load_recipe
 from ds_vit.config.deepspeed_json import load_json
 from ds_vit.config.deepspeed_rules import Checkpointing, precision
-from ds_vit.config.parser import at_least, or_shipped
+from ds_vit.config.parser import at_least, from_values, load_recipe, or_shipped
 from ds_vit.config.run_folder import RunFolder, write_json
 from ds_vit.config.units import in_words, parse_kwargs
 from ds_vit.engine.start import quiet_deepspeed

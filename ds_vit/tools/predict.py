@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from ds_vit import config as flags
+from ds_vit.config import parser as flags
 from ds_vit.config.run_folder import to_json, written_whole
 from ds_vit.data.decode import ImageDecodeError
 from ds_vit.data.field import finished

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from ds_vit.checkpoint.folder import Checkpoint, Damaged, newest, open_checkpoint, step_of
-from ds_vit.config import RunConfig, config_class, spelling
 from ds_vit.config.batch import BatchSizes, nearest_batch, nearest_dp, ways_to_share
-from ds_vit.config.flag import Scope
+from ds_vit.config.flag import Scope, spelling
+from ds_vit.config.outside import config_class
 from ds_vit.config.run_folder import RunFolder
+from ds_vit.config.schema import RunConfig
 from ds_vit.data.sampler import SampleOrder
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.optim.schedules import LearningRate

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from ds_vit.config import RunConfig
 from ds_vit.config.batch import BatchSizes
+from ds_vit.config.schema import RunConfig
 from ds_vit.config.units import Interval
 from ds_vit.data.settings import Data, ImageConfig
 from ds_vit.engine.settings import EngineSettings

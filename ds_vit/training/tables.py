@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from ds_vit import config as flags
 from ds_vit.checkpoint.folder import marked
-from ds_vit.config import spelling
+from ds_vit.config import parser as flags
 from ds_vit.config.deepspeed_json import derived_path
+from ds_vit.config.flag import spelling
 from ds_vit.config.run_folder import BEST, RunFolder, write_json
 from ds_vit.config.schema import KEY_OF_FLAG, LAYOUT_FLAGS
 from ds_vit.config.units import in_words

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ds_vit import config as flags
 from ds_vit.checkpoint.tensors import save_weights
+from ds_vit.config import parser as flags
 from ds_vit.data.settings import PIXEL_FLAGS
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.zoo import create_model

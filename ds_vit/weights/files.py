@@ -25,8 +25,8 @@ from torch.utils.serialization import config as torch_config
 
 from ds_vit.checkpoint.folder import Damaged, marked, open_checkpoint, step_of
 from ds_vit.checkpoint.tensors import TensorFiles
-from ds_vit.config import load_recipe
 from ds_vit.config.deepspeed_json import leaves
+from ds_vit.config.parser import load_recipe
 from ds_vit.config.run_folder import BEST, WEIGHTS, RunFolder, weights_in
 from ds_vit.fault_tolerance.errors import UserError, first_line
 from ds_vit.models.layers import MAIN_TOWER

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from timm.data import ImageNetInfo, infer_imagenet_subset
 
-from ds_vit import config as flags
-from ds_vit.config.flag import Scope
+from ds_vit.config import parser as flags
+from ds_vit.config.flag import Scope, spelling
 from ds_vit.config.outside import config_class, source_changes
 from ds_vit.config.parser import print_once
 from ds_vit.config.run_folder import BEST
+from ds_vit.config.schema import RunConfig
 from ds_vit.data.settings import ImageConfig, resolve_pixels
 from ds_vit.fault_tolerance.errors import UserError, did_you_mean, read_text, stripped_lines
 from ds_vit.models.keyed_init import materialise
@@ -95,7 +96,7 @@ def load_source(
         )
     idle = idle_flags(task) if classifier else {}
     for name in idle.keys() & settings.keys():
-        raise UserError(f"{flags.spelling(name)} has no effect with --task {task.name}{idle[name]}")
+        raise UserError(f"{spelling(name)} has no effect with --task {task.name}{idle[name]}")
     if (task.has_text and with_text) or (task.mask_predictor and classifier):
         return load_whole(weights, values, task, labels)
     if not task.has_classes or task.mask_predictor:
@@ -144,7 +145,7 @@ def load_whole(
             f"the same folder (of {BEST}.safetensors into {of_best}); a checkpoint has all of it"
         )
     image = _filled(model, checkpoint, values)
-    tokenizer = str(values.get("tokenizer") or flags.RunConfig.default_of("tokenizer")) if task.has_text else ""
+    tokenizer = str(values.get("tokenizer") or RunConfig.default_of("tokenizer")) if task.has_text else ""
     texts = partial(task.text_tower, model) if task.has_text else None
     names = _labels(labels, weights, model) if task.has_classes else ()
     exported = Exported(model, image, names, weights.path, spec, tokenizer=tokenizer, text_tower=texts)

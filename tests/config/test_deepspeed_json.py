@@ -12,10 +12,12 @@ from curves import train_in
 from project import ROOT
 from published_files import FILES, RUN, WIDTH, ZERO2, ZERO3
 
-from ds_vit.config import RunConfig, deepspeed_json, deepspeed_rules, deepspeed_verdicts, parse
+from ds_vit.config import deepspeed_json, deepspeed_rules, deepspeed_verdicts
 from ds_vit.config.batch import BatchSizes, batch_sizes
 from ds_vit.config.deepspeed_json import overlay
 from ds_vit.config.deepspeed_keys import Block, DeepSpeedJson, model_of, read_json
+from ds_vit.config.parser import parse
+from ds_vit.config.schema import RunConfig
 from ds_vit.config.units import parse_set
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import Process

@@ -16,10 +16,10 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 from ranks import RankPool
 
-from ds_vit.config import RunConfig
 from ds_vit.config.deepspeed_json import overlay
 from ds_vit.config.deepspeed_keys import DeepSpeedJson, model_of
 from ds_vit.config.deepspeed_verdicts import NAMED, idle_keys
+from ds_vit.config.schema import RunConfig
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.training.resolve.deepspeed import IDLE, read
 

@@ -7,8 +7,8 @@ import shlex
 import pytest
 import timm
 
-from ds_vit.config import parse, timm_flags
-from ds_vit.config.parser import build_parser
+from ds_vit.config import timm_flags
+from ds_vit.config.parser import build_parser, parse
 from ds_vit.config.timm_command import ORIGINS, translate
 from ds_vit.tasks.clip.tower import TEXT_MODELS
 

@@ -7,9 +7,10 @@ from types import MappingProxyType
 import pytest
 import yaml
 
-from ds_vit import config as flags
-from ds_vit.config import RunConfig, parse
-from ds_vit.config.parser import help_of
+from ds_vit.config import parser as flags
+from ds_vit.config.flag import spelling
+from ds_vit.config.parser import help_of, parse
+from ds_vit.config.schema import RunConfig
 
 BASE = ["--deepspeed_config", "x.json", "--data-dir", "d"]
 
@@ -132,14 +133,10 @@ def test_every_flag_of_numbers_has_a_finite_range(name):
         given = value if several is None else (value,) * (several or 3)
         settings = {"deepspeed_config": "x.json", "data_dir": "d", name: given}
         said = f"(?:{re.escape(RunConfig.range_of(name))}|takes (a |auto or a )?whole numbers?), not "
-        with pytest.raises(ValueError, match=f"{flags.spelling(name)} {said}"):
+        with pytest.raises(ValueError, match=f"{spelling(name)} {said}"):
             flags.from_values(settings)
-        words = (
-            [flags.spelling(name), *map(str, given)]
-            if isinstance(given, tuple)
-            else [f"{flags.spelling(name)}={value}"]
-        )
-        with pytest.raises(ValueError, match=re.escape(flags.spelling(name))):
+        words = [spelling(name), *map(str, given)] if isinstance(given, tuple) else [f"{spelling(name)}={value}"]
+        with pytest.raises(ValueError, match=re.escape(spelling(name))):
             parse([*BASE, *words])
 
 

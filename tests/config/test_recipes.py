@@ -15,7 +15,7 @@ from curves import read_rows, train_in, train_rows
 from project import ROOT
 from timm.models import save_for_hf
 
-from ds_vit import config
+from ds_vit.config import parser as config
 
 RECIPES = ROOT / "launch" / "recipes"
 NAMES = ("deit3_small", "mae_finetune_base", "mae_pretrain_base", "bigvision_s16_90ep", "augreg")

@@ -12,9 +12,9 @@ import yaml
 from timm.optim import get_optimizer_info
 
 from ds_vit import cli
-from ds_vit.config import from_values, parse, timm_flags
+from ds_vit.config import timm_flags
 from ds_vit.config.deepspeed_json import overlay
-from ds_vit.config.parser import build_parser
+from ds_vit.config.parser import build_parser, from_values, parse
 from ds_vit.config.schema import RunConfig
 from ds_vit.config.timm_command import translate
 from ds_vit.fault_tolerance.errors import UserError

@@ -13,8 +13,8 @@ from micro_batches import Loaded, load
 from PIL import Image
 
 from ds_vit.cli import main
-from ds_vit.config import RunConfig
 from ds_vit.config.augmentation import AugmentConfig
+from ds_vit.config.schema import RunConfig
 from ds_vit.data.decode import ImageDecodeError
 from ds_vit.data.masks import MaskField, ScaleCrop, SceneImages, crop_mask
 from ds_vit.data.sampler import Share

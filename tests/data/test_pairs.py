@@ -17,7 +17,7 @@ from micro_batches import load
 from picture_folders import encoded, made
 from shards import write_shard
 
-from ds_vit import config as flags
+from ds_vit.config import parser as flags
 from ds_vit.config.augmentation import AugmentConfig, MixConfig
 from ds_vit.config.schema import TASK_SETTINGS
 from ds_vit.data.decode import ImageDecodeError

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from timm.data.auto_augment import augment_and_mix_transform, auto_augment_transform, rand_augment_transform
 
-from ds_vit import config as flags
 from ds_vit.config import augmentation
+from ds_vit.config import parser as flags
 from ds_vit.config.augmentation import MixConfig
 from ds_vit.data.settings import ImageConfig
 

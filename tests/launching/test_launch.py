@@ -19,7 +19,7 @@ import pytest
 from curves import assert_same_curve, read_rows, train_in
 from project import ON_CPU, ROOT, project_files, wait_until
 
-from ds_vit import config
+from ds_vit.config import parser as config
 from ds_vit.data.text import build_tokenizer
 from ds_vit.launching.this_host import free_port
 

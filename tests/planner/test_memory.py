@@ -9,7 +9,7 @@ from pairwise import cover
 from peaks import train_and_watch
 from project import ROOT
 
-from ds_vit.config import parse
+from ds_vit.config.parser import parse
 from ds_vit.launching.process import Process
 from ds_vit.training.cost import Cost
 from ds_vit.training.resolve import resolve

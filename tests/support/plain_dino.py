@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 
 from ds_vit import randomness
 from ds_vit.checkpoint.load import tensors_of_json
-from ds_vit.config import RunConfig
+from ds_vit.config.schema import RunConfig
 from ds_vit.data.augment.crops import MultiCrop, block_masks
 from ds_vit.data.sampler import SampleOrder
 from ds_vit.data.settings import CropConfig, ImageConfig

@@ -22,7 +22,7 @@ KINDS = {
 
 def resolved(argv, world=1, rank=0, *, on_cpu=True):
     """What a run on so many ranks of one host resolves to, on one of them, in this process."""
-    from ds_vit.config import parse
+    from ds_vit.config.parser import parse
     from ds_vit.launching.process import Process
     from ds_vit.training.resolve import resolve
     from ds_vit.training.run import World

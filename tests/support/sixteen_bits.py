@@ -261,7 +261,7 @@ def train_on_rank(
 
     from runs import pretend_fp16
 
-    from ds_vit import config as flags
+    from ds_vit.config import parser as flags
     from ds_vit.engine.start import quiet_deepspeed
     from ds_vit.launching.process import discover
     from ds_vit.parallel.groups import build_groups

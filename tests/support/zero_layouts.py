@@ -33,7 +33,7 @@ def words(folder, stage, changes, path):
 
 def start(argv):
     """An engine as a run builds it."""
-    from ds_vit import config as flags
+    from ds_vit.config import parser as flags
     from ds_vit.engine.start import init_distributed, quiet_deepspeed
     from ds_vit.launching.process import discover, rendezvous
     from ds_vit.parallel.groups import build_groups

@@ -15,7 +15,7 @@ from runs import resolved
 from safetensors.torch import load_file
 from timm.layers.pos_embed_sincos import RotaryEmbeddingDinoV3
 
-from ds_vit.config import RunConfig
+from ds_vit.config.schema import RunConfig
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.layers import MAIN_TOWER, take_apart_towers, tower_of
 from ds_vit.planner.counting import kept_by_layers

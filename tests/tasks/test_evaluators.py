@@ -18,7 +18,7 @@ from sklearn.neighbors import KNeighborsClassifier
 from sklearn.preprocessing import StandardScaler
 from vits import timm_state_dict
 
-from ds_vit import config as flags
+from ds_vit.config import parser as flags
 from ds_vit.data.rows import EvalRows
 from ds_vit.data.sampler import Share
 from ds_vit.data.sources.datasets import open_source

@@ -20,7 +20,7 @@ from runs import resolved
 from safetensors.torch import load_file
 from vits import timm_state_dict
 
-from ds_vit import config as flags
+from ds_vit.config import parser as flags
 from ds_vit.data.fields import ImageField
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.keyed_init import initialise

@@ -192,7 +192,7 @@ def shares_on_rank(dp, tp, cases):
     """On a rank: the shares of several cases by name (part, dtype, masks, micro-batches)."""
     import torch.distributed as dist
 
-    from ds_vit.config import RunConfig
+    from ds_vit.config.schema import RunConfig
     from ds_vit.parallel.groups import build_groups, gather_rows
     from ds_vit.parallel.layout import Layout
     from ds_vit.parallel.tensor.class_parallel import own_classes

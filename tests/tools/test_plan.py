@@ -15,7 +15,7 @@ from project import ROOT
 from timm.models import save_for_hf
 
 from ds_vit.cli import main
-from ds_vit.config import parse
+from ds_vit.config.parser import parse
 from ds_vit.launching.process import Process
 from ds_vit.models.large_sizes import SIZES
 from ds_vit.models.zoo import ModelSpec, create_model

@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from ds_vit.config import RunConfig
 from ds_vit.config.deepspeed_keys import DeepSpeedJson
 from ds_vit.config.deepspeed_rules import Checkpointing, Precision
+from ds_vit.config.schema import RunConfig
 from ds_vit.engine.settings import EngineSettings
 from ds_vit.parallel.groups import Groups
 from ds_vit.parallel.layout import Layout

@@ -15,9 +15,9 @@ from project import ROOT
 from runs import refusal, resolved, run_quietly
 
 from ds_vit.checkpoint.folder import Checkpoint, newest
-from ds_vit.config import RunConfig, spelling
 from ds_vit.config.batch import BatchSizes
-from ds_vit.config.flag import Scope
+from ds_vit.config.flag import Scope, spelling
+from ds_vit.config.schema import RunConfig
 from ds_vit.config.units import Interval, parse_seconds
 from ds_vit.data.sampler import SampleOrder
 from ds_vit.fault_tolerance.errors import UserError

@@ -20,7 +20,7 @@ from runs import refusal, resolved
 from safetensors.torch import load_file, save_file
 from timm.models import save_for_hf
 
-from ds_vit.config import parse
+from ds_vit.config.parser import parse
 from ds_vit.models import hub
 
 NAME = "vit_tiny_patch16_224"

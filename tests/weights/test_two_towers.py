@@ -23,7 +23,7 @@ from token_files import write_tokenizer
 from vits import shake
 
 from ds_vit import cli
-from ds_vit.config import RunConfig
+from ds_vit.config.schema import RunConfig
 from ds_vit.data.text import FileTokenizer, build_tokenizer
 from ds_vit.models.keyed_init import initialise, materialise
 from ds_vit.models.layers import take_apart_towers, tower_of

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from ds_vit.config import RunConfig
+from ds_vit.config.schema import RunConfig
 from ds_vit.models.layers import TokenCount
 
 

@@ -10,7 +10,7 @@ from functools import partial, singledispatch
 import torch
 from torch import nn
 
-from ds_vit.config import RunConfig
+from ds_vit.config.schema import RunConfig
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.conversions import cast_block_buffers, norms_in_fp32
 from ds_vit.models.keyed_drop import KeyedDropout, convert, mix_in

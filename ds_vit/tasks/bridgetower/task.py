@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from ds_vit.config import RunConfig
+from ds_vit.config.schema import RunConfig
 from ds_vit.data.sources.source import Source
 from ds_vit.data.text import Tokenizer, build_tokenizer, default_context_length
 from ds_vit.models.layers import MAIN_TOWER

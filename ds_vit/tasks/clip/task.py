@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from timm.models import group_parameters
 from torch import nn
 
-from ds_vit.config import RunConfig
 from ds_vit.config.run_folder import RunFolder
+from ds_vit.config.schema import RunConfig
 from ds_vit.data.field import Field
 from ds_vit.data.fields import TextField
 from ds_vit.data.settings import ImageConfig

@@ -25,9 +25,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from ds_vit.config import RunConfig
 from ds_vit.config.augmentation import AugmentConfig
 from ds_vit.config.run_folder import SIMILARITY, RunFolder
+from ds_vit.config.schema import RunConfig
 from ds_vit.data.field import Field
 from ds_vit.data.settings import NUM_GLOBAL, CropConfig, ImageConfig
 from ds_vit.data.sources.source import Source

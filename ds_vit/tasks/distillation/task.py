@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from timm.models import VisionTransformerDistilled
 from torch import nn
 
-from ds_vit.config import RunConfig
+from ds_vit.config.schema import RunConfig
 from ds_vit.models.layers import MAIN_TOWER, Layer, TokenCount, copy_to_take_apart, take_apart
 from ds_vit.models.zoo import ModelSpec, create_model, image_size
 from ds_vit.parallel.tensor.class_parallel import SoftmaxCrossEntropy, SoftmaxDivergence, gather_logits, own_classes

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 from torchvision.utils import make_grid
 
-from ds_vit.config import RunConfig
 from ds_vit.config.run_folder import RunFolder
+from ds_vit.config.schema import RunConfig
 from ds_vit.data.field import Derived, Field
 from ds_vit.data.sampler import evaluation_keys
 from ds_vit.data.settings import ImageConfig

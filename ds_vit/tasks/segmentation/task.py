@@ -21,8 +21,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from ds_vit.config import RunConfig
 from ds_vit.config.run_folder import RunFolder
+from ds_vit.config.schema import RunConfig
 from ds_vit.data.field import Field
 from ds_vit.data.masks import MaskField, SceneImages
 from ds_vit.data.settings import ImageConfig

@@ -18,9 +18,9 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from ds_vit.config import RunConfig
 from ds_vit.config.flag import Scope
 from ds_vit.config.outside import source_changes
+from ds_vit.config.schema import RunConfig
 from ds_vit.config.units import Interval, all_sizes
 from ds_vit.data.image_sizes import ImageSizes, size_schedule
 from ds_vit.data.sources.source import Source

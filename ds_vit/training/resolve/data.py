@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from ds_vit.config import RunConfig
 from ds_vit.config.batch import BatchSizes, batch_sizes
 from ds_vit.config.deepspeed_json import BATCH_KEYS
-from ds_vit.config.schema import PROGRAM_DATASET
+from ds_vit.config.schema import PROGRAM_DATASET, RunConfig
 from ds_vit.config.units import parse_set
 from ds_vit.data.decode import describe_depth, require_fast, require_fast_on_device
 from ds_vit.data.sampler import SampleOrder, Share

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from ds_vit.config import RunConfig, deepspeed_rules
+from ds_vit.config import deepspeed_rules
 from ds_vit.config.batch import BatchSizes
 from ds_vit.config.deepspeed_json import (
     BATCH_KEYS,
@@ -25,7 +25,7 @@ from ds_vit.config.deepspeed_rules import Precision
 from ds_vit.config.deepspeed_verdicts import idle_keys, rejected
 from ds_vit.config.flag import spelling
 from ds_vit.config.rules import written
-from ds_vit.config.schema import KEY_OF_FLAG
+from ds_vit.config.schema import KEY_OF_FLAG, RunConfig
 from ds_vit.config.units import parse_set
 from ds_vit.engine.settings import EngineSettings
 from ds_vit.fault_tolerance.errors import UserError

@@ -6,7 +6,7 @@ import shutil
 import sysconfig
 from pathlib import Path
 
-from ds_vit.config import RunConfig
+from ds_vit.config.schema import RunConfig
 from ds_vit.device import has_graphs
 from ds_vit.engine.settings import EngineSettings
 from ds_vit.fault_tolerance.errors import UserError

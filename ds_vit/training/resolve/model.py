@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from ds_vit.config import RunConfig, spelling
 from ds_vit.config.batch import BatchSizes
+from ds_vit.config.flag import spelling
+from ds_vit.config.schema import RunConfig
 from ds_vit.config.units import all_sizes
 from ds_vit.data.field import origins
 from ds_vit.data.settings import Data, ImageConfig, resolve_pixels

@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 
-from ds_vit import config as flags
-from ds_vit.config import RunConfig
 from ds_vit.config.deepspeed_keys import DeepSpeedJson
 from ds_vit.config.deepspeed_rules import check_grad_norm
-from ds_vit.config.schema import KEY_OF_FLAG
+from ds_vit.config.flag import spelling
+from ds_vit.config.schema import KEY_OF_FLAG, RunConfig
 from ds_vit.config.units import parse_steps
 from ds_vit.data.sampler import SampleOrder
 from ds_vit.engine.settings import EngineSettings
@@ -168,7 +167,7 @@ def _unreached(config: RunConfig, steps_per_epoch: int, run: int, of_task: Seque
     given = {name: getattr(config, name) or 0 for name in counted}
     length = f"the run has {run:,} steps, {run / steps_per_epoch:.3g} epochs"
     return [
-        f"{flags.spelling(name)} {given[name]} is not reached: {length}"
+        f"{spelling(name)} {given[name]} is not reached: {length}"
         for name, steps in counted.items()
         # What acts after an epoch needs a step of the next one.
         if given[name] and given[name] * steps + ("epoch" in name) > run
@@ -179,9 +178,7 @@ def _check_one_schedule(config: RunConfig, json: DeepSpeedJson, path: str) -> No
     """Reject flags of a schedule next to the JSON's scheduler, except those that fill an "auto" of its parameters."""
     fixed = (name for name, parameter in _FILLS.items() if f"scheduler.params.{parameter}" not in json.auto)
     names = (*_EXCLUDED, *fixed)
-    both = [
-        flags.spelling(n) for n in names if n in config.model_fields_set and getattr(config, n) != config.default_of(n)
-    ]
+    both = [spelling(n) for n in names if n in config.model_fields_set and getattr(config, n) != config.default_of(n)]
     if both:
         kind = json.given("scheduler.type")
         raise UserError(f'{path} has a "scheduler" ({kind}) and {", ".join(both)} asks for another; keep one')

@@ -7,7 +7,7 @@ import inspect
 from pathlib import Path
 from typing import Any
 
-from ds_vit import config as flags
+from ds_vit.config import rules
 from ds_vit.config.flag import Scope
 from ds_vit.config.outside import is_outside, source_of
 from ds_vit.config.schema import KEY_OF_FLAG
@@ -57,7 +57,7 @@ def resolved_flags(run: Run) -> dict[str, Any]:
         if config.epochs is None and config.max_steps is None:
             values["epochs"] = DEFAULT_EPOCHS
     # A resolved value of a flag that does nothing here (the crop of a split that is not evaluated) would be rejected.
-    idle = {name for name in flags.idle_flags(config) if values[name] != config.default_of(name)}
+    idle = {name for name in rules.idle_flags(config) if values[name] != config.default_of(name)}
     idle |= idle_flags(type(run.model.task)).keys()
     return {name: value for name, value in values.items() if value is not None and name not in idle}
 

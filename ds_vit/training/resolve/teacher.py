@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ds_vit.config import RunConfig, load_recipe
+from ds_vit.config.parser import load_recipe
+from ds_vit.config.schema import RunConfig
 from ds_vit.data.settings import PIXEL_FLAGS
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.zoo import ModelSpec, TeacherSpec, TimmViT, image_size
