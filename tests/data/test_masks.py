@@ -21,7 +21,7 @@ from ds_vit.data.sampler import Share
 from ds_vit.data.settings import ImageConfig
 from ds_vit.data.sources import masks
 from ds_vit.data.sources.combined import hold_out, mixed
-from ds_vit.data.sources.masks import MaskValues, decode_mask, default_palette, size_of_mask
+from ds_vit.data.sources.masks import Labels, decode_mask, default_palette, size_of_mask
 from ds_vit.data.sources.source import NoSuchSplit, Source
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.tasks.segmentation.task import Segmentation
@@ -110,8 +110,8 @@ def test_each_kind_of_file_has_its_values_and_a_header_with_its_size(kind):
     mask = blocks(1)
     data, factor = FILES[kind](mask), 300 if "16" in kind or kind == "npy" else 1
     assert np.array_equal(decode_mask(data, "m"), mask.astype(np.int64) * factor)
-    values = MaskValues([0, factor], [2 * factor], "")
-    classes = values.classes(decode_mask(data, "m"), "m")
+    labels = Labels(["a", "b"], [0, factor], [2 * factor], "")
+    classes = labels.classes(decode_mask(data, "m"), "m")
     assert classes.dtype == np.int16
     assert np.array_equal(classes, np.array([0, 1, -1])[mask])
     cut = data if "tiff" in kind else data[: len(data) - 60]  # a TIFF header may lie at the end

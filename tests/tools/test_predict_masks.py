@@ -172,7 +172,7 @@ def test_a_run_keeps_the_labels_of_its_data(tmp_path):
     write_labels(tmp_path, source)
     labels = find_labels(str(tmp_path), None, 255, False)
     assert labels.names == source.class_names
-    assert np.array_equal(labels.values.values, source.entry("values", 0))
+    assert np.array_equal(labels.values, source.entry("values", 0))
     assert np.array_equal(labels.colours, source.entry("colours", 0))
 
 

@@ -4,7 +4,7 @@
     DIR/labels.csv
 
 An image and its mask have the same path below the two folders, without the extension. A mask has one whole number per
-pixel. The classes are those of labels.csv, else the values 0 to N - 1 of --num-classes N. `MaskValues` turns the
+pixel. The classes are those of labels.csv, else the values 0 to N - 1 of --num-classes N. `Labels` turns the
 values into classes, 0 to C - 1, and `IGNORED`.
 
 Shapes: H x W a file's pixels, C classes.
@@ -20,14 +20,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 from PIL import Image
 
 from ds_vit.data.augment.steps import Size
 from ds_vit.data.decode import ImageDecodeError, undecodable
-from ds_vit.data.sources.combined import Subset, first_part, part_of
+from ds_vit.data.sources.combined import Subset
 from ds_vit.data.sources.folders import FileSource, read_table, require_utf8, walk
 from ds_vit.data.sources.hugging_face import open_hugging_face
 from ds_vit.data.sources.source import (
@@ -123,17 +123,22 @@ def _read(
         raise undecodable(name, error) from error
 
 
-class MaskValues:
-    """Which values of a data set's masks are which class.
+class Labels:
+    """The classes of a data set's masks.
 
     Args:
-        values: of the classes, in the order of their numbers; all differ, from 0 to `MOST_VALUE`.
+        names: of the classes, in the order of their numbers.
+        values: of their pixels in files; all differ, from 0 to `MOST_VALUE`.
         ignored: values that belong to no class; negative ones are in no mask.
         rule: what the classes are and what to do about another value, for the message.
+
+    Attributes:
+        colours: of the classes, uint8 [C, 3]; if nothing else sets them, those of their values in `default_palette`.
     """
 
-    def __init__(self, values: Sequence[int], ignored: Iterable[int], rule: str) -> None:
-        self.values, self._rule = np.array(values, dtype=np.int64), rule
+    def __init__(self, names: Sequence[str], values: Sequence[int], ignored: Iterable[int], rule: str) -> None:
+        self.names, self.values, self._rule = tuple(names), np.array(values, dtype=np.int64), rule
+        self.colours = default_palette(max(values) + 1)[self.values]
         self.table = np.full(_OUTSIDE + 1, _UNKNOWN, dtype=np.int16)
         self.table[[value for value in ignored if value >= 0]] = IGNORED
         self.table[self.values] = np.arange(len(values))
@@ -200,15 +205,6 @@ def of_masks(source: Source, entry: str, indices: Iterable[int], function: Calla
 # ---- classes ---------------------------------------------------------------------------------------------------------
 
 
-class Labels(NamedTuple):
-    """The names of the classes in the order of their numbers, which values of files they are, and their colours, uint8
-    [C, 3]: those of the table, else of the values in `default_palette`."""
-
-    names: tuple[str, ...]
-    values: MaskValues
-    colours: np.ndarray
-
-
 def find_labels(folder: str, num_classes: int | None, ignore_index: int | None, reduce_zero_label: bool) -> Labels:
     """The classes of a folder: those of its labels.csv, else of --num-classes.
 
@@ -246,10 +242,10 @@ def find_labels(folder: str, num_classes: int | None, ignore_index: int | None, 
         raise UserError(f"{folder}: the value {value} is a class, which {ignored[value]} leaves out; {way_out}")
     if len(names) > MOST_CLASSES:
         raise UserError(f"{folder}: masks have at most {MOST_CLASSES:,} classes, not {len(names):,}")
-    palette = default_palette(max(values) + 1)[[*values]]
+    labels = Labels(names, values, ignored, rule)
     if all(colours):
-        palette = np.array([[*bytes.fromhex(colour)] for colour in colours], dtype=np.uint8)
-    return Labels(names, MaskValues(values, ignored, rule), palette)
+        labels.colours = np.array([[*bytes.fromhex(colour)] for colour in colours], dtype=np.uint8)
+    return labels
 
 
 def _read_labels(path: str) -> list[tuple[int, str, str]]:
@@ -291,25 +287,25 @@ def pair_files(images: str, masks: str) -> tuple[list[tuple[str, str]], str]:
         Each image with its mask in the images' natural order, and what is wrong with the names of the files ("" if
         nothing is).
     """
-    sides: list[dict[str, str]] = []
-    problems = []
-    for root, extensions in ((images, IMAGE_EXTENSIONS), (masks, MASK_EXTENSIONS)):
-        sides.append({})
+    roots, problems = (images, masks), []
+    sides: tuple[dict[str, str], dict[str, str]] = {}, {}
+    for root, side, extensions in zip(roots, sides, (IMAGE_EXTENSIONS, MASK_EXTENSIONS), strict=True):
         for path in in_natural_order(walk(root)):
             stem, extension = posixpath.splitext(path)
             if extension.lower() not in extensions or hidden(path):
                 continue
-            if (other := sides[-1].setdefault(stem, path)) != path:
+            if (other := side.setdefault(stem, path)) != path:
                 why = "have one path without extension, by which images and masks are paired"
                 problems.append(f"{root}: {other} and {path} {why}; rename or remove one")
     if not sides[0]:
         problems.append(f"{images} holds no images ({SUPPORTED})")
-    lone = ""
-    for own, here, other_side, there in ((sides[0], images, sides[1], masks), (sides[1], masks, sides[0], images)):
-        if rest := [path for stem, path in own.items() if stem not in other_side]:
-            lone = f"an image and its mask ({' '.join(MASK_EXTENSIONS)}) have the same path without extension"
-            problems.append(f"{len(rest)} of {len(own)} files of {here} have no partner in {there}: {shortened(rest)}")
-    problems += [f"{lone}: add what is missing, or remove the other"] * bool(lone)
+    for here, there in ((0, 1), (1, 0)):
+        if lone := [path for stem, path in sides[here].items() if stem not in sides[there]]:
+            number = f"{len(lone)} of {len(sides[here])} files of {roots[here]}"
+            problems.append(f"{number} have no partner in {roots[there]}: {shortened(lone)}")
+    if sides[0].keys() != sides[1].keys():
+        rule = f"an image and its mask ({' '.join(MASK_EXTENSIONS)}) have the same path without extension"
+        problems.append(f"{rule}: add what is missing, or remove the other")
     return [(path, sides[1][stem]) for stem, path in sides[0].items() if stem in sides[1]], "; ".join(problems)
 
 
@@ -330,21 +326,21 @@ class MaskSource(Subset):
 
     def __init__(self, images: Source, masks: Source, labels: Labels) -> None:
         super().__init__(images, np.arange(len(images)))
-        self.class_names, self._values, self._colours = labels
-        self.multi_label, self._masks = True, masks
+        self.class_names, self.multi_label = labels.names, True
+        self._labels, self._masks = labels, masks
         self.entries = ("image", "mask", "mask_size", "values", "colours")
 
     def entry(self, name: str, index: int) -> Any:
         """As `Source.entry`."""
         if name in ("values", "colours"):
-            return self._values.values if name == "values" else self._colours
+            return getattr(self._labels, name)
         if name not in ("mask", "mask_size"):
             return super().entry(name, index)
         where = self._masks.describe(index)
         with open(where, "rb") if os.path.isfile(where) else io.BytesIO(self._masks.encoded(index) or b"") as file:
             if name == "mask_size":
                 return size_of_mask(file, where)
-            return self._values.classes(decode_mask(file.read(), where), where)
+            return self._labels.classes(decode_mask(file.read(), where), where)
 
     def target(self, index: int) -> np.ndarray:
         """As `Source.target`, except that the mask is decoded."""
@@ -353,46 +349,37 @@ class MaskSource(Subset):
     def identity(self) -> tuple[np.ndarray, ...]:
         """As `Source.identity`: the names of the files and the classes; no mask is read."""
         names = np.array([name.encode() for name in self.class_names], dtype=np.bytes_)
-        return *super().identity(), names, self._values.table
-
-
-def open_pairs(images: str, masks: str, labels: Labels) -> MaskSource:
-    """The images below one folder with the masks below another.
-
-    Raises:
-        UserError: what `pair_files` finds wrong.
-    """
-    pairs, problem = pair_files(images, masks)
-    if problem:
-        raise UserError(problem)
-    targets = np.zeros(len(pairs), dtype=np.int64)
-    sides = [FileSource(root, [pair[side] for pair in pairs], targets) for side, root in enumerate((images, masks))]
-    return MaskSource(sides[0], sides[1], labels)
+        return *super().identity(), names, self._labels.table
 
 
 # ---- opening ---------------------------------------------------------------------------------------------------------
 
 
-def open_masks(dataset: str, folder: str, split: str, labels_of: Callable[[str], Labels]) -> Source:
+def open_masks(
+    dataset: str, folder: str, split: str, num_classes: int | None, ignore_index: int, reduce_zero_label: bool
+) -> MaskSource:
     """A split of --dataset and --data-dir.
 
     Args:
         dataset: hfds/PATH, parquet/PATH, or "" for `folder`.
         folder: a --data-dir; "" for none.
-        split: its name; `train[:10%]` is a part of it.
-        labels_of: the classes of a folder.
+        split: its name.
+        num_classes: as for `find_labels`.
+        ignore_index: as for `find_labels`.
+        reduce_zero_label: as for `find_labels`.
 
     Raises:
         NoSuchSplit: there is no such split.
         UserError: no data, data without masks, or masks without their images.
     """
-    split, percent = part_of(split)
+    images: Source
+    masks: Source
     if not dataset and folder.startswith(_FORMS) and not os.path.exists(folder):
         dataset, folder = folder, ""
     if dataset.startswith(_FORMS):
         folder = os.path.join(folder, dataset.partition("/")[2])
-        rows = open_hugging_face(folder, split)
-        source = MaskSource(rows, rows.of_column(_COLUMNS), labels_of(folder))
+        images = rows = open_hugging_face(folder, split)
+        masks = rows.of_column(_COLUMNS)
     elif dataset or not folder:
         what = f"--dataset {dataset} has no masks" if dataset else "no data"
         raise UserError(f"{what}: pass --dataset scenes, hfds/PATH or parquet/PATH, or --data-dir DIR with {_LAYOUTS}")
@@ -400,9 +387,14 @@ def open_masks(dataset: str, folder: str, split: str, labels_of: Callable[[str],
         raise UserError(f"--data-dir {folder} is no folder")
     else:
         splits = find_splits(folder)
-        found = [splits[name] for name in synonyms_of(split) if name in splits]
-        if not found:
+        name = next((name for name in synonyms_of(split) if name in splits), None)
+        if name is None:
             where = f"{split}/images with {split}/masks"
             raise no_such_split(folder, split, where, f". The layouts are {_LAYOUTS}")
-        source = open_pairs(*found[0], labels_of(folder))
-    return source if percent == 100 else first_part(source, percent)
+        roots = splits[name]
+        pairs, problem = pair_files(*roots)
+        if problem:
+            raise UserError(problem)
+        targets = np.zeros(len(pairs), dtype=np.int64)
+        images, masks = (FileSource(roots[at], [pair[at] for pair in pairs], targets) for at in (0, 1))
+    return MaskSource(images, masks, find_labels(folder, num_classes, ignore_index, reduce_zero_label))

@@ -46,7 +46,7 @@ def predict_masks(exported: Exported, values: Mapping[str, Any], folder: Path) -
         mask, overlay = folder / "masks" / f"{stem}.png", folder / "overlays" / f"{stem}.jpg"
         for made in (mask, overlay):
             made.parent.mkdir(parents=True, exist_ok=True)
-        mask_picture(classes, labels.values.values, labels.colours).save(mask)
+        mask_picture(classes, labels.values, labels.colours).save(mask)
         pixels, names = decoded(Path(path).read_bytes(), path), exported.labels or labels.names
         overlay_picture(pixels, classes, names, labels.colours).save(overlay, quality=90)
         return mask

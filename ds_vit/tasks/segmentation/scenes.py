@@ -10,7 +10,6 @@ import numpy as np
 from PIL import Image
 
 from ds_vit import randomness
-from ds_vit.data.sources.combined import first_part, part_of
 from ds_vit.data.sources.datasets import DigitsSource
 from ds_vit.data.sources.masks import IGNORED, default_palette, pixels_of_classes
 from ds_vit.data.sources.source import TRAIN_NAMES, VAL_NAMES, Source
@@ -106,14 +105,12 @@ class SceneSource(Source):
         return f"scenes[{'train' if self._train else 'validation'}, {index}]"
 
 
-def open_scenes(split: str) -> Source:
-    """A split of the scenes, or `train[:10%]`.
+def open_scenes(split: str) -> SceneSource:
+    """A split of the scenes.
 
     Raises:
         UserError: there is no such split.
     """
-    split, percent = part_of(split)
     if split not in (*TRAIN_NAMES, *VAL_NAMES):
         raise UserError(f"scenes has no split {split!r}; it has train and validation")
-    source = SceneSource(train=split in TRAIN_NAMES)
-    return source if percent == 100 else first_part(source, percent)
+    return SceneSource(train=split in TRAIN_NAMES)

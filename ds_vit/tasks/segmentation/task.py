@@ -26,7 +26,8 @@ from ds_vit.config.schema import RunConfig
 from ds_vit.data.field import Field
 from ds_vit.data.masks import MaskField, SceneImages
 from ds_vit.data.settings import ImageConfig
-from ds_vit.data.sources.masks import IGNORED, find_labels, of_masks, open_masks, pixels_of_classes
+from ds_vit.data.sources.combined import first_part, part_of
+from ds_vit.data.sources.masks import IGNORED, of_masks, open_masks, pixels_of_classes
 from ds_vit.data.sources.source import Source
 from ds_vit.fault_tolerance.errors import EndedTogether, UserError
 from ds_vit.models.layers import MAIN_TOWER, Layer
@@ -114,10 +115,13 @@ class Segmentation(Task):
     @classmethod
     def open_source(cls, config: RunConfig, folder: str, split: str) -> Source:
         """As `Task.open_source`: images with masks."""
+        split, percent = part_of(split)
         if config.dataset == "scenes":
-            return open_scenes(split)
-        flags = config.num_classes, config.ignore_index, config.reduce_zero_label
-        return open_masks(config.dataset, folder, split, lambda of: find_labels(of, *flags))
+            source: Source = open_scenes(split)
+        else:
+            flags = config.num_classes, config.ignore_index, config.reduce_zero_label
+            source = open_masks(config.dataset, folder, split, *flags)
+        return source if percent == 100 else first_part(source, percent)
 
     def fields(self, *, training: bool) -> tuple[Field, ...]:
         """As `Task.fields`."""

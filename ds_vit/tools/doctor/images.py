@@ -19,7 +19,7 @@ from rich.progress import track
 
 from ds_vit.data.decode import ImageDecodeError, describe_depth, orientation, to_rgb, undecodable
 from ds_vit.data.sources.folders import walk
-from ds_vit.data.sources.masks import MaskValues, decode_mask, find_labels, find_splits, pair_files, require_same_size
+from ds_vit.data.sources.masks import Labels, decode_mask, find_labels, find_splits, pair_files, require_same_size
 from ds_vit.data.sources.source import IMAGE_EXTENSIONS, LABELS_FILE, hidden, is_image
 from ds_vit.data.sources.tars import members_of
 from ds_vit.fault_tolerance import exit_codes
@@ -45,8 +45,8 @@ class Problem(NamedTuple):
     reason: str = ""
 
 
-_Pair = tuple[str, str, MaskValues | None]
-"""An image, its mask, and which values are classes, if labels.csv says so."""
+_Pair = tuple[str, str, Labels | None]
+"""An image, its mask, and the classes, if labels.csv says them."""
 
 
 def check_images(folder: str, console: Console) -> int:
@@ -86,21 +86,21 @@ def _pairs(folder: str) -> tuple[list[_Pair], list[Problem]]:
     """The images with masks of a folder for segmentation, and what is wrong with their names."""
     pairs: list[_Pair] = []
     found: list[Problem] = []
-    splits, values = find_splits(folder), None
+    splits, labels = find_splits(folder), None
     if splits and os.path.isfile(os.path.join(folder, LABELS_FILE)):
-        values = find_labels(folder, None, None, False).values
+        labels = find_labels(folder, None, None, False)
     for roots in splits.values():
         both, problem = pair_files(*roots)
         found += [Problem("unpaired", roots[0], problem)] * bool(problem)
-        pairs += [(os.path.join(roots[0], image), os.path.join(roots[1], mask), values) for image, mask in both]
+        pairs += [(os.path.join(roots[0], image), os.path.join(roots[1], mask), labels) for image, mask in both]
     return pairs, found
 
 
-def _problem_of_mask(image: str, mask: str, values: MaskValues | None) -> Problem | None:
+def _problem_of_mask(image: str, mask: str, labels: Labels | None) -> Problem | None:
     try:
         found = decode_mask(Path(mask).read_bytes(), mask)
-        if values is not None:
-            values.classes(found, mask)
+        if labels is not None:
+            labels.classes(found, mask)
         with Image.open(image) as opened:
             require_same_size(image, (opened.height, opened.width), found.shape)
     except (UserError, OSError) as error:
