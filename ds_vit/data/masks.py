@@ -56,20 +56,14 @@ class ScaleCrop(RandomResizedCrop):
         return (top, left, height, width), InterpolationMode.BILINEAR
 
     def apply(self, image: Image.Image | Jpeg, parameters: tuple[Box, InterpolationMode]) -> Image.Image:
-        """The box of an RGB image, bilinear with antialiasing; of a JPEG file only its part is decoded.
+        """The box of an RGB image, bilinear with antialiasing.
 
         Raises:
             ImageDecodeError: the file is damaged.
         """
         (top, left, height, width), _ = parameters
-        above, before = max(top, 0), max(left, 0)
-        below, after = min(top + height, image.height), min(left + width, image.width)
-        if isinstance(image, Jpeg):
-            part = image.crop((above, before, below - above, after - before))
-        else:
-            part = image.crop((before, above, after, below))
         whole = Image.new("RGB", (width, height), self._colour)
-        whole.paste(part, (before - left, above - top))
+        whole.paste(image.image() if isinstance(image, Jpeg) else image, (-left, -top))
         return whole.resize(self._size[::-1], Image.Resampling.BILINEAR)
 
 
