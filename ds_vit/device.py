@@ -37,6 +37,17 @@ def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.to(device, non_blocking=True)
 
 
+@contextlib.contextmanager
+def matmul_precision(name: str) -> Iterator[None]:
+    """Multiply fp32 matrices by torch's "highest" (fp32) or "high" (TF32) for the block, in the whole process."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(name)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 def synchronize(device: torch.device) -> None:
     """Wait until the device has done everything that was queued; nothing on a CPU."""
     if is_accelerator(device):

@@ -100,17 +100,6 @@ def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     return torch._C._nn.linear(input, weight, bias)
 
 
-@contextlib.contextmanager
-def tf32_products() -> Iterator[None]:
-    """Let torch multiply fp32 matrices in TF32, for the whole process."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
 # ---- ZeRO's wrappers and DeepSpeed's engine, on the instance that a run uses ----------------------------------------
 
 

@@ -14,8 +14,9 @@ from typing import Any
 import deepspeed
 import torch
 
+from ds_vit.device import matmul_precision
 from ds_vit.engine.base import Engine
-from ds_vit.engine.patches import plain_linear_at_zero3, tf32_products, torch_linear_restored
+from ds_vit.engine.patches import plain_linear_at_zero3, torch_linear_restored
 from ds_vit.engine.pipeline import PipeEngine, StagedViT
 from ds_vit.engine.plain import PlainEngine
 from ds_vit.models.compiled import compile_block, compile_function, compiler_settings
@@ -34,7 +35,7 @@ def build_engine(run: Run, device: torch.device, groups: Groups) -> Engine:
     """This rank's part of the model, initialised and wrapped by DeepSpeed (a collective)."""
     with contextlib.ExitStack() as process_state:
         if run.config.tf32:
-            process_state.enter_context(tf32_products())
+            process_state.enter_context(matmul_precision("high"))
         if run.engine.compile_mode:
             process_state.enter_context(compiler_settings())
         if run.engine.zero_stage == 3 and run.engine.autocast:

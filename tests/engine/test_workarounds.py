@@ -36,9 +36,9 @@ def test_a_version_of_deepspeed_that_was_not_tested(monkeypatch):
 
 def test_tf32_ends_with_the_run():
     # Catches: a second run in the same process that multiplies in TF32 without --tf32.
-    from ds_vit.engine.patches import tf32_products
+    from ds_vit.device import matmul_precision
 
-    with tf32_products():
+    with matmul_precision("high"):
         assert torch.get_float32_matmul_precision() == "high"
     assert torch.get_float32_matmul_precision() == "highest"
 

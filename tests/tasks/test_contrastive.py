@@ -23,11 +23,10 @@ from runs import refusal, resolved
 from safetensors.torch import load_file, save_file
 
 from ds_vit.config.timm_flags import timm_answer
-from ds_vit.engine.patches import tf32_products
+from ds_vit.device import matmul_precision
 from ds_vit.models.param_groups import frozen_names
 from ds_vit.models.zoo import ModelSpec
-from ds_vit.tasks.clip import loss as contrastive_loss
-from ds_vit.tasks.clip.loss import ROWS_AT_ONCE, clip_loss, siglip_loss
+from ds_vit.tasks.clip.loss import CLIP_LOSS, ROWS_AT_ONCE, SIGLIP_LOSS
 from ds_vit.tasks.clip.task import Clip, SigLip
 from ds_vit.tasks.clip.tower import TextSettings, create_contrastive_model
 from ds_vit.tasks.clip.weights import CLIP_NAMES
@@ -36,8 +35,8 @@ from ds_vit.tasks.retrieval import places_of_partners
 from ds_vit.training.resolve.record import identity_of
 
 LOSSES = {
-    "clip": (clip_loss, (math.log(1 / 0.07),)),
-    "siglip": (siglip_loss, (math.log(10.0), -10.0)),
+    "clip": (CLIP_LOSS, (math.log(1 / 0.07),)),
+    "siglip": (SIGLIP_LOSS, (math.log(10.0), -10.0)),
 }
 
 
@@ -69,25 +68,23 @@ def test_loss_and_gradients_equal_open_clips(task, dtype, tolerance, monkeypatch
     loss, initial = LOSSES[task]
     features, logits = pairs(64, dtype=dtype), torch.tensor(initial, dtype=dtype, requires_grad=True)
     expected = gradients_of(theirs(task, features, logits), features, logits)
-    found = gradients_of(loss(*features, logits, lambda rows: rows, 0), features, logits)
+    found = gradients_of(loss(features, logits, lambda rows: rows, 0), features, logits)
     for ours, other in zip(found, expected, strict=True):
         assert torch.linalg.norm(ours - other) <= tolerance * torch.linalg.norm(other)
 
 
 @pytest.mark.parametrize("task", LOSSES)
-def test_tf32_does_not_reach_the_loss(monkeypatch, task):
+def test_tf32_does_not_reach_the_loss(task):
     # Catches: logits of up to 100 with mantissas of 10 bits.
-    terms, met = {"clip": "_softmax", "siglip": "_sigmoid"}[task], set()
-    of_logits = getattr(contrastive_loss, terms)
+    (loss, initial), met = LOSSES[task], set()
 
     def noted(*args):
         met.add(torch.get_float32_matmul_precision())
-        return of_logits(*args)
+        return loss.terms(*args)
 
-    monkeypatch.setattr(contrastive_loss, terms, noted)
-    loss, initial = LOSSES[task]
-    with tf32_products():
-        loss(*pairs(8, dtype=torch.float32), torch.tensor(initial, requires_grad=True), lambda rows: rows, 0).backward()
+    features, logits = pairs(8, dtype=torch.float32), torch.tensor(initial, requires_grad=True)
+    with matmul_precision("high"):
+        loss._replace(terms=noted)(features, logits, lambda rows: rows, 0).backward()
         assert torch.get_float32_matmul_precision() == "high"
     assert met == {"highest"}
 
@@ -97,12 +94,12 @@ def test_the_mean_over_ranks_is_the_loss_of_all_pairs(task):
     # Catches: labels without the rank's offset, a share that is divided by another number than the others.
     loss, initial = LOSSES[task]
     features, logits = pairs(48), torch.tensor(initial, dtype=torch.float64, requires_grad=True)
-    expected = gradients_of(loss(*features, logits, lambda rows: rows, 0), features, logits)
+    expected = gradients_of(loss(features, logits, lambda rows: rows, 0), features, logits)
     shares = []
     for first in (0, 16, 32):
         own = [rows[first : first + 16] for rows in features]
         whole = {id(part): rows for part, rows in zip(own, features, strict=True)}
-        shares.append(loss(*own, logits, lambda part, whole=whole: whole[id(part)], first))
+        shares.append(loss(own, logits, lambda part, whole=whole: whole[id(part)], first))
     found = gradients_of(sum(shares) / 3, features, logits)
     for ours, other in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, other, rtol=1e-12, atol=1e-15)
@@ -120,7 +117,7 @@ def test_memory_grows_linearly(task, dp):
         whole = {id(part): rows for part, rows in zip(own, features, strict=True)}
         with LargestTensor() as largest:
             with SavedBytes() as kept:
-                value = loss(*own, logits, lambda part, whole=whole: whole[id(part)], 0)
+                value = loss(own, logits, lambda part, whole=whole: whole[id(part)], 0)
             value.backward()
         assert largest.numbers <= max(ROWS_AT_ONCE * number, number * 32)
         assert largest.numbers < number**2

@@ -29,7 +29,7 @@ from ds_vit.models.keyed_init import initialise, materialise
 from ds_vit.models.layers import take_apart_towers, tower_of
 from ds_vit.models.zoo import ModelSpec, create_model
 from ds_vit.tasks.clip.export import example_captions, pairs
-from ds_vit.tasks.clip.loss import clip_loss, siglip_loss
+from ds_vit.tasks.clip.loss import CLIP_LOSS, SIGLIP_LOSS
 from ds_vit.tasks.clip.task import Clip
 from ds_vit.tasks.clip.tower import create_contrastive_model
 from ds_vit.tasks.registry import task_of
@@ -153,8 +153,8 @@ def test_transformers_computes_the_same(tmp_path, kind):
     close(out.logits_per_image, logits)
     state = run.model.state_dict()
     own = torch.cat([state[name] for name in ("text.logit_scale", "text.logit_bias") if name in state])
-    loss = siglip_loss if kind == "SigLIP" else clip_loss
-    close(out.loss, loss(images, texts, own, lambda rows: rows, 0))
+    loss = SIGLIP_LOSS if kind == "SigLIP" else CLIP_LOSS
+    close(out.loss, loss((images, texts), own, lambda rows: rows, 0))
     # And back, to the same values.
     checkpoint, again = loaded(found.folder, RECIPES[kind])
     assert_same(again, state)

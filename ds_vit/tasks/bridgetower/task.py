@@ -20,7 +20,7 @@ from ds_vit.models.zoo import ModelSpec
 from ds_vit.tasks.bridgetower.flags import SETTINGS
 from ds_vit.tasks.bridgetower.tower import BridgeTower, create_bridge_tower, model_folder
 from ds_vit.tasks.bridgetower.weights import FORMATS
-from ds_vit.tasks.clip.loss import bridge_tower_loss
+from ds_vit.tasks.clip.loss import BRIDGE_TOWER_LOSS
 from ds_vit.tasks.clip.task import Contrastive
 from ds_vit.tasks.metrics import Batch
 from ds_vit.tasks.task import StepContext
@@ -54,7 +54,7 @@ class BridgeTowerTask(Contrastive):
     feature_names = ("images", "texts", "both")
     logit_names = ("logit_scale",)
     shown_parameters: ClassVar = {"logit_scale": Contrastive.shown_parameters["text.logit_scale"]}
-    loss = staticmethod(bridge_tower_loss)
+    loss = BRIDGE_TOWER_LOSS
 
     model: BridgeTower
 

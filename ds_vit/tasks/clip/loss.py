@@ -9,12 +9,13 @@ Shapes: G pairs of the global batch, B of this rank (its rows), C rows at a time
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+
+from ds_vit.device import matmul_precision
 
 ROWS_AT_ONCE = 256
 
@@ -38,17 +39,6 @@ def _sigmoid(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, 
     return -F.logsigmoid(margins).sum(dim=1), -signs * (-margins).sigmoid()
 
 
-@contextlib.contextmanager
-def _full_precision() -> Iterator[None]:
-    """Multiply fp32 matrices in fp32 under --tf32 too: 10 bits of a logit of up to 100 would be 0.05 in the loss."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
 class _RowsAgainstColumns(torch.autograd.Function):
     """Mean over this rank's rows of their losses against all columns; gradients are computed in the forward pass."""
 
@@ -67,7 +57,7 @@ class _RowsAgainstColumns(torch.autograd.Function):
         total = rows.new_zeros((), dtype=torch.float64)
         d_rows, d_columns = torch.zeros_like(rows), torch.zeros_like(columns)
         d_scale, d_bias = torch.zeros_like(total), torch.zeros_like(total)
-        with _full_precision():
+        with matmul_precision("highest"):  # under --tf32 too: 10 bits of a logit of up to 100 would be 0.05 in the loss
             for start in range(0, len(rows), ROWS_AT_ONCE):
                 part = slice(start, min(start + ROWS_AT_ONCE, len(rows)))
                 labels = torch.arange(first + part.start, first + part.stop, device=rows.device)
@@ -89,80 +79,50 @@ class _RowsAgainstColumns(torch.autograd.Function):
         return *(grads[0] * gradient for gradient in ctx.saved_tensors), None, None
 
 
-def clip_loss(
-    images: torch.Tensor,
-    texts: torch.Tensor,
-    logits: torch.Tensor,
-    gather: Callable[[torch.Tensor], torch.Tensor],
-    first: int,
-) -> torch.Tensor:
-    """The symmetric cross-entropy of Radford et al. 2021 over this rank's rows.
+class PairLoss(NamedTuple):
+    """A contrastive loss: the mean of the losses of some pairs of features.
 
-    Args:
-        images: normalised features of this rank's images [B, E], in float32 or float64.
-        texts: those of their captions, alike.
-        logits: the logarithm of the logit scale [1].
-        gather: [B, E] → [G, E] over the ranks, differentiable.
-        first: place of this rank's first pair in the global batch.
-
-    Returns:
-        Scalar; its mean over the ranks is the loss of the global batch.
+    Attributes:
+        pairs: which features are the rows and which the columns, by their places among `features`.
+        terms: of the rows.
     """
-    scale = logits[0].exp()
-    none = torch.zeros_like(scale)
-    of_images = _RowsAgainstColumns.apply(images, gather(texts), scale, none, first, _softmax)
-    of_texts = _RowsAgainstColumns.apply(texts, gather(images), scale, none, first, _softmax)
-    return (of_images + of_texts) / 2
+
+    pairs: tuple[tuple[int, int], ...]
+    terms: _Terms = _softmax
+
+    def __call__(
+        self,
+        features: Sequence[torch.Tensor],
+        logits: torch.Tensor,
+        gather: Callable[[torch.Tensor], torch.Tensor],
+        first: int,
+    ) -> torch.Tensor:
+        """The loss of this rank's rows.
+
+        Args:
+            features: normalised, of this rank's images, their captions and what else is compared, each [B, E], in
+                float32 or float64.
+            logits: the logarithm of the logit scale, and the logit bias if the loss has one [1 or 2].
+            gather: [B, E] → [G, E] over the ranks, differentiable.
+            first: place of this rank's first pair in the global batch.
+
+        Returns:
+            Scalar; its mean over the ranks is the loss of the global batch.
+        """
+        scale = logits[0].exp()
+        bias = logits[1] if len(logits) > 1 else torch.zeros_like(scale)
+        gathered: dict[int, torch.Tensor] = {}
+        losses = []
+        for rows, columns in self.pairs:
+            if columns not in gathered:
+                gathered[columns] = gather(features[columns])
+            losses.append(_RowsAgainstColumns.apply(features[rows], gathered[columns], scale, bias, first, self.terms))
+        return torch.stack(losses).mean()
 
 
-def bridge_tower_loss(
-    images: torch.Tensor,
-    texts: torch.Tensor,
-    both: torch.Tensor,
-    logits: torch.Tensor,
-    gather: Callable[[torch.Tensor], torch.Tensor],
-    first: int,
-) -> torch.Tensor:
-    """The loss of transformers' `BridgeTowerForContrastiveLearning`: one direction of each of three pairs.
-
-    Texts are compared with images, texts with the embeddings of both together, and images with these.
-
-    Args:
-        images: as for `clip_loss`.
-        texts: as for `clip_loss`.
-        logits: as for `clip_loss`.
-        gather: as for `clip_loss`.
-        first: as for `clip_loss`.
-        both: features of image and text together [B, E].
-
-    Returns:
-        As `clip_loss`.
-    """
-    scale = logits[0].exp()
-    none = torch.zeros_like(scale)
-    all_images, all_both = gather(images), gather(both)
-    pairs = ((texts, all_images), (texts, all_both), (images, all_both))
-    losses = [_RowsAgainstColumns.apply(rows, columns, scale, none, first, _softmax) for rows, columns in pairs]
-    return torch.stack(losses).mean()
-
-
-def siglip_loss(
-    images: torch.Tensor,
-    texts: torch.Tensor,
-    logits: torch.Tensor,
-    gather: Callable[[torch.Tensor], torch.Tensor],
-    first: int,
-) -> torch.Tensor:
-    """The sigmoid loss of Zhai et al. 2023 of this rank's images with all texts.
-
-    Args:
-        images: as for `clip_loss`.
-        texts: as for `clip_loss`.
-        gather: as for `clip_loss`.
-        first: as for `clip_loss`.
-        logits: the logarithm of the logit scale, and the logit bias [2].
-
-    Returns:
-        As `clip_loss`.
-    """
-    return _RowsAgainstColumns.apply(images, gather(texts), logits[0].exp(), logits[1], first, _sigmoid)
+CLIP_LOSS = PairLoss(((0, 1), (1, 0)))
+"""Radford et al. 2021: the symmetric cross-entropy of images and texts."""
+SIGLIP_LOSS = PairLoss(((0, 1),), _sigmoid)
+"""Zhai et al. 2023: the sigmoid loss of images with all texts."""
+BRIDGE_TOWER_LOSS = PairLoss(((1, 0), (1, 2), (0, 2)))
+"""Of transformers' `BridgeTowerForContrastiveLearning`: texts with images, and both with their features together."""

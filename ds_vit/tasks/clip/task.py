@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -33,7 +33,7 @@ from ds_vit.models.sequential import SequentialViT
 from ds_vit.models.zoo import ModelSpec, TimmViT
 from ds_vit.tasks.clip.export import FORMATS
 from ds_vit.tasks.clip.flags import SETTINGS
-from ds_vit.tasks.clip.loss import clip_loss, siglip_loss
+from ds_vit.tasks.clip.loss import CLIP_LOSS, SIGLIP_LOSS, PairLoss
 from ds_vit.tasks.clip.tower import ContrastiveModel, create_contrastive_model, text_settings
 from ds_vit.tasks.clip.weights import CLIP_NAMES
 from ds_vit.tasks.exports import TextTower
@@ -74,8 +74,7 @@ class Contrastive(Task):
     """The default of --text-model."""
     initial_logits: ClassVar[tuple[float, ...]]
     """Initial values of the logit scale (its logarithm) and of the logit bias."""
-    loss: ClassVar[Callable[..., torch.Tensor]]
-    """A function with the arguments of `clip_loss`."""
+    loss: ClassVar[PairLoss]
     feature_names: ClassVar[tuple[str, ...]] = ("images", "texts")
     """The features that the loss takes, in the order of its arguments."""
     logit_names: ClassVar[tuple[str, ...]] = ("text.logit_scale", "text.logit_bias")
@@ -190,7 +189,7 @@ class Contrastive(Task):
         """This rank's share: the mean over the data-parallel ranks is the loss of the global batch."""
         own = [features[name] for name in self.feature_names]
         with torch.autocast(own[0].device.type, enabled=False):
-            return type(self).loss(*own, features["logits"], context.gather, context.groups.dp_rank * len(own[0]))
+            return self.loss(own, features["logits"], context.gather, context.groups.dp_rank * len(own[0]))
 
     def _logits_in_fp32(self, context: StepContext, logits: torch.Tensor) -> torch.Tensor:
         """The logits with the values of the optimizer's fp32 masters, and the gradient of the model's parameters."""
@@ -290,7 +289,7 @@ class Clip(TwoTowers):
     not_replayed = ""
     text_model = "clip_base"
     initial_logits = (math.log(1 / 0.07),)
-    loss = staticmethod(clip_loss)
+    loss = CLIP_LOSS
     bounds: ClassVar = {"text.logit_scale": (0.0, math.log(100.0))}
 
 
@@ -304,4 +303,4 @@ class SigLip(TwoTowers):
     initial_logits = (math.log(10.0), -10.0)
     shown_parameters: ClassVar = {**Contrastive.shown_parameters, "text.logit_bias": ("logit_bias", float)}
     charts: ClassVar = (*Contrastive.charts, Chart("Logit bias", {"logit_bias": "bias"}))
-    loss = staticmethod(siglip_loss)
+    loss = SIGLIP_LOSS
