@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -21,9 +21,6 @@ from ds_vit.config.flag import (
     read_by,
 )
 from ds_vit.fault_tolerance.errors import UserError
-
-Interpolation = Literal["nearest", "bilinear", "bicubic", "box", "hamming", "lanczos"]
-INTERPOLATIONS: tuple[str, ...] = get_args(Interpolation)
 
 # The sections of timm's --aa strings (timm.data.auto_augment). timm ignores an unknown section without a digit; here it
 # is an error.

@@ -296,7 +296,9 @@ class ReadingSettings(Settings, section="data", scope=FREE | RECORDED):
 class ImageSettings(Settings, section="augmentation", scope=NOTED | WEIGHTS):
     """The input of the model and of evaluation."""
 
-    interpolation: str = flag("", "resize filter of evaluation (default: the model's)", needs=RESIZES)
+    interpolation: Literal["", "nearest", "bilinear", "bicubic", "box", "hamming", "lanczos"] = flag(
+        "", "resize filter of evaluation (default: the model's)", needs=RESIZES
+    )
     crop_pct: UpTo1 | None = flag(None, "evaluation crop: share of a side (default: the model's)", needs=EVALUATES)
     crop_mode: Literal["", "center", "squash", "border"] = flag("", "mode of the evaluation crop", needs=EVALUATES)
     mean: Annotated[tuple[Probability, ...], CHANNELS] | None = flag(None, "pixel mean", WEIGHTS)

@@ -13,16 +13,14 @@ import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, resolve_data_config
 from torch import nn
 
-from ds_vit.config.augmentation import INTERPOLATIONS
 from ds_vit.data.image_sizes import ImageSizes
 from ds_vit.data.sampler import SampleOrder, Share
 from ds_vit.data.sources.source import Source
-from ds_vit.fault_tolerance.errors import UserError
 
 
 @dataclass(frozen=True)
 class ImageConfig:
-    """How an image becomes a model's input, in training and in evaluation. Values are checked when one is built.
+    """How an image becomes a model's input, in training and in evaluation.
 
     Attributes:
         img_size: height and width in pixels.
@@ -40,23 +38,6 @@ class ImageConfig:
     crop_pct: float | None = None
     crop_mode: str | None = None
     exif_rotation: bool = False
-
-    def __post_init__(self) -> None:
-        size, mean, std, crop_pct = self.img_size, self.mean, self.std, self.crop_pct
-        three = "takes 3 numbers (red, green, blue), not"
-        for correct, message in (
-            (len(size) == 2 and min(size) >= 1, f"--img-size takes a positive height and width, not {size}"),
-            (len(mean) == 3, f"--mean {three} {len(mean)}"),
-            (len(std) == 3, f"--std {three} {len(std)}"),
-            (min(std, default=1) > 0, f"--std must be positive, not {std}"),
-            (self.interpolation in INTERPOLATIONS,
-             f"--interpolation {self.interpolation} is none of {', '.join(INTERPOLATIONS)}"),
-            (crop_pct is None or 0.0 < crop_pct <= 1.0, f"--crop-pct must lie in (0, 1], not {crop_pct}"),
-            (self.crop_mode in (None, "center", "squash", "border"),
-             f"--crop-mode {self.crop_mode} is none of center, squash, border"),
-        ):  # fmt: skip
-            if not correct:
-                raise UserError(message)
 
 
 NUM_GLOBAL = 2
