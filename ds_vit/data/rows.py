@@ -13,7 +13,6 @@ from ds_vit.data.augment.mixing import PairDraws, PairMix
 from ds_vit.data.field import Rows
 from ds_vit.data.image_sizes import ImageSizes
 from ds_vit.data.sampler import SampleOrder, Share, evaluation_keys
-from ds_vit.fault_tolerance.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -23,13 +22,10 @@ class TrainRows:
     Attributes:
         order: the samples of a step.
         share: this rank's rows of a step.
-        mix: what is drawn for each pair of rows.
+        mix: what is drawn for each pair of rows, which takes an even global batch.
         img_size: of the images, on which the share of a CutMix box depends.
         sizes: the side of a step's images, where it is not always that.
         skipped_batches: how far the order is ahead of the optimizer steps, which sizes and the end of mixing follow.
-
-    Raises:
-        UserError: mixing of an odd global batch.
     """
 
     order: SampleOrder
@@ -42,9 +38,6 @@ class TrainRows:
     def __post_init__(self) -> None:
         order, share = self.order, self.share
         assert share.global_batch == order.global_batch, f"{share} does not cut a global batch of {order.global_batch}"
-        if self.mix.active and order.global_batch % 2:
-            factors = f"{share.dp_size} ranks x {share.accumulation} micro-batches x {share.micro_batch}"
-            raise UserError(f"--mixup and --cutmix need an even global batch, not {order.global_batch} ({factors})")
 
     @cached_property
     def _pairs(self) -> PairDraws:

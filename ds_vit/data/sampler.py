@@ -34,7 +34,7 @@ class SampleOrder:
             that no step takes (behind an epoch's last full batch, between `aug_repeats`) are passed over.
 
     Raises:
-        UserError: not one full global batch in an epoch, or a number below its range.
+        UserError: not one full global batch in an epoch.
     """
 
     num_samples: int
@@ -44,8 +44,6 @@ class SampleOrder:
     mixture: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
-        if self.global_batch < 1:
-            raise UserError(f"the global batch must be at least 1, not {self.global_batch}")
         if self.num_samples < self.global_batch:
             raise UserError(
                 f"the global batch of {self.global_batch} is larger than the {self.num_samples} training images, so "

@@ -166,24 +166,17 @@ class SequentialViT(nn.Module):
         layers: Sequence[Layer],
         *,
         recompute_interval: int = 0,
-        checkpoint_function: CheckpointFunction | None = None,
+        checkpoint_function: CheckpointFunction = recompute_all,
     ) -> None:
         """Args:
         layers: from `take_apart`, initialised.
         recompute_interval: blocks that are recomputed together in the backward pass; 0 keeps all activations.
-        checkpoint_function: from checkpointing.py; by default `recompute_all`.
-
-        Raises:
-            UserError: a negative interval, or a function without an interval.
+        checkpoint_function: from checkpointing.py.
         """
         super().__init__()
-        if recompute_interval < 0:
-            raise UserError(f"recompute_interval {recompute_interval} must be 0 (off) or a number of blocks")
-        if checkpoint_function is not None and not recompute_interval:
-            raise ValueError("a checkpoint_function without a recompute_interval has no effect")
         self.layers = nn.ModuleList(layers)
         self.recompute_interval = recompute_interval
-        self.checkpoint_function = checkpoint_function or recompute_all
+        self.checkpoint_function = checkpoint_function
         embed = layers[0]
         takes_sizes = isinstance(embed, EmbedLayer) and embed.takes_sizes
         self._sizes = SizeSwitch(layers, embed.patch_embed.patch_size) if takes_sizes else None

@@ -117,14 +117,10 @@ def _constructor_arguments(spec: ModelSpec, model: Described) -> dict[str, Any]:
     given = {**model.arguments, **spec.model_kwargs}
     if given.get("in_chans", 3) != 3:
         raise UserError(f"model_kwargs in_chans={given['in_chans']}: images are read in three colours")
-    if spec.num_classes < 0:
-        raise UserError(f"num_classes {spec.num_classes} must not be negative")
     arguments: dict[str, Any] = {**given, "num_classes": spec.num_classes, "dynamic_img_size": False}
     if spec.img_size is not None:
         arguments["img_size"] = spec.img_size
     if spec.drop_path_rate is not None:
-        if not 0.0 <= spec.drop_path_rate < 1.0:
-            raise UserError(f"drop_path_rate {spec.drop_path_rate} must lie in [0, 1)")
         arguments["drop_path_rate"] = spec.drop_path_rate
     return arguments
 

@@ -55,8 +55,7 @@ def _build_engine(run: Run, device: torch.device, groups: Groups) -> Engine:
     engine_type: type[PlainEngine | PipeEngine] = PlainEngine
     model: Towers | StagedViT
     if run.layout.pp == 1:
-        function = run.engine.recompute if interval else None
-        made = partial(SequentialViT, recompute_interval=interval, checkpoint_function=function)
+        made = partial(SequentialViT, recompute_interval=interval, checkpoint_function=run.engine.recompute)
         model = Towers({name: made(layers) for name, layers in towers.items()})
         shared["replays"] = run.engine.graphs
     else:

@@ -236,13 +236,6 @@ def test_multi_label_targets(tmp_path):
 # What cannot work, and images that cannot be decoded
 
 
-def test_invalid_settings_are_refused(source):
-    """Would catch a row without a partner."""
-    with pytest.raises(ValueError, match=r"even global batch, not 9 \(3 ranks x 1 micro-batches x 3\)"):
-        _load(source, Share(0, 3, 3))
-    _load(source, Share(0, 3, 3), stop=1, mix=MixConfig())
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_bad_or_missing_image_ends_training_in_one_line(tmp_path, workers):
     """Would catch a worker's traceback in place of the file's name, or a truncated image that is trained on."""

@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from vits import KINDS, images, our_model, small_spec, timm_model, timm_state_dict
 
 from ds_vit.models.keyed_init import initialise
 from ds_vit.models.layers import BlockLayer, EmbedLayer, HeadLayer, take_apart
 from ds_vit.models.param_groups import freeze, frozen_names
-from ds_vit.models.sequential import SequentialViT, timm_names
+from ds_vit.models.sequential import timm_names
 from ds_vit.models.zoo import create_model
 
 TINY = small_spec("vit_tiny_patch16_224")
@@ -87,15 +86,6 @@ def test_images_are_cast_to_the_weights():
     model = our_model(TINY)
     assert model(images(TINY).double()).dtype == torch.float32
     assert model.to(torch.bfloat16)(images(TINY)).dtype == torch.bfloat16
-
-
-def test_illegal_checkpointing_is_refused():
-    """A setting without effect."""
-    layers = take_apart(create_model(TINY))
-    with pytest.raises(ValueError, match="-1 must be 0"):
-        SequentialViT(layers, recompute_interval=-1)
-    with pytest.raises(ValueError, match="has no effect"):
-        SequentialViT(layers, checkpoint_function=checkpoint)
 
 
 @pytest.mark.parametrize("interval", [0, 1])
