@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import glob
-import hashlib
 import itertools
 import os
 import re
@@ -170,7 +169,6 @@ class HuggingFaceSource(ArraySource):
 
 def _load(path: str) -> Any:
     """The table of a file, mapped into memory; parquet is converted once, by the first process that opens it."""
-    import pyarrow as pa
     from datasets import Dataset, disable_progress_bars
     from datasets.io.parquet import ParquetDatasetReader
 
@@ -184,15 +182,7 @@ def _load(path: str) -> Any:
                 if (converted := _converted(path, cache)) is None:
                     raise
                 return converted
-        with open(path, "rb") as file:
-            is_stream = file.read(6) != b"ARROW1"
-            state = os.fstat(file.fileno())
-        if is_stream:
-            return Dataset.from_file(path)
-        # The fingerprint that datasets makes itself is of the content, read into memory.
-        name = f"{os.path.abspath(path)} {state.st_size} {state.st_mtime_ns}"
-        fingerprint = hashlib.blake2b(os.fsencode(name), digest_size=8).hexdigest()
-        return Dataset(pa.ipc.open_file(pa.memory_map(path)).read_all(), fingerprint=fingerprint)
+        return Dataset.from_file(path)
     except Exception as error:  # the library's, pyarrow's and the system's
         raise UserError(f"{path} cannot be read ({first_line(error.__cause__ or error)})") from None
 

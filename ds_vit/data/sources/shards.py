@@ -13,7 +13,7 @@ import re
 import tarfile
 import zipfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
@@ -180,8 +180,7 @@ class ShardSource(PackedSource):
             shards,
             np.repeat(np.arange(len(shards), dtype=np.int32), [len(index.paths) for index in indexes]),
             np.concatenate([index.paths for index in indexes]),
-            np.concatenate([index.offsets for index in indexes]),
-            np.concatenate([index.sizes for index in indexes]),
+            *np.concatenate([index.places for index in indexes], axis=1),
         )
         self.left_out = dict(sum((Counter(index.left_out) for index in indexes), Counter()))
         self._states = [index.state for index in indexes]
@@ -248,7 +247,7 @@ class ShardIndex(NamedTuple):
 
     Attributes:
         paths: the images' names, bytes [N].
-        offsets, sizes: the images' bytes in the shard, int64 [N] each.
+        places: offsets and sizes of the images' bytes in the shard, int64 [2, N].
         labels: class numbers int64 [N], or class names in UTF-8, bytes [N], empty for a sample without a label.
         left_out: how many files were found that are not read, by suffix.
         state: the shard's size and time of change (`state_of`) when it was read.
@@ -256,8 +255,7 @@ class ShardIndex(NamedTuple):
     """
 
     paths: np.ndarray
-    offsets: np.ndarray
-    sizes: np.ndarray
+    places: np.ndarray
     labels: np.ndarray
     left_out: dict[str, int]
     state: tuple[int, int]
@@ -328,7 +326,7 @@ def save_index(shard: str, index: ShardIndex, captions: CaptionKeys | None = Non
             file,
             state=np.array([_FORMATS[captions is not None], *index.state], dtype=np.int64),
             paths=index.paths,
-            places=np.stack([index.offsets, index.sizes]),
+            places=index.places,
             labels=index.labels,
             left_out=np.array(json.dumps(index.left_out)),
             **texts,
@@ -347,14 +345,13 @@ def load_index(shard: str, captions: CaptionKeys | None = None) -> ShardIndex | 
         with np.load(_name_of_index(shard, captions)) as arrays:
             if arrays["state"].tolist() != [_FORMATS[captions is not None], *state]:
                 return None
-            offsets, sizes = arrays["places"]
             left_out = json.loads(str(arrays["left_out"]))
             texts = None
             if captions is not None:
                 if str(arrays["caption_key"]) != captions.caption:
                     return None
                 texts = Captions(arrays["text"], arrays["starts"], arrays["firsts"])
-            return ShardIndex(arrays["paths"], offsets, sizes, arrays["labels"], left_out, state, texts)
+            return ShardIndex(arrays["paths"], arrays["places"], arrays["labels"], left_out, state, texts)
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
         return None
 
@@ -364,12 +361,12 @@ def read_index(shard: str, captions: CaptionKeys | None = None) -> ShardIndex:
     with open(shard, "rb") as file:
         state = state_of(file)
         samples = _files_of_samples(file, shard)
-        kept = [key for key, files in samples.items() if _image_suffix(files) is not None]
-        if not kept:
+        images = {key: files[suffix] for key, files in samples.items() if (suffix := _image_suffix(files))}
+        if not images:
             dotted = next((f"; {name}: {FIRST_DOT}" for name in map(_dotted_image, samples.values()) if name), "")
             raise UserError(f"{shard} holds no images ({SUPPORTED}){dotted}")
-        texts = None if captions is None else _captions(samples, kept, captions.caption, file, shard)
-        labels = [_label(samples[key], file, shard) if texts is None else 0 for key in kept]
+        texts = None if captions is None else _captions(samples, images, captions.caption, file, shard)
+        labels = [_label(samples[key], file, shard) if texts is None else 0 for key in images]
     if all(isinstance(label, int) for label in labels):
         label_array = np.array(labels, dtype=np.int64)
     else:
@@ -379,11 +376,9 @@ def read_index(shard: str, captions: CaptionKeys | None = None) -> ShardIndex:
         image = _image_suffix(files)
         read = (image, *(_LABEL_SUFFIXES if texts is None else _TEXT_SUFFIXES))
         left_out.update(suffix for suffix in files if image is None or suffix not in read)
-    images = [samples[key][_image_suffix(samples[key]) or ""] for key in kept]
     return ShardIndex(
-        np.array([os.fsencode(_unpacked_name(image.name)) for image in images], dtype=np.bytes_),
-        np.array([image.offset for image in images], dtype=np.int64),
-        np.array([image.size for image in images], dtype=np.int64),
+        np.array([os.fsencode(_unpacked_name(image.name)) for image in images.values()], dtype=np.bytes_),
+        np.array([(image.offset, image.size) for image in images.values()], dtype=np.int64).T,
         label_array,
         dict(left_out),
         state,
@@ -468,7 +463,7 @@ def _fields(data: bytes, name: str) -> dict[str, Any]:
 
 
 def _captions(
-    samples: Mapping[str, dict[str, _File]], keys: Sequence[str], json_key: str, shard: BinaryIO, shard_name: str
+    samples: Mapping[str, dict[str, _File]], keys: Collection[str], json_key: str, shard: BinaryIO, shard_name: str
 ) -> Captions:
     """The captions of the samples with an image: from .txt files, a caption per line, else a key of .json files.
 
