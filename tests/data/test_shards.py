@@ -18,7 +18,6 @@ from ds_vit.data.sources import shards, tars
 from ds_vit.data.sources.captions import CaptionKeys
 from ds_vit.data.sources.datasets import open_source
 from ds_vit.data.sources.shards import expand_braces
-from ds_vit.data.sources.source import one_at_a_time
 from ds_vit.fault_tolerance.errors import UserError
 
 
@@ -148,7 +147,7 @@ def test_one_process_makes_an_index(folder, monkeypatch):
     monkeypatch.setattr(shards, "read_index", lambda shard, *args: scanned.append(shard) or read(shard, *args))
     shard = str(folder / "train-000.tar")
     pool = ThreadPoolExecutor(3)
-    with one_at_a_time(shard):
+    with shards.one_at_a_time(shard):
         waiting = [pool.submit(shards.make_index, shard) for _ in range(3)]
         assert not any(one.done() for one in waiting)
         shards.save_index(shard, shards.read_index(shard))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import glob
 import itertools
 import json
@@ -11,16 +12,19 @@ import os
 import posixpath
 import re
 import tarfile
+import uuid
 import zipfile
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
+from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
+from ds_vit.config.run_folder import written_whole
 from ds_vit.data.sources.captions import CaptionKeys, Captions, caption_lines, check_matches, clean_captions
 from ds_vit.data.sources.source import (
     IMAGE_EXTENSIONS,
@@ -31,9 +35,7 @@ from ds_vit.data.sources.source import (
     in_natural_order,
     no_such_split,
     number_classes,
-    one_at_a_time,
     synonyms_of,
-    written_by_many,
 )
 from ds_vit.data.sources.tars import PackedSource
 from ds_vit.fault_tolerance.errors import UserError, read_text
@@ -304,6 +306,19 @@ def state_of(file: BinaryIO) -> tuple[int, int]:
     return found.st_size, found.st_mtime_ns
 
 
+@contextlib.contextmanager
+def one_at_a_time(path: str) -> Iterator[None]:
+    """Hold the lock of an existing file, so that of many processes the first does the work and the others see it.
+
+    On a file system without locks all of them work, each in a separate file.
+    """
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            file = stack.enter_context(open(path, "rb"))
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def make_index(shard: str, captions: CaptionKeys | None = None) -> ShardIndex:
     """Read a shard's index from the tar, and write it next to it if that is possible."""
     with one_at_a_time(shard):
@@ -321,7 +336,9 @@ def save_index(shard: str, index: ShardIndex, captions: CaptionKeys | None = Non
     if captions is not None and index.captions is not None:
         names = ("text", "starts", "firsts")
         texts = {"caption_key": np.array(captions.caption), **dict(zip(names, index.captions.identity(), strict=True))}
-    with written_by_many(_name_of_index(shard, captions)) as temporary, temporary.open("wb") as file:
+    separate = f".{uuid.uuid4().hex[:16]}"  # processes of any host may be at it
+    name = Path(_name_of_index(shard, captions))
+    with written_whole(name, separate) as temporary, temporary.open("wb") as file:
         np.savez(
             file,
             state=np.array([_FORMATS[captions is not None], *index.state], dtype=np.int64),

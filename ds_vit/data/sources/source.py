@@ -6,28 +6,23 @@ the main process, and read in any number of worker processes.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import io
 import os
 import posixpath
 import re
 import unicodedata
-import uuid
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from ds_vit import randomness
-from ds_vit.config.run_folder import written_whole
 from ds_vit.data.decode import decode, orientation
 from ds_vit.data.sources.captions import Captions
 from ds_vit.fault_tolerance.errors import UserError
@@ -418,24 +413,3 @@ def no_such_split(folder: str, split: str, wanted: str, hint: str = "") -> NoSuc
     found = sorted(name for name in os.listdir(folder) if not hidden(name))
     synonyms = ", ".join(synonyms_of(split)[1:]) or "none"
     return NoSuchSplit(f"{folder} has no {wanted} (synonyms tried: {synonyms}); it holds {shortened(found, 8)}{hint}")
-
-
-# ---- files derived from a data set's and kept next to them, made by one of a run's ranks and hosts -------------------
-
-
-@contextlib.contextmanager
-def one_at_a_time(path: str) -> Iterator[None]:
-    """Hold the lock of an existing file, so that of many processes the first does the work and the others see it.
-
-    On a file system without locks all of them work, each in a separate file.
-    """
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):
-            file = stack.enter_context(open(path, "rb"))
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def written_by_many(path: str) -> contextlib.AbstractContextManager[Path]:
-    """`written_whole` of a file that processes of any host may write at once."""
-    return written_whole(Path(path), f".{uuid.uuid4().hex[:16]}")
