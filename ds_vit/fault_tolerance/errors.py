@@ -149,7 +149,7 @@ def stripped_lines(text: str) -> tuple[str, ...]:
     return tuple(filter(None, map(str.strip, text_lines(text))))
 
 
-def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.5) -> str:
-    """A clause that names the nearest known word, as in "; the nearest is --lr"; empty where none is near."""
-    close = difflib.get_close_matches(word, sorted(known), n=1, cutoff=cutoff)
-    return f"; the nearest is {close[0]}" if close else ""
+def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.5, most: int = 1) -> str:
+    """A clause that names the nearest known words, as in "; the nearest is --lr"; empty where none is near."""
+    close = difflib.get_close_matches(word, sorted(known), n=most, cutoff=cutoff)
+    return f"; the nearest {'is' if len(close) == 1 else 'are'} {', '.join(close)}" if close else ""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Sequence
 from fnmatch import fnmatchcase
 
 from timm.optim import param_groups_weight_decay
 from torch import nn
 
-from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.fault_tolerance.errors import UserError, did_you_mean
 from ds_vit.models.sequential import timm_names
 from ds_vit.models.zoo import TimmViT
 
@@ -68,8 +67,8 @@ def frozen_names(
             modules = [
                 name for name, module in model.named_modules() if name and any(True for _ in module.parameters())
             ]
-            near = difflib.get_close_matches(pattern, [*modules, *names], n=3, cutoff=0.0)
-            raise UserError(f"--freeze {pattern!r} matches no parameter; nearest: {', '.join(near)}")
+            near = did_you_mean(pattern, [*modules, *names], cutoff=0.0, most=3)
+            raise UserError(f"--freeze {pattern!r} matches no parameter{near}")
         frozen |= matched
     if len(frozen) == len(names):
         raise UserError(f"--freeze {' '.join(patterns)} leaves none of the {len(names)} parameters to train")

@@ -21,7 +21,7 @@ from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.checkpointing import CheckpointFunction, recompute_all
 from ds_vit.models.keyed_drop import KeyedDrop, Together, drawing, hash_together
 from ds_vit.models.layers import BlockLayer, EmbedLayer, Layer
-from ds_vit.models.zoo import TimmViT
+from ds_vit.models.zoo import TimmViT, require_whole_patches
 
 
 def check_sizes(model: TimmViT, name: str, sizes: Iterable[int], flag: str = "--img-size") -> None:
@@ -36,11 +36,7 @@ def check_sizes(model: TimmViT, name: str, sizes: Iterable[int], flag: str = "--
             f"images of several sizes: the stem of {name!r} is timm's {type(stem).__name__}, which takes one "
             "size; use a name whose stem cuts patches, or one --img-size"
         )
-    for size in sizes:
-        if wrong := [patch for patch in stem.patch_size if size % patch]:
-            near = max(1, round(size / wrong[0])) * wrong[0]
-            why = f"no multiple of the patch size {wrong[0]} of {name!r}"
-            raise UserError(f"{flag}: images of {size} pixels are {why}; the nearest is {near}")
+    require_whole_patches(model, name, sizes, flag)
 
 
 class SizeSwitch:

@@ -7,10 +7,10 @@ unsupported models before any process group exists.
 
 from __future__ import annotations
 
-import difflib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any, NamedTuple, TypeAlias, get_args
 
 import timm
@@ -19,7 +19,7 @@ from timm.models import Eva, VisionTransformer, VisionTransformerDistilled
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_vit.fault_tolerance.errors import UserError, first_line
+from ds_vit.fault_tolerance.errors import UserError, did_you_mean, first_line
 from ds_vit.models import large_sizes
 from ds_vit.models.hub import Described, describe
 
@@ -89,8 +89,7 @@ def require_supported_name(name: str) -> None:
     architecture = describe(name).architecture
     if timm.is_model(architecture) and timm.models.is_model_in_modules(architecture, _MODULES):
         return
-    near = difflib.get_close_matches(architecture, supported_names(), n=3, cutoff=0.5)
-    hint = f"; nearest: {', '.join(near)}" if near else "; `timm.list_models('vit_*')` lists names"
+    hint = did_you_mean(architecture, supported_names(), most=3) or "; `timm.list_models('vit_*')` lists names"
     if not timm.is_model(architecture):
         raise UserError(f"timm {timm.__version__} has no model named {name!r}{hint}")
     family = timm.models.model_entrypoint(architecture).__module__.rsplit(".", 1)[-1]
@@ -109,8 +108,8 @@ def _constructor_arguments(spec: ModelSpec, model: Described) -> dict[str, Any]:
         if key in _RESERVED:
             raise UserError(f"model_kwargs cannot set {key!r}: {_RESERVED[key]}")
         if key not in legal:
-            near = difflib.get_close_matches(key, legal, n=1, cutoff=0.0)[0]
-            raise UserError(f"timm's {kind.__name__} has no argument {key!r} in model_kwargs; nearest: {near!r}")
+            near = did_you_mean(key, legal, cutoff=0.0)
+            raise UserError(f"timm's {kind.__name__} has no argument {key!r} in model_kwargs{near}")
         types = {parameters[key].annotation, *get_args(parameters[key].annotation)}
         if isinstance(value, str) and bool in types and str not in types:
             raise UserError(f"model_kwargs {key}={value!r}: it is true or false; write {key}=true or {key}=false")
@@ -152,14 +151,11 @@ def _check_trainable(model: TimmViT, name: str) -> None:
         if isinstance(module, nn.modules.dropout._DropoutNd) and not 0.0 <= module.p < 1.0:
             raise UserError(f"dropout rate {module.p} ({module_name}) must lie in [0, 1)")
         if getattr(module, "aug_active", False):
-            random = {
-                f"rope_{key}_coords": (value, neutral)
-                for key, neutral in (("shift", 0.0), ("jitter", 1.0), ("rescale", 1.0))
-                if (value := getattr(module, f"{key}_coords")) not in (None, neutral)
-            }
+            neutral = {"shift_coords": 0.0, "jitter_coords": 1.0, "rescale_coords": 1.0}
+            random = [key for key, value in neutral.items() if getattr(module, key) not in (None, value)]
             if random:
-                active = ", ".join(f"{key}={value}" for key, (value, _) in random.items())
-                switch = " ".join(f"{key}={neutral}" for key, (_, neutral) in random.items())
+                active = ", ".join(f"rope_{key}={getattr(module, key)}" for key in random)
+                switch = " ".join(f"rope_{key}={neutral[key]}" for key in random)
                 raise UserError(
                     f"model {name!r} draws random RoPE coordinates once per batch in training ({active}), which would "
                     f"depend on the micro-batch; switch it off with --model-kwargs {switch}"
@@ -221,11 +217,9 @@ def create_model(
     model.to(device)  # timm makes some activations without a device (PReLU has a weight)
     kinds = (VisionTransformer, Eva, *((VisionTransformerDistilled,) if classifier else ()))
     if type(model) not in kinds:
-        near = difflib.get_close_matches(spec.name.replace("distilled_", ""), supported_names(), n=1, cutoff=0.5)
-        raise UserError(
-            f"model {spec.name!r} is timm's {type(model).__name__}, whose forward differs from VisionTransformer's and "
-            f"Eva's{f'; nearest: {near[0]}' if near else ''}"
-        )
+        near = did_you_mean(spec.name.replace("distilled_", ""), supported_names())
+        differs = "whose forward differs from VisionTransformer's and Eva's"
+        raise UserError(f"model {spec.name!r} is timm's {type(model).__name__}, {differs}{near}")
     if min(model.patch_embed.grid_size) < 1:
         raise UserError(f"img_size {spec.img_size} is smaller than one patch of {spec.name!r}")
     if not len(model.blocks):
@@ -243,14 +237,26 @@ def image_size(model: TimmViT) -> tuple[int, int]:
     return height, width
 
 
-def require_whole_patches(model: TimmViT, name: str) -> None:
-    """Raise UserError if images of a model, named as `name`, have pixels in no patch."""
-    for size, patch in zip(model.patch_embed.img_size, model.patch_embed.patch_size, strict=True):
+def require_whole_patches(
+    model: TimmViT, name: str, sizes: Iterable[int] | None = None, flag: str = "--img-size"
+) -> None:
+    """Check that images have no pixels outside of patches.
+
+    Args:
+        model: named as `name`.
+        name: for messages.
+        sizes: sides of a flag's square images; None for images of the model's size.
+        flag: its spelling.
+
+    Raises:
+        UserError: they have.
+    """
+    patches = model.patch_embed.patch_size
+    for size, patch in zip(image_size(model), patches, strict=True) if sizes is None else product(sizes, patches):
         if size % patch:
-            raise UserError(
-                f"img_size {size} is no multiple of the patch size {patch} of {name!r}, so that some pixels lie in no "
-                f"patch; use --img-size {size // patch * patch}"
-            )
+            near = max(1, round(size / patch)) * patch
+            why = f"no multiple of the patch size {patch} of {name!r}"
+            raise UserError(f"{flag}: images of {size} pixels are {why}; the nearest is {near}")
 
 
 def num_parameters(model: nn.Module) -> int:

@@ -70,7 +70,7 @@ BOTH = [
     ("--sched linear", {"scheduler": WARMUP}, "WarmupLR"),
 ]
 FLAGS = {
-    "--model vit_tinny_patch16_224": "nearest: vit_tiny_patch16_224",
+    "--model vit_tinny_patch16_224": "nearest are vit_tiny_patch16_224",
     "--model resnet50": "resnet50",
     "--task mae --model deit_tiny_distilled_patch16_224": "Distilled",
     "--model beit_base_patch16_224": "'beit' family",

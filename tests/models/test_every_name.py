@@ -98,7 +98,7 @@ def test_what_is_not_covered_is_refused_by_name(kind):
     """A class with another forward that slips in as if it were a plain VisionTransformer."""
     name = NOT_COVERED[kind]
     assert type(timm.create_model(name, device="meta")).__name__ == kind
-    with pytest.raises(ValueError, match=f"{name}.*VisionTransformer and Eva only; nearest"):
+    with pytest.raises(ValueError, match=f"{name}.*VisionTransformer and Eva only; the nearest"):
         create_model(ModelSpec(name))
 
 

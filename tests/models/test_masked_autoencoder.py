@@ -329,7 +329,7 @@ def test_settings_that_do_not_fit(settings, message):
             0.75,
             "patch_drop_rate 0.5 and --mask-ratio 0.75 would both",
         ),
-        ("vit_tiny_patch16_224", {"img_size": 70}, 0.75, "img_size 70 is no multiple of the patch size 16 .* 64"),
+        ("vit_tiny_patch16_224", {"img_size": 70}, 0.75, "of 70 pixels are no multiple of the patch size 16 .* 64"),
         ("vit_tiny_patch16_224", {"img_size": 32}, 0.8, "--mask-ratio 0.8 keeps 0 of 4 patches"),
         ("vit_tiny_patch16_224", {"attn_drop_rate": 0.1}, 0.75, "attention dropout happens inside the fused"),
     ],

@@ -21,14 +21,14 @@ from ds_vit.planner.counting import count_flops
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        (ModelSpec("vit_bse_patch16_224"), r"no model named 'vit_bse_patch16_224'; nearest: vit_base_patch16_224"),
+        (ModelSpec("vit_bse_patch16_224"), r"no model named 'vit_bse_patch16_224'; the nearest are vit_base"),
         (ModelSpec("hf-hub:a/b/c"), "in no repository"),
         (ModelSpec("timm/vit"), r"Use 'hf-hub:timm/vit' to load from the Hub"),
         (ModelSpec("local-dir:/nowhere"), r"--model local-dir:/nowhere: there is no /nowhere/config.json"),
         (ModelSpec("resnet50"), r"'resnet50' is of timm's 'resnet' family; .* classes VisionTransformer and Eva only"),
         (ModelSpec("vit_tiny_patch16_224", num_classes=0), r"num_classes 0 has no classifier to train"),
         (ModelSpec("vit_tiny_patch16_224", img_size=8), r"img_size 8 is smaller than one patch"),
-        (ModelSpec("vit_tiny_patch16_224", model_kwargs={"detph": 2}), r"no argument 'detph'.*nearest: 'depth'"),
+        (ModelSpec("vit_tiny_patch16_224", model_kwargs={"detph": 2}), r"no argument 'detph'.*nearest is depth"),
         (ModelSpec("vit_tiny_patch16_224", model_kwargs={"img_size": 32}), r"'img_size': use --img-size"),
         (ModelSpec("vit_tiny_patch16_224", model_kwargs={"dynamic_img_size": True}), r"image size of a run is fixed"),
         (
@@ -44,7 +44,7 @@ from ds_vit.planner.counting import count_flops
         ),
         (ModelSpec("vit_tiny_patch16_224", model_kwargs={"fc_norm": "flase"}), r"fc_norm='flase': it is true or false"),
         (ModelSpec("eva02_tiny_patch14_224", model_kwargs={"rope_shift_coords": 0.5}), r"rope_shift_coords=0\.0"),
-        (ModelSpec("eva02_tiny_patch14_224", model_kwargs={"reg_tokens": 4}), r"Eva has no argument.*'num_reg_tokens'"),
+        (ModelSpec("eva02_tiny_patch14_224", model_kwargs={"reg_tokens": 4}), r"Eva has no argument.*num_reg_tokens"),
         (ModelSpec("vit_base_resnet26d_224"), r"BatchNorm \(patch_embed\.backbone.*micro-batch"),
     ],
     ids=lambda value: value.name if isinstance(value, ModelSpec) else "",
@@ -140,10 +140,10 @@ def test_freezing():
     assert frozen_names(model, ["patch_embed"]) == frozen_names(model, ["patch_embed.*"]) == stem
     assert frozen_names(model, ["blocks.[0]"]) == {name for name in everything if name.startswith("blocks.0.")}
     assert frozen_names(model, ["*.bias", "pos_embed"]) == {n for n in everything if n.endswith("bias")} | {"pos_embed"}
-    with pytest.raises(ValueError, match=r"--freeze 'block\.0' matches no parameter; nearest: blocks\.0"):
+    with pytest.raises(ValueError, match=r"--freeze 'block\.0' matches no parameter; the nearest are blocks\.0"):
         frozen_names(model, ["patch_embed", "block.0"])
     pooled = create_model(small_spec("vit_tiny_patch16_224", global_pool="avg"))  # its `norm` has no parameters
-    with pytest.raises(ValueError, match=r"--freeze 'norm' matches no parameter; nearest: (?!norm,)"):
+    with pytest.raises(ValueError, match=r"--freeze 'norm' matches no parameter; the nearest are (?!norm,)"):
         frozen_names(pooled, ["norm"])
     with pytest.raises(ValueError, match="leaves none of the"):
         frozen_names(model, ["*"])
