@@ -53,15 +53,8 @@ class Block(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-class Optimizer(Block):
-    """The optimizer."""
-
-    type: str | None = None
-    params: dict[str, Any] = {}
-
-
-class Scheduler(Block):
-    """DeepSpeed's schedule of the learning rate."""
+class Made(Block):
+    """An object that DeepSpeed makes by the name of its class: the optimizer, the schedule of the learning rate."""
 
     type: str | None = None
     params: dict[str, Any] = {}
@@ -121,8 +114,8 @@ class DeepSpeedJson(Block):
     train_micro_batch_size_per_gpu: Count | None = None
     gradient_accumulation_steps: Count | None = None
     gradient_clipping: float | None = None
-    optimizer: Optimizer | None = None
-    scheduler: Scheduler | None = None
+    optimizer: Made | None = None
+    scheduler: Made | None = None
     fp16: DeepSpeedFP16Config = Field(default_factory=DeepSpeedFP16Config)
     bf16: DeepSpeedBF16Config = Field(default_factory=DeepSpeedBF16Config)
     torch_autocast: Autocast = Autocast()

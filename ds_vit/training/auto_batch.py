@@ -170,12 +170,12 @@ def agree_on_batch(run: Run, *, on_cpu: bool) -> Run:
         if on_cpu:
             found = by_estimate(summed, room)
         else:
-            with TrialStep(summed, device_of(run.process.local_rank)) as trial:
-                found = by_trying(summed, room, trial)
+            found = by_trying(summed, room, TrialStep(summed, device_of(run.process.local_rank)))
     except Exception as error:  # the other ranks wait for an answer
         if not is_out_of_memory(error):
             traceback.print_exc()
         found = f"rank {dist.get_rank()}: {first_line(error)}"
+    _give_back()  # what the trial took
     answers: list[Found | str] = gather_objects(found)
     if failures := [answer for answer in answers if isinstance(answer, str)]:
         raise UserError(f"--auto-batch could not try a micro-batch: {failures[0]}; give one by -b")
@@ -315,8 +315,8 @@ def _with_batch(run: Run, batch: BatchSizes, note: str) -> Run:
 _STAYS_FREE = 0.05  # of the device
 
 
-class TrialStep(contextlib.AbstractContextManager["TrialStep"]):
-    """A training step's memory, allocated temporarily without the other ranks; `with` gives it back.
+class TrialStep:
+    """A training step's memory, allocated temporarily without the other ranks.
 
     A rank that runs out of memory inside a collective would leave the others waiting in it, so this is no step of
     DeepSpeed's. The layers of this rank's stage run for real, in the run's types, forward for as many micro-batches as
@@ -370,10 +370,6 @@ class TrialStep(contextlib.AbstractContextManager["TrialStep"]):
 
         initialise(model.whole, [*first.values()], seed=self.run.config.seed, device=self.device, on_layer=on_layer)
         return layers
-
-    def __exit__(self, *_: object) -> None:
-        del self.layers
-        _give_back()
 
     def __call__(self, batch: BatchSizes) -> int:
         """Take the memory of a micro-batch.

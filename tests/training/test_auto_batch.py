@@ -100,7 +100,6 @@ def small_devices(broken_rank=None):
     """On a rank: its device has room for 12 - 4 * rank images, or breaks down before anything is tried."""
     from ds_vit.training import auto_batch
 
-    @contextlib.contextmanager
     def trial(config, device):
         rank = torch.distributed.get_rank()
         if rank == broken_rank:
@@ -111,7 +110,7 @@ def small_devices(broken_rank=None):
                 raise torch.OutOfMemoryError("CUDA out of memory")
             return 1000 * batch.micro_batch
 
-        yield attempt
+        return attempt
 
     agree = auto_batch.agree_on_batch
     with (
@@ -188,15 +187,15 @@ def test_a_trial_keeps_what_the_estimate_says(monkeypatch, world, rank, words):
 
     monkeypatch.setattr(type(get_accelerator()), "total_memory", lambda self, index=None: 0)
     config = engine_of(world, "--auto-batch", *words, rank=rank)
-    with TrialStep(config, torch.device("cpu")) as trial:
-        weights = [tensor for layer in trial.layers for tensor in (*layer.parameters(), *layer.buffers())]
-        saved, _ = saved_storages(lambda: trial._forward(6), weights)
-        kept = sum(storage.nbytes() for storage in saved.values())
-        assert len({id(layer) for layer in trial.layers}) < len(trial.layers) or world == 2, "a block each"
-        assert kept == pytest.approx(6 * trial.stage.waiting, rel=0.1)
-        for batch in legal(config)[:3]:
-            assert trial(batch) >= 0
-        assert all(parameter.grad is None for layer in trial.layers for parameter in layer.parameters())
+    trial = TrialStep(config, torch.device("cpu"))
+    weights = [tensor for layer in trial.layers for tensor in (*layer.parameters(), *layer.buffers())]
+    saved, _ = saved_storages(lambda: trial._forward(6), weights)
+    kept = sum(storage.nbytes() for storage in saved.values())
+    assert len({id(layer) for layer in trial.layers}) < len(trial.layers) or world == 2, "a block each"
+    assert kept == pytest.approx(6 * trial.stage.waiting, rel=0.1)
+    for batch in legal(config)[:3]:
+        assert trial(batch) >= 0
+    assert all(parameter.grad is None for layer in trial.layers for parameter in layer.parameters())
 
 
 @pytest.mark.parametrize(

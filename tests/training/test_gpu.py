@@ -103,17 +103,17 @@ def test_auto_batch_finds_the_edge_by_trying():
     argv += ["--warmup-steps", 2, "--max-steps", 8, "--deepspeed_config", ROOT / "ds_configs" / "cpu_zero1_fp32.json"]
     plan = resolved(argv, on_cpu=False)
     batches = {batch.micro_batch: batch for batch in legal(plan)}
-    with TrialStep(plan, torch.device("cuda", 0)) as trial:
-        few, many = trial(batches[1]), trial(batches[8])
-        assert many - few == pytest.approx(7 * trial.stage.waiting, rel=0.25)
-        torch.cuda.set_per_process_memory_fraction(0.05 + 0.02)  # what stays free, and little more
-        try:
-            found = by_trying(plan, memory_of_rank("", plan.process, on_cpu=False), trial)
-        finally:
-            torch.cuda.set_per_process_memory_fraction(1.0)
-        assert found.how == "measured"
-        assert 0 < found.micro_batch < 128
-        assert found.larger_needs > found.needs
+    trial = TrialStep(plan, torch.device("cuda", 0))
+    few, many = trial(batches[1]), trial(batches[8])
+    assert many - few == pytest.approx(7 * trial.stage.waiting, rel=0.25)
+    torch.cuda.set_per_process_memory_fraction(0.05 + 0.02)  # what stays free, and little more
+    try:
+        found = by_trying(plan, memory_of_rank("", plan.process, on_cpu=False), trial)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert found.how == "measured"
+    assert 0 < found.micro_batch < 128
+    assert found.larger_needs > found.needs
     del trial
     assert torch.cuda.memory_allocated() < 100e6
 

@@ -69,10 +69,10 @@ def resolve(
         )
     engine, file = read(config, on_cpu=world.on_cpu)
     layout = resolve_layout(config, world.process, engine)
-    machine = describe_machine(world, engine, asks_for_gpu=file.asks_for_gpu)
+    machine = describe_machine(world, engine)
     notes = (*machine, *engine.notes, *check_compilation(config, on_cpu=world.on_cpu))
     resume = find_resume(config)
-    batch, kept = resolve_batch(config, engine, layout, resume, of_a_run=file.of_a_run)
+    batch, kept = resolve_batch(config, engine, layout, resume)
     engine = sum_micro_batches(dataclasses.replace(engine, notes=notes), batch)
     data = resolve_data(config, world, layout, batch, kept, sources)
     weights = {"resumes": resume is not None, "with_weights": with_weights}
@@ -81,7 +81,7 @@ def resolve(
     if not config.eval_only:
         optimizer, schedule = resolve_update(config, engine, data.order, model)
         data = dataclasses.replace(data, sizes=_image_sizes(config, schedule))
-    engine = write_out(config, engine, file.values, batch, model.whole.embed_dim, optimizer, schedule)
+    engine = write_out(config, engine, file, batch, model.whole.embed_dim, optimizer, schedule)
     graphs = optimizer is not None and replays_steps(config, engine, layout, model.task, on_cpu=world.on_cpu)
     run = Run(
         config,

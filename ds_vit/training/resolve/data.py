@@ -11,7 +11,7 @@ from ds_vit.config.schema import PROGRAM_DATASET, RunConfig
 from ds_vit.config.units import parse_set
 from ds_vit.data.decode import describe_depth, require_fast, require_fast_on_device
 from ds_vit.data.sampler import SampleOrder, Share
-from ds_vit.data.settings import Data, Workers, ZeroShotData
+from ds_vit.data.settings import Data, Workers
 from ds_vit.data.sources.captions import CaptionKeys
 from ds_vit.data.sources.combined import hold_out, mixed, part_of
 from ds_vit.data.sources.datasets import open_source
@@ -30,6 +30,7 @@ from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.parallel.layout import Layout
 from ds_vit.tasks.registry import task_named
 from ds_vit.tasks.zero_shot import open_zero_shot
+from ds_vit.training.resolve.deepspeed import is_of_a_run
 from ds_vit.training.resume import Resume, check_micro_batch, keep_global_batch
 from ds_vit.training.run import World
 from ds_vit.weights.files import find_weights
@@ -38,7 +39,7 @@ _SHOWN_PROMPTS = 3
 
 
 def resolve_batch(
-    config: RunConfig, engine: EngineSettings, layout: Layout, resume: Resume | None, *, of_a_run: bool
+    config: RunConfig, engine: EngineSettings, layout: Layout, resume: Resume | None
 ) -> tuple[BatchSizes, list[str]]:
     """The batch arithmetic, which is the checkpoint's in a run that resumes, and lines for people.
 
@@ -46,7 +47,7 @@ def resolve_batch(
         UserError: an impossible batch.
     """
     if config.auto_batch:
-        _check_nothing_fixed(config, engine, of_a_run=of_a_run)
+        _check_nothing_fixed(config, engine)
     of_json = engine.json.train_batch_size
     resumes = resume is not None and of_json == resume.global_batch and not config.allow_batch_change
     batch = batch_sizes(
@@ -55,7 +56,7 @@ def resolve_batch(
         dp=layout.dp,
         batch_size=config.batch_size,
         grad_accum_steps=config.grad_accum_steps,
-        follow=of_a_run or resumes,
+        follow=is_of_a_run(config) or resumes,
     )
     notes: list[str] = []
     if any(of_json and getattr(engine.json, key) not in (None, number) for key, number in batch.as_json().items()):
@@ -100,8 +101,10 @@ def resolve_data(
     # Evaluation takes nothing in this order, and its batch may be larger than the training split.
     in_order = min(batch.global_batch, len(train)) if config.eval_only else batch.global_batch
     order = SampleOrder(len(train), in_order, config.seed, config.aug_repeats, train.mixture)
-    zero_shot = _zero_shot(config)
-    if zero_shot is not None:
+    zero_shot = None
+    if config.zeroshot:
+        folder = config.data_dir if isinstance(config.data_dir, str) else ""
+        zero_shot = open_zero_shot(config.zeroshot, config.zeroshot_templates, folder or None)
         first = ", ".join(f'"{prompt}"' for prompt in zero_shot.prompts[:_SHOWN_PROMPTS])
         of_classes = f"{len(zero_shot.prompts):,} prompts for {zero_shot.source.num_classes:,} classes"
         notes.append(f"--zeroshot: the first of {of_classes} are {first}")
@@ -120,18 +123,10 @@ def resolve_data(
     )
 
 
-def _zero_shot(config: RunConfig) -> ZeroShotData | None:
-    """The data of --zeroshot."""
-    if not config.zeroshot:
-        return None
-    folder = config.data_dir if isinstance(config.data_dir, str) else ""
-    return open_zero_shot(config.zeroshot, config.zeroshot_templates, folder or None)
-
-
-def _check_nothing_fixed(config: RunConfig, engine: EngineSettings, *, of_a_run: bool) -> None:
+def _check_nothing_fixed(config: RunConfig, engine: EngineSettings) -> None:
     """Reject a JSON that fixes what --auto-batch chooses; in a JSON that a run wrote, the two numbers follow."""
     for key in BATCH_KEYS:
-        is_followed = key == "train_batch_size" or (of_a_run and key not in parse_set(config.set))
+        is_followed = key == "train_batch_size" or (is_of_a_run(config) and key not in parse_set(config.set))
         if getattr(engine.json, key) is not None and not is_followed:
             raise UserError(
                 f"{engine.path} fixes {key} to {getattr(engine.json, key)}, which --auto-batch is to find; write "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -35,37 +35,27 @@ from ds_vit.optim.settings import Optimizer, Schedule
 T = TypeVar("T")
 # Resolved from flag and file together; a flag with another key writes its value there.
 _RESOLVED = {*BATCH_KEYS, "gradient_clipping", "optimizer.params.lr", "optimizer.params.weight_decay"}
-_PRECISIONS = ("bf16", "fp16", "torch_autocast")
+PRECISIONS = ("bf16", "fp16", "torch_autocast")
 IDLE = "DeepSpeed keys without effect in this run: "
 
 
-class File(NamedTuple):
-    """A DeepSpeed JSON as it stands.
-
-    Attributes:
-        values: with those of --set, before anything was resolved.
-        of_a_run: a run wrote it: its global batch counts, and the two other numbers of the batch follow.
-        asks_for_gpu: for a 16-bit type, by name or "auto"; a CPU is slow in it, or takes another.
-    """
-
-    values: Mapping[str, Any]
-    of_a_run: bool
-    asks_for_gpu: bool
+def is_of_a_run(config: RunConfig) -> bool:
+    """Whether a run wrote the JSON: its global batch counts, and the two other numbers of the batch follow."""
+    return isinstance(config.deepspeed_config, str) and derived_path(config.deepspeed_config).is_file()
 
 
-def read(config: RunConfig, *, on_cpu: bool) -> tuple[EngineSettings, File]:
+def read(config: RunConfig, *, on_cpu: bool) -> tuple[EngineSettings, dict[str, Any]]:
     """Read the JSON as far as possible without the rest of the run; its idle keys are left out.
+
+    Returns:
+        The settings, and the file's values with those of --set, before anything was resolved.
 
     Raises:
         UserError: invalid keys or values, or flags that contradict them.
     """
     source: Mapping[str, Any] | str = config.deepspeed_config  # the contents, from a program
-    given, of_a_run = parse_set(config.set), False
-    if isinstance(source, Mapping):
-        path, stored = "deepspeed_config", source
-    else:
-        path, stored = source, load_json(source)
-        of_a_run = derived_path(source).is_file()
+    path, stored = ("deepspeed_config", source) if isinstance(source, Mapping) else (source, load_json(source))
+    given = parse_set(config.set)
     # A default that was given (--no-wandb) has something to say where the file has a value.
     flags = [
         name
@@ -95,7 +85,7 @@ def read(config: RunConfig, *, on_cpu: bool) -> tuple[EngineSettings, File]:
 
     if config.wandb_project and not json.is_on("wandb") and "wandb" not in bad:
         problems.append("--wandb-project has no effect without --wandb; drop it")
-    asks_for_gpu, ways = any(map(json.is_on, _PRECISIONS)), f"{' '.join(_PRECISIONS)} zero_optimization"
+    ways = f"{' '.join(PRECISIONS)} zero_optimization"
     precision = check(ways, lambda: deepspeed_rules.precision(_with_auto_precision(json, on_cpu), path, on_cpu=on_cpu))
     if precision is not None:
         check("data_types", lambda: deepspeed_rules.check_types(json, precision, path))
@@ -120,7 +110,7 @@ def read(config: RunConfig, *, on_cpu: bool) -> tuple[EngineSettings, File]:
         raise UserError(*problems)
     mode = config.compile_mode if config.compile else None
     engine = EngineSettings(path, json, precision, checkpointing, mode, notes=tuple(notes))
-    return engine, File(file, of_a_run, asks_for_gpu)
+    return engine, file
 
 
 def optimizer_of(json: DeepSpeedJson, path: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
@@ -150,7 +140,7 @@ def _auto_precision(on_cpu: bool) -> dict[str, bool]:
 
 def _with_auto_precision(json: DeepSpeedJson, on_cpu: bool) -> DeepSpeedJson:
     """Resolve "auto" precision; next to a precision that is named, "auto" is off."""
-    enabled = {block: json.given(f"{block}.enabled") for block in _PRECISIONS}
+    enabled = {block: json.given(f"{block}.enabled") for block in PRECISIONS}
     named = True in enabled.values()
     found = _auto_precision(on_cpu)
     return json.replace({f"{b}.enabled": found[b] and not named for b in found if enabled[b] == "auto"})

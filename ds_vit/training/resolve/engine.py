@@ -13,6 +13,7 @@ from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import Process
 from ds_vit.parallel.layout import Layout, check_tp_inside_hosts
 from ds_vit.tasks.task import Task
+from ds_vit.training.resolve.deepspeed import PRECISIONS
 from ds_vit.training.run import World
 
 RECORDED_GRAPHS: frozenset[tuple[str, int, str, bool, bool]] = frozenset()
@@ -67,11 +68,12 @@ def check_compilation(config: RunConfig, *, on_cpu: bool) -> tuple[str, ...]:
     return ("--compile: the first step and the first evaluation compile the blocks, which may take minutes",)
 
 
-def describe_machine(world: World, engine: EngineSettings, *, asks_for_gpu: bool) -> tuple[str, ...]:
+def describe_machine(world: World, engine: EngineSettings) -> tuple[str, ...]:
     """A line for people if a run uses less of the machine than its command suggests."""
     if (world.num_gpus or 0) > 1 and world.process.launcher == "none":
         number = world.num_gpus
         return (f"one of {number} GPUs is used; `ds-vit launch train …` with the same flags trains on all {number}",)
+    asks_for_gpu = any(map(engine.json.is_on, PRECISIONS))  # by name or "auto"; a CPU is slow in 16 bits, or takes fp32
     if world.num_gpus == 0 and asks_for_gpu and not world.cpu_is_meant:
         return (
             f"warning: no usable GPU: this run trains on the CPU, in {engine.precision.name}, although "

@@ -86,7 +86,10 @@ def resolve_model(
     if not resumes:
         notes += _describe_random_locked(locked, initial, tower_names(whole)[1:])
     frozen = frozen_names(whole, config.freeze, config.linear_probe, frozenset().union(*locked.values()))
-    image = _resolve_image(config, whole, sizes)
+    image = ImageConfig(image_size(whole), **resolve_pixels(vars(config), whole))
+    if sizes:
+        flag = "--img-size-schedule" if config.img_size_schedule else "--train-img-sizes"
+        check_sizes(whole, config.model, sizes, flag)
     probed, validation = not disabled_probes, data.val_source
     task = task_type(config, image, data.train_source, whole, probes=probed, validation=validation)
     if reason := task.supports(whole):
@@ -116,15 +119,6 @@ def resolve_model(
         class_parallel=class_parallel,
         notes=(*notes, *of_stages),
     )
-
-
-def _resolve_image(config: RunConfig, whole: TimmViT, sizes: Sequence[int]) -> ImageConfig:
-    """Size and normalisation of the images; UserError if the model or the augmentation does not support a size."""
-    image = ImageConfig(image_size(whole), **resolve_pixels(vars(config), whole))
-    if sizes:
-        flag = "--img-size-schedule" if config.img_size_schedule else "--train-img-sizes"
-        check_sizes(whole, config.model, sizes, flag)
-    return image
 
 
 def _initial_weights(
