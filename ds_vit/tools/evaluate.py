@@ -1,7 +1,9 @@
 """Evaluate weights: the exact accuracy of a run, a checkpoint or a file, on any number of ranks and any layout.
 
 ds-vit eval runs/first
-deepspeed launch/eval.py runs/first --pp 2 --weights ema
+ds-vit eval runs/first --checkpoint best --weights ema
+ds-vit eval runs/clip --zeroshot /data/imagenet --zeroshot-templates openai
+deepspeed launch/eval.py runs/first --data-dir photos --pp 2
 """
 
 from __future__ import annotations
@@ -43,12 +45,6 @@ _FLAGS = (
     *LAYOUT_FLAGS,
     *("dataset_download", "validation_batch_size", "verbose", "zeroshot", "zeroshot_templates", "eval_knn"),
 )
-_EXAMPLES = """
-ds-vit eval runs/first
-ds-vit eval runs/first --checkpoint best --weights ema
-ds-vit eval runs/clip --zeroshot /data/imagenet --zeroshot-templates openai
-deepspeed launch/eval.py runs/first --data-dir photos --pp 2
-"""
 
 
 def main(argv: Sequence[str] | None = None, program: str = "eval.py") -> int:
@@ -75,7 +71,7 @@ def build_parser(program: str, config: type[RunConfig] = RunConfig) -> flags.Par
         "Exact figures of weights (top-1 and top-5 of a classifier), whatever the layout.",
         (*config.names_with(Scope.RECORDED), *_FLAGS),
         show_defaults=False,
-        examples=_EXAMPLES,
+        examples=str(__doc__),
         config=config,
     )
     add_weights_arguments(parser)

@@ -2,9 +2,13 @@
 
 ds-vit predict runs/first cat.jpg dog.jpg
 ds-vit predict runs/first photos --output classes.csv
+ds-vit predict runs/first cat.jpg --top-k 3 --json
 ds-vit predict runs/clip cat.jpg --labels "a cat" "a dog"
 ds-vit predict runs/segmentation photos --output predictions
+ds-vit predict model.safetensors cat.jpg --model vit_tiny_patch16_224.augreg_in21k_ft_in1k
 ds-vit embed runs/first photos --output features.npz
+ds-vit embed runs/clip photos --texts captions.txt --output features.npz
+ds-vit embed model.safetensors photos --model vit_tiny_patch16_224 --output features.npz
 
 Images are prepared as in evaluation: the same decoding, resizing, crop and normalisation, by the same code. The model
 is timm's own, in fp32, whatever the run computed in.
@@ -15,7 +19,7 @@ from __future__ import annotations
 import csv
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -123,7 +127,8 @@ def predict_each(
         if workers is not None:
             raise UserError(f"--workers has no effect for {source}: images are read one after the other; drop it")
         return exported, forward.of_pixels(exported, exported.masks, files, _top_k(top_k, num_classes, 3))
-    return exported, _predictions(exported, _top_k(top_k, num_classes), forward.of_images(exported, files))
+    top_k = _top_k(top_k, num_classes)
+    return exported, forward.of_images(exported, files, lambda logits: _most_probable(exported, logits, top_k))
 
 
 def _top_k(top_k: int | None, num_classes: int, default: int = 5) -> int:
@@ -170,15 +175,17 @@ def embed(
         raise UserError(f"--texts: {source} has no text tower; drop it")
     forward = _Forward(batch_size, workers, device)
     of_texts = forward.of_texts(exported, tower, words)[0].numpy() if words and tower else None
-    found = list(forward.of_images(exported, files, pre_logits=tower is None)) if files else []
-    unreadable = [one for one in found if isinstance(one, dict)]
-    read = [one for one in found if not isinstance(one, dict)]
+    found: list[Row] = []
+    if files:
+        found = list(forward.of_images(exported, files, lambda own: {"features": own}, pre_logits=tower is None))
+    unreadable = [row for row in found if "reason" in row]
+    read = [row for row in found if "reason" not in row]
     if files and not read:
         raise UserError(f"none of {len(files)} images can be read; the first, {files[0]}: {unreadable[0]['reason']}")
     width = tower.width if tower else exported.model.num_features
-    rows = torch.stack([row for _, row in read]) if read else torch.empty(0, width)
-    rows = F.normalize(rows, dim=1) if tower else rows
-    result = {"images": [name for name, _ in read], "features": rows.numpy(), "unreadable": unreadable}
+    features = torch.stack([row["features"] for row in read]) if read else torch.empty(0, width)
+    features = F.normalize(features, dim=1) if tower else features
+    result = {"images": [row["image"] for row in read], "features": features.numpy(), "unreadable": unreadable}
     return result | ({"texts": list(words), "text_features": of_texts} if words else {})
 
 
@@ -205,23 +212,16 @@ def _predict_texts(
         raise UserError(f'{exported.path} has no classes: give texts, --labels "a cat" "a dog", or a file')
     assert exported.text_tower is not None, "the caller has seen it"
     features, (scale, *bias) = forward.of_texts(exported, exported.text_tower(), texts)
-    exported = replace(exported, labels=tuple(texts), bce=bool(bias))
-    outputs = forward.of_images(exported, files)
+    exported, top_k = replace(exported, labels=tuple(texts), bce=bool(bias)), _top_k(top_k, len(texts))
 
-    def logits() -> Outputs:
-        for one in outputs:
-            if isinstance(one, dict):
-                yield one
-            else:
-                similarities = F.normalize(one[1], dim=0) @ features.T
-                yield one[0], scale.exp() * similarities + sum(bias)
+    def described(image: torch.Tensor) -> Row:
+        similarities = F.normalize(image, dim=0) @ features.T
+        return _most_probable(exported, scale.exp() * similarities + sum(bias), top_k)
 
-    return exported, _predictions(exported, _top_k(top_k, len(texts)), logits())
+    return exported, forward.of_images(exported, files, described)
 
 
 # ---- images and texts through the model ------------------------------------------------------------------------------
-
-Outputs = Iterator[tuple[str, torch.Tensor] | Row]
 
 
 class _Forward:
@@ -254,8 +254,15 @@ class _Forward:
         return F.normalize(features, dim=1), logits[0]
 
     @torch.inference_mode()
-    def of_images(self, exported: Exported, files: Sequence[str], *, pre_logits: bool = False) -> Outputs:
-        """The logits of each file, or the classifier's input (`pre_logits`), fp32 on the CPU, in their order."""
+    def of_images(
+        self,
+        exported: Exported,
+        files: Sequence[str],
+        described: Callable[[torch.Tensor], Row],
+        *,
+        pre_logits: bool = False,
+    ) -> Iterator[Row]:
+        """What is to be said of each file's logits, or classifier's input (`pre_logits`), fp32 on the CPU, in order."""
         source, batch_size, workers = ImageFiles(list(files)), self._batch_size, self._workers
         if workers is None:
             workers = 0 if len(files) <= 2 * batch_size else min(_MOST_WORKERS, len(os.sched_getaffinity(0)))
@@ -272,8 +279,8 @@ class _Forward:
                 outputs = model.forward_head(features, pre_logits=pre_logits).float().cpu()
                 reasons = dict(batch.skipped)
                 for output, valid, index in zip(outputs, batch.rows.valid.tolist(), indices, strict=False):
-                    image = source.describe(index)
-                    yield (image, output) if valid else {"image": image, "reason": reasons[index]}
+                    row = described(output) if valid else {"reason": reasons[index]}
+                    yield {"image": source.describe(index), **row}
 
     @torch.inference_mode()
     def of_pixels(self, exported: Exported, masks: MaskPredictor, files: Sequence[str], top_k: int) -> Iterator[Row]:
@@ -316,15 +323,9 @@ def _find_device(name: str) -> torch.device:
     return device
 
 
-def _predictions(exported: Exported, top_k: int, outputs: Outputs) -> Iterator[Row]:
-    """The most probable classes of each image, from its logits."""
-    for one in outputs:
-        if isinstance(one, dict):
-            yield one
-            continue
-        image, logits = one
-        probabilities = logits.sigmoid() if exported.bce else logits.softmax(0)
-        yield {"image": image, "classes": _largest(exported, probabilities, top_k)}
+def _most_probable(exported: Exported, logits: torch.Tensor, top_k: int) -> Row:
+    probabilities = logits.sigmoid() if exported.bce else logits.softmax(0)
+    return {"classes": _largest(exported, probabilities, top_k)}
 
 
 def _largest(exported: Exported, values: torch.Tensor, top_k: int) -> list[Row]:
@@ -350,22 +351,6 @@ def _collect(exported: Exported, rows: Iterable[Row]) -> dict[str, Any]:
 
 # ---- the command line ------------------------------------------------------------------------------------------------
 
-_EXAMPLES = {
-    "predict": """
-ds-vit predict runs/first cat.jpg dog.jpg
-ds-vit predict runs/first photos --output classes.csv
-ds-vit predict runs/first cat.jpg --top-k 3 --json
-ds-vit predict runs/clip cat.jpg --labels "a cat" "a dog"
-ds-vit predict runs/segmentation photos --output predictions
-ds-vit predict model.safetensors cat.jpg --model vit_tiny_patch16_224.augreg_in21k_ft_in1k
-""",
-    "embed": """
-ds-vit embed runs/first photos --output features.npz
-ds-vit embed runs/clip photos --texts captions.txt --output features.npz
-ds-vit embed model.safetensors photos --model vit_tiny_patch16_224 --output features.npz
-""",
-}
-
 
 def main(argv: Sequence[str]) -> int:
     """Run `ds-vit predict …` or `ds-vit embed …`.
@@ -387,7 +372,8 @@ def build_parser(command: str) -> flags.Parser:
     of_tasks = (flag for task in all_tasks() for flag in task.predict_flags)
     more = ("bce_loss", *of_tasks) if command == "predict" else ()
     only = (*MODEL_FLAGS, *PIXEL_FLAGS, "exif_rotation", *more)
-    parser = flags.build_parser(f"ds-vit {command}", does, only, show_defaults=False, examples=_EXAMPLES[command])
+    examples = "\n".join(line for line in str(__doc__).splitlines() if line.startswith(f"ds-vit {command} "))
+    parser = flags.build_parser(f"ds-vit {command}", does, only, show_defaults=False, examples=examples)
     add_weights_arguments(parser)
     number = "*" if command == "embed" else "+"
     parser.add_argument("images", nargs=number, metavar="IMAGE", help="image files, and folders of them")
