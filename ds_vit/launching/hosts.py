@@ -20,9 +20,6 @@ from pathlib import Path
 
 from ds_vit.fault_tolerance.errors import UserError, read_text, text_lines
 
-SCHEDULERS = ("slurm", "pbs")
-"""What `read_hosts` takes besides a file."""
-
 _SSH_OPTIONS = (
     *("-oBatchMode=yes", "-oConnectTimeout=15", "-oServerAliveInterval=15", "-oServerAliveCountMax=3"),
     "-oControlMaster=no",  # a shared connection that outlives this ssh would keep its output open
@@ -31,6 +28,7 @@ _SSH_OPTIONS = (
 # Names reach ssh as arguments: no leading dash (an option), nothing that a shell expands.
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:%@-]*")
 _HOSTFILE_LINE = re.compile(r"(\S+)\s+slots=(\d+)(?:\s.*)?")  # DeepSpeed's runner.py: ^(\S+)\s+slots=(\d+)
+_NODE_LINE = re.compile(r"([^\s:]+):(\d+)|\S+")
 
 FORWARDED = (
     *("NCCL_", "GLOO_", "UCX_", "FI_", "SHARP_", "MV2_", "TORCH_", "PYTORCH_", "DS_", "DEEPSPEED_", "OMP_", "MKL_"),
@@ -55,49 +53,36 @@ class Host:
             raise UserError(f"host {self.name} has {self.slots} slots; it needs at least 1, or leave the host out")
 
 
-def parse_hostfile(text: str, path: str = "hostfile") -> tuple[Host, ...]:
-    """Read a DeepSpeed hostfile: `name slots=N` a line, blank lines and lines of `#` left out.
+def parse_hosts(text: str, path: str = "hostfile") -> tuple[Host, ...]:
+    """Read a DeepSpeed hostfile, `name slots=N` a line; or a node file of PBS or a machine file of MPI.
+
+    These have a name a line and slot, or `name:N`; repeats add up. Blank lines and lines of `#` are left out.
 
     Raises:
-        UserError: a line that DeepSpeed would not take, a host twice, or no host at all; with the line's number.
+        UserError: a line of another form, a host twice in a hostfile, or no host at all; with the line's number.
     """
-    hosts: list[Host] = []
-    seen: dict[str, int] = {}
-    for number, line in numbered_lines(text):
-        match = _HOSTFILE_LINE.fullmatch(line)
-        if match is None:
-            raise UserError(f"{path}, line {number}: {line!r} is not of the form `name slots=N`")
-        name, slots = match.group(1), int(match.group(2))
-        if name in seen:
-            raise UserError(f"{path}, line {number}: host {name} is already on line {seen[name]}; keep one")
-        seen[name] = number
-        hosts.append(_host(name, slots, f"{path}, line {number}: "))
-    if not hosts:
-        raise UserError(f"{path} names no host; a line is `name slots=N`")
-    return tuple(hosts)
-
-
-def parse_names(text: str, path: str = "node file") -> tuple[Host, ...]:
-    """Read a node file of PBS or a machine file of MPI: a name a line and slot, or `name:N`; repeats add up.
-
-    Raises:
-        UserError: more than a name on a line, or no host at all; with the line's number.
-    """
+    lines = list(numbered_lines(text))
+    is_hostfile = any("slots" in line for _, line in lines)
     slots: Counter[str] = Counter()
-    for number, line in numbered_lines(text):
-        if len(line.split()) != 1:
-            raise UserError(f"{path}, line {number}: {line!r} is not one host name")
-        match = re.fullmatch(r"([^:]+):(\d+)", line)
-        host = _host(match.group(1), int(match.group(2)), f"{path}, line {number}: ") if match else None
-        host = host or _host(line, 1, f"{path}, line {number}: ")
+    seen: dict[str, int] = {}
+    for number, line in lines:
+        where = f"{path}, line {number}: "
+        match = (_HOSTFILE_LINE if is_hostfile else _NODE_LINE).fullmatch(line)
+        if match is None:
+            form = "of the form `name slots=N`" if is_hostfile else "one host name"
+            raise UserError(f"{where}{line!r} is not {form}")
+        host = _host(match[1] or line, int(match[2] or 1), where)
+        if is_hostfile and host.name in seen:
+            raise UserError(f"{where}host {host.name} is already on line {seen[host.name]}; keep one")
+        seen[host.name] = number
         slots[host.name] += host.slots
     if not slots:
-        raise UserError(f"{path} names no host")
+        raise UserError(f"{path} names no host; a line is `name slots=N`")
     return tuple(Host(name, count) for name, count in slots.items())
 
 
 def to_hostfile(hosts: tuple[Host, ...]) -> str:
-    """The text of a DeepSpeed hostfile; `parse_hostfile` gives the same hosts back."""
+    """The text of a DeepSpeed hostfile; `parse_hosts` gives the same hosts back."""
     return "".join(f"{host.name} slots={host.slots}\n" for host in hosts)
 
 
@@ -171,7 +156,10 @@ def from_pbs(environ: Mapping[str, str]) -> tuple[Host, ...]:
     path = environ.get("PBS_NODEFILE")
     if not path:
         raise UserError("PBS_NODEFILE is not set: this is not inside a PBS job (qsub)")
-    return parse_names(read_text(path, "PBS_NODEFILE="), path)
+    return parse_hosts(read_text(path, "PBS_NODEFILE="), path)
+
+
+_SCHEDULERS = {"slurm": from_slurm, "pbs": from_pbs}
 
 
 def read_hosts(source: str | None, environ: Mapping[str, str], slots: int | None = None) -> tuple[Host, ...]:
@@ -189,15 +177,10 @@ def read_hosts(source: str | None, environ: Mapping[str, str], slots: int | None
         signs = {"SLURM_JOB_NODELIST": "slurm", "SLURM_NODELIST": "slurm", "PBS_NODEFILE": "pbs"}
         source = next((scheduler for variable, scheduler in signs.items() if environ.get(variable)), None)
     if source is None:
-        raise UserError(f"no job of {', '.join(SCHEDULERS)} around this process; give --from FILE")
+        raise UserError(f"no job of {', '.join(_SCHEDULERS)} around this process; give --from FILE")
     if source == "lsf":
         raise UserError("--from lsf was removed; write a hostfile (`name slots=N` a line) and give --from FILE")
-    if source in SCHEDULERS:
-        hosts = {"slurm": from_slurm, "pbs": from_pbs}[source](environ)
-    else:
-        text = read_text(source, "")
-        with_slots = any("slots" in line for _, line in numbered_lines(text))
-        hosts = parse_hostfile(text, source) if with_slots else parse_names(text, source)
+    hosts = _SCHEDULERS[source](environ) if source in _SCHEDULERS else parse_hosts(read_text(source, ""), source)
     return hosts if slots is None else tuple(Host(host.name, slots) for host in hosts)
 
 

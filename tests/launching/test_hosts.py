@@ -15,8 +15,7 @@ from ds_vit.launching.hosts import (
     first_host,
     from_pbs,
     from_slurm,
-    parse_hostfile,
-    parse_names,
+    parse_hosts,
     read_hosts,
     to_hostfile,
 )
@@ -31,7 +30,7 @@ def test_a_hostfile_reads_back_as_deepspeed_reads_it(slots):
 
     hosts = tuple(Host(name, n) for name, n in slots.items())
     text = "# comment\n\n" + to_hostfile(hosts)
-    assert parse_hostfile(text) == hosts
+    assert parse_hosts(text) == hosts
     assert list(theirs(text.splitlines()).items()) == list(slots.items())
 
 
@@ -49,7 +48,7 @@ def test_a_hostfile_reads_back_as_deepspeed_reads_it(slots):
 def test_a_bad_hostfile_says_which_line(text, says):
     # Catches: an error without its line; a name that ssh would take for an option or a shell for a command.
     with pytest.raises(ValueError, match=says):
-        parse_hostfile(text, "hosts")
+        parse_hosts(text, "hosts")
 
 
 @pytest.mark.parametrize(
@@ -95,9 +94,9 @@ def test_pbs(tmp_path):
     assert from_pbs({"PBS_NODEFILE": str(nodes)}) == (Host("a", 3), Host("b", 1))
     with pytest.raises(ValueError, match="No such file"):
         from_pbs({"PBS_NODEFILE": str(tmp_path / "gone")})
-    assert parse_names("a:4\nb:2\n") == (Host("a", 4), Host("b", 2))
+    assert parse_hosts("a:4\nb:2\n") == (Host("a", 4), Host("b", 2))
     with pytest.raises(ValueError, match="line 2: 'b 2' is not one host name"):
-        parse_names("a\nb 2\n")
+        parse_hosts("a\nb 2\n")
 
 
 def test_the_source_is_found(tmp_path):

@@ -17,7 +17,7 @@ import pytest
 from project import ROOT
 
 from ds_vit import cli
-from ds_vit.launching.hosts import TIMED_OUT, Ended, Host, on_hosts, parse_hostfile, ssh_command, to_hostfile
+from ds_vit.launching.hosts import TIMED_OUT, Ended, Host, on_hosts, parse_hosts, ssh_command, to_hostfile
 from ds_vit.launching.this_host import free_port
 from ds_vit.tools.doctor import command
 from ds_vit.tools.doctor.checks import HostAnswer, NetworkResult, PlannedRun, examine, slowest
@@ -346,7 +346,7 @@ def test_a_thousand_hosts_are_asked_in_little_memory(monkeypatch):
         return [Ended(0, ["Welcome!", WORD + one.pack()]) for one in facts]
 
     monkeypatch.setattr(Way, "run", run)
-    hosts = parse_hostfile(to_hostfile(tuple(Host(f"n{number}", 8) for number in range(1, 1025))))
+    hosts = parse_hosts(to_hostfile(tuple(Host(f"n{number}", 8) for number in range(1, 1025))))
     answers = ask_all(hosts, PlannedRun({}, port=29500), way())
     assert examine(answers, RUN) == []
     assert sum(len(answer.facts.resolves) for answer in answers) == 2 * 1024 - 1
