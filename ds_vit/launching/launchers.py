@@ -1,6 +1,6 @@
 """The launchers: the commands that start a run's ranks on its hosts, and how a signal reaches them.
 
-A launcher is created once per run and makes new `Command`s for every attempt, with a port that is free at that time.
+A launcher is created once per run and makes new commands for every attempt, with a port that is free at that time.
 """
 
 from __future__ import annotations
@@ -34,16 +34,6 @@ RANK_PY = (_SHIPPED if _SHIPPED.is_dir() else _PACKAGE.parent) / "launch" / "ran
 _SSH_SECONDS = 60
 
 
-@dataclass(frozen=True)
-class Command:
-    """What to start: arguments (no shell), folder and whole environment; `host` if it is an ssh to that host."""
-
-    argv: Sequence[str]
-    cwd: Path
-    environ: Mapping[str, str]
-    host: str = ""
-
-
 @dataclass
 class Launcher(ABC):
     """How the ranks of one run are started.
@@ -59,8 +49,9 @@ class Launcher(ABC):
     port: int | None = None
 
     @abstractmethod
-    def commands(self, job: Job) -> list[Command]:
-        """The commands of the next attempt, which run side by side.
+    def commands(self, job: Job) -> dict[str, list[str]]:
+        """The commands of the next attempt, which run side by side in `job.cwd`: their arguments, by the host that an
+        ssh goes to, or "".
 
         Raises:
             UserError: it cannot start, and why.
@@ -97,10 +88,10 @@ class Local(Launcher):
     num_ranks: int | None = None
     include: str = ""
 
-    def commands(self, job: Job) -> list[Command]:
+    def commands(self, job: Job) -> dict[str, list[str]]:
         (slots,) = filtered([Host("localhost", self.num_ranks or self._num_gpus())], self.include, "").values()
-        words = self._rank_words(job, "127.0.0.1", free_port(self.port or 0), slots=slots, world_size=len(slots))
-        return [Command(words, Path(job.cwd), self.environ)]
+        port = free_port(self.port or 0)
+        return {"": self._rank_words(job, "127.0.0.1", port, slots=slots, world_size=len(slots))}
 
     def _num_gpus(self) -> int:
         """The GPUs that a rank sees; those of the machine for `include`, whose numbers are the machine's."""
@@ -135,18 +126,17 @@ class Hostfile(Launcher):
         """The hosts of the run, rank 0's first, and the slots that it uses there."""
         return filtered(read_hosts(str(self.hostfile), self.environ), self.include, self.exclude)
 
-    def commands(self, job: Job) -> list[Command]:
+    def commands(self, job: Job) -> dict[str, list[str]]:
         hosts = self.hosts()
         port = self._probe(hosts)
         self._on_hosts(hosts, "--signal=KILL")  # processes of an earlier attempt
         address = self.address or next(iter(hosts)).rpartition("@")[2]
         world_size = sum(map(len, hosts.values()))
-        commands: list[Command] = []
+        commands: dict[str, list[str]] = {}
         first = 0
         for name, slots in hosts.items():
             words = self._rank_words(job, address, port, slots=slots, first=first, world_size=world_size)
-            argv = ssh_command(name, words, self.environ, self.ssh_port)
-            commands.append(Command(argv, Path("/"), self.environ, name))
+            commands[name] = ssh_command(name, words, self.environ, self.ssh_port)
             first += len(slots)
         return commands
 
@@ -196,7 +186,7 @@ class Mpi(Launcher):
     address: str | None = None
     _folder: tempfile.TemporaryDirectory | None = field(default=None, repr=False)
 
-    def commands(self, job: Job) -> list[Command]:
+    def commands(self, job: Job) -> dict[str, list[str]]:
         family = self._family()
         hosts = read_hosts(str(self.hostfile), self.environ) if self.hostfile else ()
         address = self.address or (hosts[0].name.rpartition("@")[2] if hosts else _own_address())
@@ -208,8 +198,7 @@ class Mpi(Launcher):
             argv = [*self.mpirun, "-n", str(self.num_ranks)]
             argv += ["-genv", "I_MPI_PIN", "0"] if family == "intel" else ["-bind-to", "none"]
             argv += ["-f", str(self._machinefile(hosts))] if hosts else []
-        argv += self._rank_words(job, address, free_port(self.port or 0))
-        return [Command(argv, Path(job.cwd), self.environ)]
+        return {"": [*argv, *self._rank_words(job, address, free_port(self.port or 0))]}
 
     def _family(self) -> str:
         """The MPI of this mpirun, from the output of `--version`."""
@@ -239,7 +228,7 @@ class Slurm(Launcher):
 
     srun: Sequence[str] = ("srun",)
 
-    def commands(self, job: Job) -> list[Command]:
+    def commands(self, job: Job) -> dict[str, list[str]]:
         nodes = self.environ.get("SLURM_JOB_NODELIST")
         if not nodes or not self.environ.get("SLURM_JOB_ID"):
             raise UserError("SLURM_JOB_ID is not set: start this by sbatch launch/slurm.sbatch, or inside salloc")
@@ -248,8 +237,7 @@ class Slurm(Launcher):
             port = free_port(self.port or 0)
         else:  # on a login node the first node cannot be probed without a step, but the job has it exclusively
             port = 20000 + int(self.environ["SLURM_JOB_ID"]) % 10000
-        argv = [*self.srun, "--kill-on-bad-exit=1", *self._rank_words(job, first, port)]
-        return [Command(argv, Path(job.cwd), self.environ)]
+        return {"": [*self.srun, "--kill-on-bad-exit=1", *self._rank_words(job, first, port)]}
 
 
 def filtered(hosts: Sequence[Host], include: str, exclude: str) -> dict[str, list[int]]:

@@ -111,21 +111,21 @@ class Supervisor:
         if self.asked:
             return Outcome(INTERRUPTED)
         more = f" (and {len(commands) - 1} more hosts)" if len(commands) > 1 else ""
-        shown = _PAYLOAD.sub(r"\1…", shlex.join(commands[0].argv).rstrip("'"))
+        shown = _PAYLOAD.sub(r"\1…", shlex.join(next(iter(commands.values()))).rstrip("'"))
         self.say(f"{shown}{more}, which is {shlex.join(job.command)}")
         processes = {
             subprocess.Popen(
-                command.argv,
-                cwd=command.cwd,
-                env=dict(command.environ),
+                argv,
+                cwd=job.cwd,
+                env=dict(self.launcher.environ),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 start_new_session=True,  # Ctrl-C reaches only this process, which asks the ranks to save and end
                 # If this process is killed: mpirun and srun pass SIGUSR1 on, ssh ends, and ranks notice a closed pipe.
                 preexec_fn=functools.partial(begin_child, os.getpid(), signal.SIGUSR1),
-            ): command.host
-            for command in commands
+            ): host
+            for host, argv in commands.items()
         }
         outcome = Outcome(0)
         try:

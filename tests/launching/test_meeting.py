@@ -207,8 +207,8 @@ def test_a_launcher_identifies_a_run_on_one_host():
 def test_ds_vit_launch_gives_its_ranks_an_identifier():
     # Catches: an identifier that does not reach the ranks.
     for run in ("r1", "r2"):
-        [command] = Local(run, {}, num_ranks=2).commands(Job(("train.py",), "/", {}, "logs"))
-        assert Job.decode(command.argv[-1]).environ["DS_VIT_RUN_ID"] == run
+        [command] = Local(run, {}, num_ranks=2).commands(Job(("train.py",), "/", {}, "logs")).values()
+        assert Job.decode(command[-1]).environ["DS_VIT_RUN_ID"] == run
 
 
 def test_a_rank_that_waits_to_be_ended_is_silent():

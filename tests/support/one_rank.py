@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from ds_vit.launching.launchers import Command, Launcher
+from ds_vit.launching.launchers import Launcher
 from ds_vit.launching.rank import Job, signal_ranks
 
 
@@ -14,9 +13,11 @@ from ds_vit.launching.rank import Job, signal_ranks
 class OneRank(Launcher):
     """Starts rank 0 of 1 by itself."""
 
-    def commands(self, job: Job) -> list[Command]:
-        environ = {**self.environ, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-        return [Command(self._rank_words(job, "127.0.0.1", 1), Path(job.cwd), environ)]
+    def __post_init__(self) -> None:
+        self.environ = {**self.environ, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+
+    def commands(self, job: Job) -> dict[str, list[str]]:
+        return {"": self._rank_words(job, "127.0.0.1", 1)}
 
     def send(self, pids: Sequence[int], signum: int) -> None:
         signal_ranks(self.run, signum)
