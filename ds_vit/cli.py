@@ -48,11 +48,13 @@ ds-vit from-open-clip 'python -m open_clip_train.main --train-data pairs.csv --m
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import select
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -281,7 +283,7 @@ def _print_result(tool: ModuleType, result: Any, arguments: argparse.Namespace) 
     from ds_vit.monitoring.metrics import make_console, print_columns
 
     if arguments.json:
-        print(result.to_json())
+        print(json.dumps(asdict(result)))
     else:
         print_columns(make_console(), tool.title(result), tool.table(result))
 

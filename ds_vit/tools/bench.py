@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -118,10 +117,6 @@ class Bench:
     ours: dict[str, Side]
     peers: dict[str, Side]
     ratios: dict[str, dict[str, Ratio]]
-
-    def to_json(self) -> str:
-        """One line for a file of figures."""
-        return json.dumps(asdict(self))
 
 
 def bench_step(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import os
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -81,10 +80,6 @@ class DataBench:
     would_give: dict[str, float]
     bottleneck: str
 
-    def to_json(self) -> str:
-        """One line for a file of figures."""
-        return json.dumps(dataclasses.asdict(self))
-
 
 def bench_data(words: Sequence[str], images: int, process: Process | None = None) -> DataBench:
     """Time the loader of a run with these flags on its own training images.
@@ -103,21 +98,17 @@ def bench_data(words: Sequence[str], images: int, process: Process | None = None
     from ds_vit.training.resolve import resolve
     from ds_vit.training.run import World
 
-    config = flags.parse(words)
     process = process or discover()
-    on_cpu = get_accelerator().device_name() == "cpu"
-    run = resolve(config, World(process, on_cpu))
-    run = with_workers(run)
+    run = with_workers(resolve(flags.parse(words), World(process, get_accelerator().device_name() == "cpu")))
     device = device_of(process.local_rank)
     samples = _samples(run.data, images)
     seconds = _stages(run, samples, device)
     ranks = process.local_world_size or 1
     cores = len(os.sched_getaffinity(0))
     rate = _loader_rate(run, len(samples), device)
-    number = run.data.workers.number
-    augment = run.config
-    used = ["--decode fast"] if augment.decode == "fast" else []
-    used += ["--augment-on device"] if augment.augment_on == "device" or device.type == "cpu" else []
+    number, possible = run.data.workers.number, cores // ranks
+    used = ["--decode fast"] if run.config.decode == "fast" else []
+    used += ["--augment-on device"] if run.config.augment_on == "device" or device.type == "cpu" else []
     return DataBench(
         images=len(samples),
         cores=cores,
@@ -125,7 +116,7 @@ def bench_data(words: Sequence[str], images: int, process: Process | None = None
         ranks=ranks,
         seconds=seconds,
         images_per_second=rate,
-        would_give={f"--workers {n}": rate * n / max(1, number) for n in (cores // ranks,) if n > max(1, number)},
+        would_give={f"--workers {possible}": rate * possible / max(1, number)} if possible > max(1, number) else {},
         bottleneck=_bottleneck(seconds, rate, number, used),
     )
 

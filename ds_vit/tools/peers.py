@@ -105,10 +105,17 @@ def peer_step(name: str, run: Run, batch: Batch) -> Callable[[], None]:
         run: of this rank.
         batch: of this rank for the whole step: fp32 "images" [B, C, height, width], and "targets" int64 [B] or "texts"
             int64 [B, L]; or crops, as `--task dino` has them.
+
+    Raises:
+        UserError: the peer's library is not installed.
     """
     kind = name.removesuffix(COMPILED)
     make = {"open_clip": _open_clip_step, "lightly": _lightly_step}.get(kind, partial(_classification_step, kind))
-    step = make(run, batch, name != kind)
+    try:
+        step = make(run, batch, name != kind)
+    except ImportError as error:
+        package = {"open_clip": "open_clip_torch"}.get(kind, kind)
+        raise UserError(f"--against {kind} needs pip install {package} ({first_line(error)})") from None
 
     def with_own_linear() -> None:
         with own_linear():
@@ -163,15 +170,9 @@ def _optimizer_of(model: nn.Module, run: Run) -> tuple[torch.optim.Optimizer, Ca
 
 
 def _open_clip_model(run: Run) -> nn.Module:
-    """open_clip's model of the engine's towers, on the CPU.
+    """open_clip's model of the engine's towers, on the CPU."""
+    from open_clip.model import CustomTextCLIP
 
-    Raises:
-        UserError: open_clip is not installed.
-    """
-    try:
-        from open_clip.model import CustomTextCLIP
-    except ImportError as error:
-        raise UserError(f"--against open_clip needs pip install open_clip_torch ({first_line(error)})") from None
     whole, spec = run.model.whole, run.model.spec
     image_settings = {
         "timm_model_name": spec.name,
@@ -269,16 +270,10 @@ class _MultiCrop(nn.Module):
 
 
 def _lightly_step(run: Run, batch: Batch, compiles: bool) -> Callable[[], None]:
-    """A step of DINO with lightly's head, loss and momentum.
+    """A step of DINO with lightly's head, loss and momentum."""
+    from lightly.loss import DINOLoss
+    from lightly.models.utils import update_momentum
 
-    Raises:
-        UserError: lightly is not installed.
-    """
-    try:
-        from lightly.loss import DINOLoss
-        from lightly.models.utils import update_momentum
-    except ImportError as error:
-        raise UserError(f"--against lightly needs pip install lightly ({first_line(error)})") from None
     config = run.model.task.config
     half, device = run.engine.precision.name != "fp32", batch["images"].device
     size = run.model.spec.img_size
