@@ -378,7 +378,11 @@ class Watchdog:
             if now - self._progress >= limit:
                 self._stall(now - self._progress)
             if self.world_size > 1 and now - self._contact >= self.lost_seconds:
-                self._lose_store()
+                line = (
+                    f"rank 0 is lost: rank {self.rank} (host {self._host}) has no answer from it any more (killed, out "
+                )
+                line += f"of memory, or its host or the network is gone), at {self._place}"
+                self._shut_down(Shutdown(exit_codes.LOST, line))
 
     def _stall(self, seconds: float) -> None:
         self._stalled = Shutdown(
@@ -389,17 +393,6 @@ class Watchdog:
         # The other thread publishes it and ends this rank, unless the store hangs.
         if self.world_size == 1 or not self._stopped.wait(3 * _STORE_SECONDS):
             self._shut_down(self._stalled)
-
-    def _lose_store(self) -> None:
-        """Rank 0's process, its host or the connection is gone; each host prints it."""
-        if not self._ending.acquire(blocking=False):
-            return
-        if self.local_rank == 0:
-            self._say(
-                f"rank 0 is lost: rank {self.rank} (host {self._host}) has no answer from it any more (killed, out of "
-                f"memory, or its host or the network is gone), at {self._place}; ending with code {exit_codes.LOST}"
-            )
-        self._finish(exit_codes.LOST)
 
     # ---- the end ---------------------------------------------------------------------------------------------------
 
@@ -421,7 +414,11 @@ class Watchdog:
             # socket raises errors in the peers' collectives. A lost rank reads nothing, and the store may hang.
             self._start(self._count_readers, "watchdog-end")
             self._all_have_read.wait(self.lost_seconds + 2 * _STORE_SECONDS if is_stall else 2 * self._period + 2.5)
-        self._finish(found.code)
+        self._stopped.set()
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        self._end(found.code)
 
     def _count_readers(self) -> None:
         """Wait until every rank has read the decision to end the run, or the store is gone."""
@@ -435,10 +432,3 @@ class Watchdog:
 
     def _say(self, line: str) -> None:
         print(f"train.py: error: {line}", file=sys.stderr, flush=True)
-
-    def _finish(self, code: int) -> None:
-        self._stopped.set()
-        with contextlib.suppress(OSError, ValueError):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        self._end(code)

@@ -124,7 +124,7 @@ def test_a_store_that_is_gone(capfd):
     codes = []
     with Watchdog(2.0, rank=1, world_size=2, local_rank=0, store=dist.HashStore(), end=codes.append) as watchdog:
         gone = mock.Mock(side_effect=RuntimeError("Connection reset by peer"))
-        watchdog._store = mock.Mock(set=gone, check=gone, get=gone)
+        watchdog._store = mock.Mock(set=gone, check=gone, get=gone, add=gone)
         for _ in range(600):
             watchdog.beat(3, "update")
             if watchdog._stopped.wait(0.1):
