@@ -93,7 +93,6 @@ class Reporter:
 
         self._events = events
         self._num_rows = 0  # the first row includes the start of the loader
-        self._warned_of_waiting = False
         self._folder.metrics.touch()
         files = (self._folder.config, self._folder.deepspeed, self._folder.metrics)
         self._written = [path for path in files if path.exists()]
@@ -138,20 +137,9 @@ class Reporter:
                 f"grad norm {norm}  {row['images_per_second']:.1f} img/s  data wait {row['data_wait_fraction']:.0%}  "
                 f"epoch's mean loss {mean}{skipped}"
             )
-        self._warn_of_waiting(row["data_wait_fraction"], row["images_per_second"])
-
-    def _warn_of_waiting(self, waiting: float, rate: float) -> None:
-        """Say once, at the first row where it shows, that the loader is slower than the model."""
         self._num_rows += 1
-        if waiting < _WAITING_TOO_MUCH or self._num_rows == 1 or self._warned_of_waiting:
-            return
-        self._warned_of_waiting = True
-        takes = f"the model could take about {rate / (1.0 - waiting):.0f}" if waiting < 0.99 else "the model takes more"
-        self.say(
-            f"the loader is slower than the model: at {rate:.0f} images/s {waiting:.0%} of the time is spent waiting "
-            f"for it, and {takes}; more --workers, --decode fast or shards may help, and `ds-vit bench data` with this "
-            f"run's flags says which"
-        )
+        if row["data_wait_fraction"] >= _WAITING_TOO_MUCH and self._num_rows > 1:
+            self.warn({"waiting for data": _slow_loader(row["data_wait_fraction"], row["images_per_second"])})
 
     def warn(self, concerns: Mapping[str, str]) -> None:
         """Print warnings whose names are new (`Task.concerns`)."""
@@ -338,6 +326,16 @@ def _curves(row: Mapping[str, Any], of_task: Mapping[str, float]) -> list[tuple[
         *((name, row.get(key)) for name, key in _TRAINING),
         *((f"train/{key}", value) for key, value in of_task.items()),
     ]
+
+
+def _slow_loader(waiting: float, rate: float) -> str:
+    """The warning about a loader that is slower than the model, at so many images per second."""
+    takes = f"the model could take about {rate / (1.0 - waiting):.0f}" if waiting < 0.99 else "the model takes more"
+    return (
+        f"the loader is slower than the model: at {rate:.0f} images/s {waiting:.0%} of the time is spent waiting "
+        f"for it, and {takes}; more --workers, --decode fast or shards may help, and `ds-vit bench data` with this "
+        f"run's flags says which"
+    )
 
 
 def _ignore_full_disk(args: threading.ExceptHookArgs, hook: Any = threading.excepthook) -> None:
