@@ -45,7 +45,7 @@ from ds_vit.data.settings import PIXEL_FLAGS
 from ds_vit.data.sources.folders import ImageFiles, find_images
 from ds_vit.data.text import build_tokenizer
 from ds_vit.fault_tolerance import exit_codes
-from ds_vit.fault_tolerance.errors import UserError, memory_errors, read_text, stripped_lines
+from ds_vit.fault_tolerance.errors import UserError, memory_errors, read_text, stripped_lines, written
 from ds_vit.monitoring.metrics import make_console
 from ds_vit.tasks.exports import Exported, MaskPredictor, TextTower
 from ds_vit.tasks.registry import all_tasks
@@ -441,10 +441,8 @@ def _written(masks: MaskPredictor, rows: Iterable[Row], stems: dict[str, str], f
         raise UserError(f"{folder} exists already; remove it, or name another folder with --output")
     for row in rows:
         if "mask" in row:
-            try:
+            with written(f"--output {folder}"):
                 row["mask"] = str(masks.write(row["image"], row["mask"], folder, stems[row["image"]]))
-            except OSError as error:
-                raise UserError(f"--output {folder}: {error.strerror}") from None
         yield row
 
 
@@ -479,13 +477,8 @@ def _opened(output: str | None, **how: Any) -> Iterator[Any]:
     if output is None:
         yield sys.stdout
         return
-    with written_whole(Path(output)) as partial:
-        try:
-            file = partial.open(**how)
-        except OSError as error:
-            raise UserError(f"--output {output}: {error.strerror}") from None
-        with file:
-            yield file
+    with written(f"--output {output}"), written_whole(Path(output)) as partial, partial.open(**how) as file:
+        yield file
 
 
 def _write_csv(rows: Iterable[Row], file: TextIO) -> tuple[int, list[Row]]:
