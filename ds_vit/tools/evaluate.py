@@ -131,9 +131,9 @@ def evaluate_weights(
         raise UserError(f"{source} has no config.yaml next to it: give --deepspeed_config, the model and the data")
     config = flags.from_values(values)
     file = file_of(found, output)
-    if process.rank == 0 and not os.access(file.parent, os.W_OK | os.X_OK):
-        raise UserError(f"{file.parent} is not a folder that can be written to; name a file with --output")
     if process.rank == 0:
+        if not os.access(file.parent, os.W_OK | os.X_OK):
+            raise UserError(f"{file.parent} is not a folder that can be written to; name a file with --output")
         found.verify()
         print("\n".join((f"weights: {found}", *source_changes(dict(config)))), flush=True)
     with doing("importing DeepSpeed", shown=process.rank == 0):

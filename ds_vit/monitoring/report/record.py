@@ -7,7 +7,7 @@ import itertools
 import json
 import shlex
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -96,15 +96,12 @@ class Record:
         if not folder.metrics.is_file():
             raise UserError(f"{path}: there is no metrics.jsonl; give a run's --output folder")
         by_kind = _rows_by_kind(_json_lines(folder.metrics))
-        config: Any = {}
-        with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
-            config = yaml.safe_load(folder.config.read_text(encoding="utf-8"))
         return cls(
             folder=folder,
             name=name or path.resolve().name,
-            config=config if isinstance(config, dict) else {},
-            deepspeed=_json(folder.deepspeed, {}),
-            summary=_json(folder.summary, {}),
+            config=_mapping(folder.config, yaml.safe_load),
+            deepspeed=_mapping(folder.deepspeed, json.loads),
+            summary=_mapping(folder.summary, json.loads),
             rows={kind: [rows[step] for step in sorted(rows)] for kind, rows in by_kind.items()},
             starts=_json_lines(folder.starts),
             classes=folder.read_classes(),
@@ -266,11 +263,12 @@ def ranks_in_words(number: int) -> str:
     return f"{number} rank{'s' * (number > 1)}" if number else ""
 
 
-def _json(path: Path, default: Any) -> Any:
-    with contextlib.suppress(OSError, ValueError):
-        value = json.loads(path.read_text())
-        return value if isinstance(value, type(default)) else default
-    return default
+def _mapping(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
+    """The contents of a file; empty where there is no whole one."""
+    with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
+        contents = parse(path.read_text(encoding="utf-8"))
+        return contents if isinstance(contents, dict) else {}
+    return {}
 
 
 def _json_lines(path: Path) -> list[dict[str, Any]]:
