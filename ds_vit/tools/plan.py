@@ -16,7 +16,7 @@ from inspect import getattr_static
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_vit.config.deepspeed_json import load_json
+from ds_vit.config.deepspeed_json import BATCH_KEYS, load_json
 from ds_vit.config.deepspeed_rules import Checkpointing, precision
 from ds_vit.config.parser import at_least, from_values, load_recipe, or_shipped
 from ds_vit.config.run_folder import RunFolder, write_json
@@ -135,15 +135,11 @@ def request_of(arguments: argparse.Namespace) -> PlanRequest:
             "--gpus-per-node"
         )
     machine = Machine(gpu, arguments.gpus, per_node, link(gpu.inside, "inside"), link(arguments.link))
-    deepspeed = _BF16
     stage, source = arguments.zero, arguments.deepspeed_config or "the JSON of a plan"
-    if arguments.deepspeed_config:
-        deepspeed = load_json(source)
-        deepspeed = {k: v for k, v in deepspeed.items() if "batch_size" not in k and "accumulation" not in k}
     quiet_deepspeed(False)  # it prints while it is imported
     from ds_vit.config.deepspeed_keys import DeepSpeedJson
 
-    json = DeepSpeedJson.of(deepspeed, source)
+    json = DeepSpeedJson.of(load_json(source) if arguments.deepspeed_config else _BF16, source).replace({}, BATCH_KEYS)
     if stage is None and arguments.deepspeed_config:
         stage = json.zero_stage
     spec = ModelSpec(
