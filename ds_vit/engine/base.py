@@ -37,7 +37,7 @@ from ds_vit.optim.rate_factors import RateFactors
 from ds_vit.parallel.groups import Groups, gather_rows
 from ds_vit.parallel.tensor.class_parallel import gather_logits
 from ds_vit.parallel.tensor.collectives import TensorParallel
-from ds_vit.parallel.zero_map import ZeroMap, build_zero_map, flat_groups
+from ds_vit.parallel.zero_map import FlatGroup, ZeroMap, build_zero_map, flat_groups
 from ds_vit.tasks.metrics import Batch
 from ds_vit.tasks.task import StepContext, Task
 
@@ -171,25 +171,24 @@ class Engine(ABC):
 
     def _adapt_the_optimizer(self) -> None:
         """Patch reduction, clipping and overflow checks of DeepSpeed's optimizer, and guard its steps."""
-        groups, optimizer, flat = self.groups, self.engine.optimizer, self.flat
-        names = timm_names(self.engine.module)
-        if flat is not None:
-            self.zero_map = build_zero_map(self.engine, groups, names, self._task.is_fixed, flat.flats, flat.shares)
-            flat.count(self.zero_map.shards, first=groups.tp_rank == 0)
-            if self.stage == 0:  # torch's GradScaler skips an optimizer that is not fused, and reports nothing
-                flat.on_overflow = lambda: self.guard.overflowed(self.zero_map.gradients(1.0))
+        groups, optimizer, sums = self.groups, self.engine.optimizer, self.flat or self.units
+        if self.flat is not None:
+            flats: Sequence[FlatGroup] = self.flat.flats
         else:
             if groups.layout.pp > 1:
                 match_norm_collectives(optimizer, self.device)
             grow_scale_after_step(optimizer)
             flats = flat_groups(optimizer) if self.stage < 3 else ()
-            self.zero_map = build_zero_map(self.engine, groups, names, self._task.is_fixed, flats)
-        sums = flat or self.units
+        names, shares = timm_names(self.engine.module), None if sums is None else sums.shares
+        self.zero_map = build_zero_map(self.engine, groups, names, self._task.is_fixed, flats, shares)
         decides = sums is not None and self._device_can_decide()
-        if self.units is not None:
-            self.units.count(self.zero_map)
-            if decides:
-                self.units.defer_norm_check(lambda: self.guard.device_decides)
+        if sums is not None:
+            sums.count(self.zero_map)
+        if self.flat is not None and self.stage == 0:
+            # torch's GradScaler skips an optimizer that is not fused, and reports nothing.
+            self.flat.on_overflow = lambda: self.guard.overflowed(self.zero_map.gradients(1.0))
+        if self.units is not None and decides:
+            self.units.defer_norm_check(lambda: self.guard.device_decides)
         self.guard = StepGuard(
             self.zero_map,
             self._current_norm,

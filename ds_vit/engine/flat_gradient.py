@@ -31,7 +31,7 @@ from ds_vit.device import is_accelerator
 from ds_vit.engine.patches import autocast_scaler
 from ds_vit.engine.step_guard import CountedGradients, SquareNorms
 from ds_vit.parallel.groups import Groups
-from ds_vit.parallel.zero_map import FlatGroup, Shard, flat_groups
+from ds_vit.parallel.zero_map import FlatGroup, ZeroMap, flat_groups
 
 _ALIGNMENT = 32
 """Elements: at ZeRO-0 each parameter begins at a multiple of 128 bytes, as a separate tensor does."""
@@ -413,16 +413,14 @@ class FlatGradient:
 
     # ---- the step ----------------------------------------------------------------------------------------------------
 
-    def count(self, shards: Sequence[Shard], *, first: bool) -> None:
-        """Set the gradients that the norm counts.
+    def count(self, zero_map: ZeroMap) -> None:
+        """Set the gradients that the norm counts, by the map of the engine.
 
-        Args:
-            shards: of the ZeRO map.
-            first: this rank is the first of its tensor-parallel group, which counts replicated parameters.
+        Without ZeRO each data-parallel rank counts them.
         """
         most = None if is_accelerator(self._engine.device) else _NORM_PIECE
-        counts = lambda segment: first or not segment.replicated  # noqa: E731
-        self._counted = CountedGradients(shards, self.shares, counts, most)
+        counts = lambda segment: zero_map.groups.tp_rank == 0 or not segment.replicated  # noqa: E731
+        self._counted = CountedGradients(zero_map.shards, self.shares, counts, most)
 
     def _norm(self) -> torch.Tensor:
         """The norm of the reduced gradients, loss scale included (a collective of all ranks)."""

@@ -29,17 +29,17 @@ def layers_of(names: Sequence[str]) -> dict[str, str]:
     return layers
 
 
-def layer_norms(zero_map: ZeroMap, grads: Sequence[torch.Tensor | None]) -> dict[str, float]:
+def layer_norms(zero_map: ZeroMap, grads: Sequence[torch.Tensor]) -> dict[str, float]:
     """Norm of each layer's gradient, inf where it is not finite (a collective of all ranks).
 
     Args:
         zero_map: the map of this rank.
-        grads: of each shard, flat; None counts as zero.
+        grads: of each shard, flat.
     """
     own = (
         (segment.name, float(segment.of(grad).double().square().sum()))
         for shard, grad in zip(zero_map.shards, grads, strict=True)
-        for segment in (shard.segments if grad is not None else ())
+        for segment in shard.segments
         if zero_map.counts(segment)
     )
     return layer_norms_of(zero_map, own)

@@ -223,7 +223,7 @@ class StepGuard:
         known = StepOutcome(applied and self.skipped is None, self.skipped)
         return self._late or (lambda: known)
 
-    def overflowed(self, grads: list[torch.Tensor | None]) -> None:
+    def overflowed(self, grads: list[torch.Tensor]) -> None:
         """Note that DeepSpeed skips the step under way because these gradients are not finite."""
         if not self._decided:
             self._decided = True

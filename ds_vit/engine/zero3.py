@@ -169,6 +169,7 @@ class ZeroUnits:
 
     Attributes:
         units: in the order of the model.
+        shares: the flat gradient of each sub-group on this rank; set where it trains.
         most_live: the most elements that were gathered at once.
     """
 
@@ -225,24 +226,16 @@ class ZeroUnits:
     # ---- layout ----
 
     def _flatten_gradients(self) -> None:
-        """Split DeepSpeed's flat gradient, and set its views of each parameter."""
+        """Split DeepSpeed's flat gradient by sub-groups and units."""
         optimizer = self.optimizer
         self.flat, masters = optimizer.grad_partitions_flat_buffer, optimizer.fp32_partitioned_groups_flat
-        self.grads = list(self.flat.split([master.numel() for master in masters]))
-        self._averaged = [
-            list(flat.split([p.ds_tensor.ds_numel for p in params]))
-            for params, flat in zip(optimizer.fp16_groups, self.grads, strict=True)
-        ]
-        views = {
-            p.ds_id: view
-            for params, views in zip(optimizer.fp16_groups, self._averaged, strict=True)
-            for p, view in zip(params, views, strict=True)
-        }
-        setattr(optimizer, GRADIENT_VIEWS, views)
+        self.shares = list(self.flat.split([master.numel() for master in masters]))
+        views = getattr(optimizer, GRADIENT_VIEWS)
+        self._averaged = [[views[p.ds_id] for p in params] for params in optimizer.fp16_groups]
         for unit in self.units:
             unit.views = [views[p.ds_id].view(p.ds_shape) if self.ranks == 1 else views[p.ds_id] for p in unit.trained]
             unit.runs = self._runs(unit)
-            unit.segments = [self.grads[number].narrow(0, start, length) for number, start, length in unit.runs]
+            unit.segments = [self.shares[number].narrow(0, start, length) for number, start, length in unit.runs]
             unit.segment_sizes = [segment.numel() for segment in unit.segments]
         self._is_far = self.flat.device != self.device
         self._writes_in_place = self.ranks == 1 and not self._is_far
@@ -539,7 +532,7 @@ class ZeroUnits:
 
     def count(self, zero_map: ZeroMap) -> None:
         """Set the gradients that the norm counts, by the map of the engine."""
-        self._counted = CountedGradients(zero_map.shards, self.grads, zero_map.counts)
+        self._counted = CountedGradients(zero_map.shards, self.shares, zero_map.counts)
         self.square_norms = self._counted.square_norms
 
     @torch.no_grad()
@@ -558,7 +551,7 @@ class ZeroUnits:
     def _hand_over(self, number: int) -> None:
         """Set a sub-group's gradient as its master's, in place of DeepSpeed's copies."""
         master = self.optimizer.fp32_partitioned_groups_flat[number]
-        master.grad = self.grads[number].to(master.dtype)
+        master.grad = self.shares[number].to(master.dtype)
         self.optimizer.averaged_gradients[number] = None
 
     @torch.no_grad()
@@ -575,7 +568,7 @@ class ZeroUnits:
         if self._scaler is not None:
             self.flat.mul_(1 / self._scaler.get_scale())
         if self.optimizer.offload_optimizer:  # DeepSpeed's step takes the gradients of offloaded masters as they are
-            for number in range(len(self.grads)):
+            for number in range(len(self.shares)):
                 self._hand_over(number)
         self._zero_grad()
 

@@ -106,7 +106,7 @@ class ZeroMap:
         groups: of the run; sums are over `groups.stage`, the ranks that hold this stage's parameters between them.
         names: timm names of the whole model's trained parameters, the same list on every rank.
         device: where collectives take their tensors; the flat tensors lie elsewhere when they are offloaded.
-        gradients_flat: the reduced gradient of each shard, where engine/flat_gradient.py keeps it.
+        gradients_flat: the reduced gradient of each shard, where engine/ keeps it.
     """
 
     shards: list[Shard]
@@ -227,11 +227,11 @@ class ZeroMap:
         copies += [(share[rank], value) for share, rank, value in zip(shares, ranks, values, strict=True)]
         return partial(_write, copies, partial(_gather_flats, self._optimizer, own_flats, shares))
 
-    def on_overflow(self, callback: Callable[[list[torch.Tensor | None]], None]) -> None:
+    def on_overflow(self, callback: Callable[[list[torch.Tensor]], None]) -> None:
         """Have ZeRO call `callback` when it is about to drop gradients that are not finite and skip a step.
 
-        The argument has the gradient of each shard, flat, fp32, times the loss scale; None where ZeRO has none any
-        more. Without ZeRO nothing is ever dropped, and nothing is called.
+        The argument has the gradient of each shard, flat, fp32, times the loss scale. Without ZeRO nothing is ever
+        dropped, and nothing is called.
         """
         optimizer = self._optimizer
         if self.stage == 0:
@@ -240,50 +240,30 @@ class ZeroMap:
 
         def wrapped(*args: Any) -> Any:
             if optimizer.overflow:
-                callback([self._reduced_gradient(shard) for shard in self.shards])
+                callback([gradient.float() for gradient in self._reduced_gradients()])
             return original(*args)
 
         optimizer._update_scale = wrapped
 
-    def gradients(self, clipped_by: float) -> list[torch.Tensor | None]:
-        """The gradient of each shard, flat, while the optimizer takes its step: without loss scale and clipping.
+    def gradients(self, clipped_by: float) -> list[torch.Tensor]:
+        """The gradient of each shard, flat, fp32, while the optimizer takes its step: without loss scale and clipping.
 
         Args:
             clipped_by: what clipping multiplied those by that the optimizer has already.
         """
         scale = float(getattr(self._optimizer, "loss_scale", 1.0))
         grads = []
-        for shard in self.shards:
+        for shard, reduced in zip(self.shards, self._reduced_gradients(), strict=True):
             own = shard.parameter.grad
-            waiting = None if own is not None else self._reduced_gradient(shard)
-            if own is not None:
-                grads.append(own.view(-1).float() / clipped_by)
-            else:  # of another parameter group or sub-group, whose turn has not come
-                grads.append(None if waiting is None else waiting / scale)
+            # Those of parameter groups and sub-groups whose turn has not come are as they were reduced.
+            grads.append(reduced.float() / scale if own is None else own.view(-1).float() / clipped_by)
         return grads
 
-    def _reduced_gradient(self, shard: Shard) -> torch.Tensor | None:
-        """The gradient of a shard as ZeRO has reduced it, flat, fp32; None where ZeRO has none any more."""
+    def _reduced_gradients(self) -> Sequence[torch.Tensor]:
+        """The gradient of each shard as it was reduced, flat; of an offloaded one its master has it."""
         if self.gradients_flat is not None:
-            return self.gradients_flat[self.shards.index(shard)].float()
-        if shard.parameter.grad is not None:  # offloaded
-            return shard.parameter.grad.view(-1).float()
-        if getattr(self._optimizer, "averaged_gradients", {}).get(self.shards.index(shard), ()) is None:
-            return None
-        flat = torch.zeros(shard.tensor.numel(), dtype=torch.float32, device=shard.tensor.device)
-        for segment, piece in self._reduced_pieces(shard):
-            segment.of(flat).copy_(piece)
-        return flat
-
-    def _reduced_pieces(self, shard: Shard) -> Iterator[tuple[Segment, torch.Tensor]]:
-        """The segments of a shard that ZeRO holds a reduced gradient of."""
-        optimizer, number = self._optimizer, self.shards.index(shard)
-        remaining = iter(optimizer.averaged_gradients.get(number) or ())
-        for segment in shard.segments:
-            # ZeRO-3's pieces have the length of a rank's share, padding included.
-            piece = next((g for g in remaining if g is not None and g.numel() >= segment.length), None)
-            if piece is not None:
-                yield segment, piece.view(-1)[: segment.length]
+            return self.gradients_flat
+        return [shard.parameter.grad.view(-1) for shard in self.shards]
 
     def all_reduce(self, vector: torch.Tensor) -> torch.Tensor:
         """The sum of a small tensor over `groups.stage`: one collective, none where that is only this rank."""
@@ -310,7 +290,7 @@ def build_zero_map(
         names: from the names of `engine.module.named_parameters()` to timm's.
         is_fixed: whether a frozen parameter of this timm name is never saved nor restored.
         flats: the parameter groups below ZeRO-3.
-        gradients: the reduced gradient of each master of `flats`; None where DeepSpeed keeps them.
+        gradients: the reduced gradient of each shard; None where DeepSpeed keeps them.
     """
     optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
     parameters = dict(engine.module.named_parameters())

@@ -57,7 +57,7 @@ def start(config, ours):
     flat = FlatGradient(engine, groups, DeepSpeedJson.of(config))
     names = {name: name for name, _ in model.named_parameters()}
     zero_map = build_zero_map(engine, groups, names, flats=flat.flats, gradients=flat.shares)
-    flat.count(zero_map.shards, first=True)
+    flat.count(zero_map)
     return engine, flat
 
 
