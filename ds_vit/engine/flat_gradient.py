@@ -30,7 +30,7 @@ from ds_vit.config.deepspeed_rules import elements_of_bucket
 from ds_vit.device import is_accelerator
 from ds_vit.engine.patches import autocast_scaler
 from ds_vit.engine.step_guard import CountedGradients, SquareNorms
-from ds_vit.parallel.groups import Groups
+from ds_vit.parallel.groups import Groups, gather_flats
 from ds_vit.parallel.zero_map import FlatGroup, ZeroMap, flat_groups
 
 _ALIGNMENT = 32
@@ -496,14 +496,4 @@ class FlatGradient:
         if self._casts:
             torch._foreach_copy_(self._own_weights, self._masters)
         if self._ranks > 1:
-            self._gather()
-
-    def _gather(self) -> None:
-        """Gather the weights from their owners."""
-        from deepspeed.comm import comm
-
-        gather = comm.cdb.all_gather_function
-        pairs = zip(self.flats, self._own_weights, strict=True)
-        works = [gather(group.weights, own, group=self._dp, async_op=True) for group, own in pairs]
-        for work in works:
-            work.wait()
+            gather_flats([group.weights for group in self.flats], self._dp)

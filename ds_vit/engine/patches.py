@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -191,45 +190,3 @@ def hold_scheduler_on_skipped_steps(scheduler: Any, applied: Callable[[], bool])
             advance(*args, **kwargs)
 
     scheduler.step = step
-
-
-# ---- collectives on a CPU --------------------------------------------------------------------------------------------
-
-
-def gather_in_place(backend: Any) -> None:
-    """Have DeepSpeed gather CPU tensors in place: a third of the time, the same bits.
-
-    torch's `all_gather_into_tensor` over gloo takes new memory for the whole tensor, and copies it there and back.
-
-    Args:
-        backend: DeepSpeed's, `deepspeed.comm.comm.cdb`. Done twice it is as done once.
-    """
-    own = backend.get_all_gather_function()
-
-    def all_gather_into_tensor(
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup | None = None,
-        async_op: bool = False,
-    ) -> Any:
-        if not over_gloo(output_tensor.device, group) or not output_tensor.is_contiguous():
-            return own(output_tensor=output_tensor, input_tensor=input_tensor, group=group, async_op=async_op)
-        parts = output_tensor.view(-1).chunk(dist.get_world_size(group))
-        mine = parts[dist.get_rank(group)]
-        if mine.data_ptr() != input_tensor.data_ptr():
-            mine.copy_(input_tensor.view(-1))
-        # Each part's way to all ranks begins at once: over gloo no slower than one collective, also of small tensors.
-        works = [dist.broadcast(part, group=group, group_src=r, async_op=True) for r, part in enumerate(parts)]
-
-        def wait() -> None:
-            for work in works:
-                work.wait()
-
-        return SimpleNamespace(wait=wait) if async_op else wait()
-
-    backend.all_gather_function = all_gather_into_tensor
-
-
-def over_gloo(device: torch.device, group: dist.ProcessGroup | None) -> bool:
-    """Whether collectives of a group on tensors of a device are gloo's."""
-    return device.type == "cpu" and dist.get_backend(group) == "gloo"

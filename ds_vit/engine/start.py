@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ds_vit.engine.patches import gather_in_place, without_compiled_collectives
+from ds_vit.engine.patches import without_compiled_collectives
 from ds_vit.fault_tolerance.errors import OtherRun
 from ds_vit.launching.process import SCHEME
 
@@ -69,7 +69,6 @@ def init_distributed(arguments: Mapping[str, Any]) -> bool:
     mine = not dist.is_initialized()
     with without_compiled_collectives():
         deepspeed.init_distributed(**(arguments if mine else {}), verbose=False)
-    gather_in_place(deepspeed.comm.comm.cdb)
     return mine
 
 

@@ -36,9 +36,10 @@ from torch import nn
 from torch.distributed.distributed_c10d import AllgatherOptions, ReduceOptions, ReduceScatterOptions
 
 from ds_vit.device import is_accelerator
-from ds_vit.engine.patches import autocast_scaler, over_gloo, replaced
+from ds_vit.engine.patches import autocast_scaler, replaced
 from ds_vit.engine.step_guard import CountedGradients
 from ds_vit.models.layers import Layer
+from ds_vit.parallel.groups import over_gloo
 from ds_vit.parallel.zero_map import ZeroMap
 
 GRADIENT_VIEWS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ds_vit.parallel.groups import Groups, gather_objects
+from ds_vit.parallel.groups import Groups, gather_flats, gather_objects
 from ds_vit.parallel.tensor.slices import Segment, TensorSlice
 
 
@@ -220,12 +220,9 @@ class ZeroMap:
             return partial(_write, copies, self._optimizer._partition_all_parameters)
         own_flats = [_laid_out_like(group, teachers) for group in self._flats]
         self.frozen = [replace(shard, tensor=shard.parameter.detach().view(-1)) for shard in self.frozen]
-        if self.stage == 0:
-            return partial(_write, [*copies, *zip(own_flats, values, strict=True)], lambda: None)
-        shares = [flat.split(len(value)) for flat, value in zip(own_flats, values, strict=True)]
-        ranks = [dist.get_rank(group) for group in self._optimizer.real_dp_process_group]
-        copies += [(share[rank], value) for share, rank, value in zip(shares, ranks, values, strict=True)]
-        return partial(_write, copies, partial(_gather_flats, self._optimizer, own_flats, shares))
+        ranks, rank = (self.groups.layout.dp, self.groups.dp_rank) if self.stage else (1, 0)
+        copies += [(flat.chunk(ranks)[rank], value) for flat, value in zip(own_flats, values, strict=True)]
+        return partial(_write, copies, partial(gather_flats, own_flats if ranks > 1 else (), self.groups.dp))
 
     def on_overflow(self, callback: Callable[[list[torch.Tensor]], None]) -> None:
         """Have ZeRO call `callback` when it is about to drop gradients that are not finite and skip a step.
@@ -345,19 +342,6 @@ def _write(copies: Sequence[tuple[torch.Tensor, torch.Tensor]], gather: Callable
     """Copy values into memory of this rank's parameters, then send it to the other ranks."""
     torch._foreach_copy_(*map(list, zip(*copies, strict=True)))
     gather()
-
-
-def _gather_flats(optimizer: Any, flats: Sequence[torch.Tensor], shares: Sequence[Sequence[torch.Tensor]]) -> None:
-    """All-gather flat memory as ZeRO-1 and ZeRO-2 gather theirs at the end of a step."""
-    from deepspeed.runtime.utils import all_gather_dp_groups
-
-    all_gather_dp_groups(
-        groups_flat=flats,
-        partitioned_param_groups=shares,
-        dp_process_group=optimizer.real_dp_process_group,
-        start_alignment_factor=optimizer.nccl_start_alignment_factor,
-        allgather_bucket_size=optimizer.allgather_bucket_size,
-    )
 
 
 def _partitioned(flats: Sequence[FlatGroup], dp_rank: int, timm: Mapping[int, str]) -> Iterator[Shard]:

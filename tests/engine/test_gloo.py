@@ -1,6 +1,5 @@
 """ZeRO's gathering on a CPU: the bits of torch's own, without the memory that it takes."""
 
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -10,7 +9,7 @@ from curves import train_main
 from project import ROOT
 from runs import ONE_BLOCK
 
-from ds_vit.engine.patches import gather_in_place
+from ds_vit.parallel.groups import gather_flats
 
 
 def values(rank, dtype, count):
@@ -21,30 +20,24 @@ def values(rank, dtype, count):
 def exchange_both_ways(dtype):
     """On a rank: ours beside torch's, in the world and in a group whose ranks have other numbers in it."""
     rank = dist.get_rank()
-    ours = SimpleNamespace(get_all_gather_function=lambda: dist.all_gather_into_tensor)  # as DeepSpeed's backend
-    gather_in_place(ours)
     for ranks in ([0, 1, 2], [2, 1]):
         group = dist.new_group(ranks, sort_ranks=False) if len(ranks) < 3 else None
         if rank not in ranks:
             continue
         size, place = dist.get_world_size(group), dist.get_rank(group)
-        part, count = values(rank, dtype, 7), 7 * size
-        theirs = part.new_empty(count)
-        dist.all_gather_into_tensor(theirs, part, group=group)
-        for in_place in (False, True):
-            whole = torch.full((count,), 3, dtype=dtype)
-            given = whole[7 * place : 7 * (place + 1)].copy_(part) if in_place else part
-            work = ours.all_gather_function(output_tensor=whole, input_tensor=given, group=group, async_op=in_place)
-            assert (work is not None) == in_place
-            if work is not None:
-                work.wait()
-            assert torch.equal(whole, theirs)
+        theirs = [torch.empty(count * size, dtype=dtype) for count in (7, 2)]
+        ours = [torch.full_like(flat, 3) for flat in theirs]
+        for count, flat, other in zip((7, 2), ours, theirs, strict=True):
+            part = flat.chunk(size)[place].copy_(values(rank, dtype, count))
+            dist.all_gather_into_tensor(other, part, group=group)
+        gather_flats(ours, group)
+        assert all(map(torch.equal, ours, theirs))
     return True
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_bits_are_torchs(ranks, dtype):
-    # Catches: a rank's number in the world taken for that in its group; a share that is not copied to its place.
+    # Catches: a rank's number in the world taken for that in its group.
     assert ranks.run(3, exchange_both_ways, dtype) == [True] * 3
 
 

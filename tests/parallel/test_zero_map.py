@@ -110,7 +110,6 @@ IN_FLAT_MEMORY = (
     *("update_lp_params", "optimizer", "_update_scale"),
     # engine/flat_gradient.py
     *("_grad_acc_hooks", "_epilogue_ran_this_backward", "torch_autocast_gradscaler", "compute_grad_norm", "loss_scale"),
-    *("real_dp_process_group", "nccl_start_alignment_factor", "allgather_bucket_size"),
 )
 ATTRIBUTES = {
     "ZeRO-1": (1, {}, ("bit16_groups", "bit16_groups_flat", "single_partition_of_fp32_groups", *IN_FLAT_MEMORY)),
