@@ -295,10 +295,11 @@ class FlatGradient:
         """Set what hooks set, after a graph has replayed a micro-batch's pass; `boundary`: the last of the step."""
         self.fresh = boundary
         if self._stage > 0:
+            self._optimizer.set_gradient_accumulation_boundary(boundary)
             self._optimizer._epilogue_ran_this_backward = True
 
-    def abandon(self, *, fresh: bool = True) -> None:
-        """Drop a backward pass that has not ended, and by default the earlier ones of its step."""
+    def abandon(self, fresh: bool) -> None:
+        """Drop a backward pass that has not ended; `fresh` is as before it."""
         for bucket in self._buckets:
             bucket.taken = False
             for p in bucket.parameters:

@@ -11,7 +11,7 @@ memory pool, so the outputs of a replay are valid until the next one.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from ds_vit.engine.patches import replaced
 from ds_vit.fault_tolerance.errors import first_line
 from ds_vit.tasks.task import StepContext
 
-Given = Mapping[str, torch.Tensor] | None
+Given = Mapping[str, torch.Tensor]
 Pass = Callable[..., Any]
 """Some `Given` → a tensor, or tensors by name."""
 
@@ -71,50 +71,39 @@ class StepGraphs:
             given: tensors by name; those on the host are ignored.
         """
         kind = self._device.type
-        on_device = [part and {name: t for name, t in part.items() if t.device.type == kind} for part in given]
+        on_device = [{name: t for name, t in part.items() if t.device.type == kind} for part in given]
         boundary = self._engine.is_gradient_accumulation_boundary()
         reduces = boundary and self._context.groups.layout.dp > 1
-        shapes = [(name, tensor.shape, tensor.dtype) for part in on_device for name, tensor in (part or {}).items()]
+        shapes = [(name, tensor.shape, tensor.dtype) for part in on_device for name, tensor in part.items()]
         key = (name, torch.is_grad_enabled() and self._flat.fresh, reduces, *shapes)
         if self.reason or key not in self._graphs:
             self._graphs.setdefault(key, None)
             return function(*given)
         self._set_scalars()
         inputs = self._filled(on_device)
-        captured = self._graphs[key]
-        if captured is None:
-            captured = self._graphs[key] = self._capture(function, inputs)
+        captured = self._graphs[key] = self._graphs[key] or self._capture(function, inputs)
         if captured is None:
             return function(*given)
         graph, outputs = captured  # the latter in memory that the next replay writes, of whichever graph
         graph.replay()
         if torch.is_grad_enabled():
-            self._advance(boundary)
+            self._flat.end_replay(boundary)
         if isinstance(outputs, Mapping):
             return {name: tensor.clone() for name, tensor in outputs.items()}
         return outputs.clone()
 
     def _filled(self, given: Sequence[Given]) -> list[Given]:
         """Copy the tensors to the addresses that graphs read."""
-        inputs: list[Given] = []
-        pairs = []
+        inputs: list[dict[str, torch.Tensor]] = []
         for place, part in enumerate(given):
-            of_part = {}
-            for name, tensor in (part or {}).items():
+            inputs.append({})
+            for name, tensor in part.items():
                 key = place, name, tensor.shape, tensor.dtype
                 if key not in self._inputs:
                     self._inputs[key] = torch.empty_like(tensor)
-                of_part[name] = self._inputs[key]
-                pairs.append((of_part[name], tensor))
-            inputs.append(of_part if part is not None else None)
-        torch._foreach_copy_(*(list(side) for side in zip(*pairs, strict=True)))
+                inputs[-1][name] = self._inputs[key]
+        torch._foreach_copy_(*([tensor for part in side for tensor in part.values()] for side in (inputs, given)))
         return inputs
-
-    def _advance(self, boundary: bool) -> None:
-        """Set the state that the hooks of a forward and backward pass set."""
-        if hasattr(self._engine.optimizer, "set_gradient_accumulation_boundary"):
-            self._engine.optimizer.set_gradient_accumulation_boundary(boundary)
-        self._flat.end_replay(boundary)
 
     def _set_scalars(self) -> None:
         """Copy the scalars of this step to the device."""
@@ -128,15 +117,14 @@ class StepGraphs:
                 self._values[name] = value
                 self._scalars[name].fill_(value)
 
-    @contextlib.contextmanager
-    def _reading_scalars(self) -> Iterator[None]:
+    def _reading_scalars(self) -> contextlib.ExitStack:
         """Within it, the pass reads scheduled values and the loss scale from the device."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(replaced(self._context, "schedules", self._scalars))
-            if self._engine.fp16_enabled():
-                scaled = lambda loss: (loss.double() * self._scalars[LOSS_SCALE]).to(loss.dtype)  # noqa: E731
-                stack.enter_context(replaced(self._engine.optimizer.loss_scaler, "scale_loss", scaled))
-            yield
+        stack = contextlib.ExitStack()
+        stack.enter_context(replaced(self._context, "schedules", self._scalars))
+        if self._engine.fp16_enabled():
+            scaled = lambda loss: (loss.double() * self._scalars[LOSS_SCALE]).to(loss.dtype)  # noqa: E731
+            stack.enter_context(replaced(self._engine.optimizer.loss_scaler, "scale_loss", scaled))
+        return stack
 
     def _capture(self, function: Pass, inputs: Sequence[Given]) -> tuple[Any, Any] | None:
         """A graph of the pass, and its outputs; None where it cannot be captured: the state is then as before."""
@@ -148,7 +136,7 @@ class StepGraphs:
             return graph, outputs
         except RuntimeError as error:
             self.reason = first_line(error.__context__ or error)  # the end of the capture fails, too
-        self._flat.abandon(fresh=fresh)
+        self._flat.abandon(fresh)
         state = getattr(self._engine.optimizer, "_backward_hook_state", None)
         if state is not None:
             state.backward_active_depth = 0

@@ -79,8 +79,11 @@ class PlainEngine(Engine):
         if not self.module.training:  # walking all modules costs the host as much as their forward pass
             self.engine.train()
         self.guard.begin()
-        if self.graphs is not None and not self.graphs.reason:
-            batches = map(self._task.fixed_batch, batches)
+        if self.graphs is not None:
+            assert self.flat is not None
+            self.flat.fresh = True  # also where `meanwhile` left the step before: its gradient does not count
+            if not self.graphs.reason:
+                batches = map(self._task.fixed_batch, batches)
         self._total, self._num_losses = None, 0
         if self._task.coupled and self.accumulation > 1:
             return self._coupled_step(batches, meanwhile)
@@ -90,12 +93,7 @@ class PlainEngine(Engine):
             else:
                 loss = self._run("step", self._differentiate, next(batches))
                 if number == 0:
-                    try:
-                        meanwhile()
-                    except BaseException:  # leaves the step: its gradient so far does not count
-                        assert self.flat is not None
-                        self.flat.abandon()
-                        raise
+                    meanwhile()
             self._add(loss)
             self.engine.step()
         assert self._total is not None
@@ -108,7 +106,7 @@ class PlainEngine(Engine):
         return self.graphs.run(name, function, *given)
 
     def _differentiate(
-        self, batch: Batch, piece: Given = None, meanwhile: Callable[[], object] = lambda: None
+        self, batch: Batch, piece: Given | None = None, meanwhile: Callable[[], object] = lambda: None
     ) -> torch.Tensor:
         """The loss of a micro-batch, whose gradient is then written."""
         loss = self.engine(partial(self._task.step, self.context, batch, piece))

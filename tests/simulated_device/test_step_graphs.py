@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 
 import simulated_device
 from ds_vit.device import allocated_bytes, peak_bytes, reset_peak_bytes
+from ds_vit.engine.flat_gradient import FlatGradient
 from ds_vit.engine.graph import StepGraphs
 from ds_vit.engine.plain import PlainEngine
 from ds_vit.tasks.classification.task import Classification
@@ -223,14 +224,14 @@ def states_of(library, folder, words, forgotten):
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(PlainEngine, "_add", noted))
         if forgotten:
-            stack.enter_context(mock.patch.object(StepGraphs, "_advance"))
+            stack.enter_context(mock.patch.object(FlatGradient, "end_replay"))
         trained(folder, words)
     return found
 
 
 @pytest.mark.parametrize("forgotten", [False, True])
 def test_a_replay_leaves_the_counters_and_flags_of_an_eager_pass(ranks, device_library, tmp_path, forgotten):
-    """A replay runs no hook. When DeepSpeed's set anything else, this fails: `StepGraphs._advance` has to as well."""
+    """A replay runs no hook. When DeepSpeed's set anything else, this fails: `FlatGradient.end_replay` has to, too."""
     words = [*file_of(1), "--max-steps", 4, "--grad-accum-steps", 2, "--cuda-graph"]
     eager, replayed = (
         ranks.run(1, states_of, device_library, tmp_path / choice, [*words, choice], forgotten)[0]
