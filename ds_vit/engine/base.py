@@ -26,6 +26,7 @@ from ds_vit.engine.patches import (
     hold_scheduler_on_skipped_steps,
     import_muon_uncompiled,
     match_norm_collectives,
+    report_overflow,
 )
 from ds_vit.engine.step_guard import StepGuard, StepResult
 from ds_vit.engine.zero3 import ZeroUnits
@@ -184,9 +185,6 @@ class Engine(ABC):
         decides = sums is not None and self._device_can_decide()
         if sums is not None:
             sums.count(self.zero_map)
-        if self.flat is not None and self.stage == 0:
-            # torch's GradScaler skips an optimizer that is not fused, and reports nothing.
-            self.flat.on_overflow = lambda: self.guard.overflowed(self.zero_map.gradients(1.0))
         if self.units is not None and decides:
             self.units.defer_norm_check(lambda: self.guard.device_decides)
         self.guard = StepGuard(
@@ -197,30 +195,30 @@ class Engine(ABC):
             checked=self._norm_is_checked(),
             square_norms=sums.square_norms if sums is not None and decides else None,
         )
+        if self.flat is not None:
+            self.flat.on_overflow = self.guard.overflowed
+        else:
+            report_overflow(optimizer, self.guard.overflowed)
         self._keep_bounds()
         if self.engine.lr_scheduler is not None:
             hold_scheduler_on_skipped_steps(self.engine.lr_scheduler, lambda: self.guard.skipped is None)
 
     def _keep_bounds(self) -> None:
         """Clamp the task's bounded parameters after each update; ZeRO then copies them to the model."""
-        bounds, base = self._task.bounds, self.zero_map.base
+        bounds = self._task.bounds
         bounded = [
             (view, bounds[segment.name])
             for shard in self.zero_map.shards
             for segment, view in zip(shard.segments, shard.views(), strict=True)
             if segment.name in bounds
         ]
-        if not bounded:
-            return
-        take_step = base.step
 
-        def step_and_clamp(*args: Any, **kwargs: Any) -> Any:
-            result = take_step(*args, **kwargs)
+        def clamp(*_: Any) -> None:
             for view, (low, high) in bounded:
                 view.clamp_(low, high)
-            return result
 
-        base.step = step_and_clamp
+        if bounded:
+            self.zero_map.base.register_step_post_hook(clamp)
 
     @property
     def module(self) -> nn.Module:

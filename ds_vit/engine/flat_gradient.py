@@ -134,7 +134,7 @@ class FlatGradient:
         fresh: whether the next micro-batch is the first of a step.
         grad_norm: global, of the step under way, before clipping; None where the JSON says not to compute it.
         releases: whether the memory of an applied gradient is freed; a captured graph needs it to stay where it is.
-        on_overflow: called without ZeRO before the step of gradients that overflowed is skipped.
+        on_overflow: called before the step of gradients that overflowed is skipped.
     """
 
     def __init__(self, engine: Any, groups: Groups, json: DeepSpeedJson) -> None:

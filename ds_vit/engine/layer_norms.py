@@ -19,10 +19,8 @@ def layers_of(names: Sequence[str]) -> dict[str, str]:
     """
     found, layers = False, {}
     for name in sorted(names, key=lambda name: name == "mask_token"):  # before the blocks in the model, after them here
-        match = re.match(
-            r"(blocks|decoder_blocks|layers|stages)\.\d+|decoder_embed",
-            "decoder_embed" if name == "mask_token" else name,
-        )
+        stem = "decoder_embed" if name == "mask_token" else name
+        match = re.match(r"(blocks|decoder_blocks|layers|stages)\.\d+|decoder_embed", stem)
         found = found or bool(match)
         is_behind = found or name.startswith("head")  # of a frozen model the blocks may not be among the names
         layers[name] = match[0] if match else ("head" if is_behind else "embed")

@@ -5,9 +5,8 @@ process-wide state is a context, which restores the state at its end; an engine 
 closes.
 
 More is replaced elsewhere: engine/flat_gradient.py reduces and steps below ZeRO-3, engine/zero3.py gathers and reduces
-at ZeRO-3, and `ZeroMap.on_overflow` wraps what ZeRO calls before it drops gradients. Private attributes are also read
-in engine/base.py (norms), parallel/zero_map.py (where ZeRO keeps weights and gradients, and how weights return to the
-model) and config/deepspeed_keys.py (removed keys).
+at ZeRO-3. Private attributes are also read in engine/base.py (norms), parallel/zero_map.py (where ZeRO keeps weights,
+and how they return to the model) and config/deepspeed_keys.py (removed keys).
 """
 
 from __future__ import annotations
@@ -171,6 +170,18 @@ def grow_scale_after_step(optimizer: Any) -> None:
         return result
 
     optimizer._update_scale, optimizer.step = update_scale, step
+
+
+def report_overflow(optimizer: Any, callback: Callable[[], None]) -> None:
+    """Have ZeRO-3, and ZeRO with offload, call `callback` before they drop gradients that are not finite."""
+    original = optimizer._update_scale
+
+    def update_scale(*args: Any) -> None:
+        if optimizer.overflow:
+            callback()
+        original(*args)
+
+    optimizer._update_scale = update_scale
 
 
 def hold_scheduler_on_skipped_steps(scheduler: Any, applied: Callable[[], bool]) -> None:

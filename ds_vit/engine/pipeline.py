@@ -70,8 +70,7 @@ class StagedViT(PipelineModule):
         checkpoint_function: Callable,
     ) -> None:
         self._bounds = list(bounds)
-        reads = [isinstance(layer, BlockLayer) and layer.reads_frequencies for layer in layers]
-        self._reads_frequencies = reads
+        self._reads_frequencies = [isinstance(layer, BlockLayer) and layer.reads_frequencies for layer in layers]
         first = layers[bounds[groups.pipeline_stage]]
         if isinstance(first, HeadLayer):
             first.drops_frequencies = False  # the stage before does
@@ -174,7 +173,9 @@ class PipeEngine(Engine):
         self.guard.begin()
         if self._task.coupled:
             batches = iter(self._couple(batches))
-        loss = self.engine.train_batch(self._pair(batch) for batch in batches)
+        names = self.module.target_names  # DeepSpeed reads of a pair only the part of its stage
+        pairs = ((self._stage_inputs(batch), tuple(batch.get(name) for name in names)) for batch in batches)
+        loss = self.engine.train_batch(pairs)
         return self._result(loss.float())
 
     def _couple(self, batches: Iterator[Batch]) -> list[Batch]:
@@ -199,10 +200,6 @@ class PipeEngine(Engine):
             staged.coupled_loss = None if coupled.loss is None else coupled.loss.detach()
             staged.pieces = iter(coupled.pieces)
         return chunk
-
-    def _pair(self, batch: Batch) -> tuple[tuple, tuple]:
-        """(inputs of the first stage, inputs of the loss); DeepSpeed reads only the part of its stage."""
-        return self._stage_inputs(batch), tuple(batch.get(name) for name in self.module.target_names)
 
     def _stage_inputs(self, batch: Batch) -> tuple[torch.Tensor | None, ...]:
         """(input of the first tower, keys, inputs of the others …)."""

@@ -181,7 +181,6 @@ class StepGuard:
         self._base = self.zero_map.base
         self._update = self._base.step
         self._base.step = self._step
-        self.zero_map.on_overflow(self.overflowed)
 
     def watch_spikes(self, factor: float) -> None:
         """Reject steps whose loss or norm is more than `factor` times the mean of the last 100 (of 10 at least)."""
@@ -223,12 +222,11 @@ class StepGuard:
         known = StepOutcome(applied and self.skipped is None, self.skipped)
         return self._late or (lambda: known)
 
-    def overflowed(self, grads: list[torch.Tensor]) -> None:
-        """Note that DeepSpeed skips the step under way because these gradients are not finite."""
+    def overflowed(self) -> None:
+        """Note that the step under way is skipped because its gradients are not finite."""
         if not self._decided:
             self._decided = True
-            worst = _largest(layer_norms(self.zero_map, grads))
-            self.skipped = SkippedStep("nonfinite", None, math.inf, None, worst)
+            self.skipped = SkippedStep("nonfinite", None, math.inf, None, self._worst_layer(finite=False))
 
     def _step(self, closure: None = None) -> None:
         """ZeRO calls this in place of the optimizer's own `step`, once or once for each group of parameters."""

@@ -224,43 +224,22 @@ class ZeroMap:
         copies += [(flat.chunk(ranks)[rank], value) for flat, value in zip(own_flats, values, strict=True)]
         return partial(_write, copies, partial(gather_flats, own_flats if ranks > 1 else (), self.groups.dp))
 
-    def on_overflow(self, callback: Callable[[list[torch.Tensor]], None]) -> None:
-        """Have ZeRO call `callback` when it is about to drop gradients that are not finite and skip a step.
-
-        The argument has the gradient of each shard, flat, fp32, times the loss scale. Without ZeRO nothing is ever
-        dropped, and nothing is called.
-        """
-        optimizer = self._optimizer
-        if self.stage == 0:
-            return
-        original = optimizer._update_scale  # right before the gradients are gone
-
-        def wrapped(*args: Any) -> Any:
-            if optimizer.overflow:
-                callback([gradient.float() for gradient in self._reduced_gradients()])
-            return original(*args)
-
-        optimizer._update_scale = wrapped
-
     def gradients(self, clipped_by: float) -> list[torch.Tensor]:
-        """The gradient of each shard, flat, fp32, while the optimizer takes its step: without loss scale and clipping.
+        """The gradient of each shard, flat, fp32, before the update: without loss scale and clipping.
 
         Args:
             clipped_by: what clipping multiplied those by that the optimizer has already.
         """
         scale = float(getattr(self._optimizer, "loss_scale", 1.0))
         grads = []
-        for shard, reduced in zip(self.shards, self._reduced_gradients(), strict=True):
+        for number, shard in enumerate(self.shards):
             own = shard.parameter.grad
-            # Those of parameter groups and sub-groups whose turn has not come are as they were reduced.
-            grads.append(reduced.float() / scale if own is None else own.view(-1).float() / clipped_by)
+            if own is None:  # of a parameter group or sub-group whose turn has not come
+                assert self.gradients_flat is not None, "an offloaded master has its gradient"
+                grads.append(self.gradients_flat[number].float() / scale)
+            else:
+                grads.append(own.view(-1).float() / clipped_by)
         return grads
-
-    def _reduced_gradients(self) -> Sequence[torch.Tensor]:
-        """The gradient of each shard as it was reduced, flat; of an offloaded one its master has it."""
-        if self.gradients_flat is not None:
-            return self.gradients_flat
-        return [shard.parameter.grad.view(-1) for shard in self.shards]
 
     def all_reduce(self, vector: torch.Tensor) -> torch.Tensor:
         """The sum of a small tensor over `groups.stage`: one collective, none where that is only this rank."""
