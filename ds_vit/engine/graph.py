@@ -92,7 +92,7 @@ class StepGraphs:
             return {name: tensor.clone() for name, tensor in outputs.items()}
         return outputs.clone()
 
-    def _filled(self, given: Sequence[Given]) -> list[Given]:
+    def _filled(self, given: Sequence[Given]) -> Sequence[Given]:
         """Copy the tensors to the addresses that graphs read."""
         inputs: list[dict[str, torch.Tensor]] = []
         for place, part in enumerate(given):
