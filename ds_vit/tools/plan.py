@@ -32,9 +32,9 @@ from ds_vit.planner.cost import Machine
 from ds_vit.planner.counting import LayerWork, count_flops
 from ds_vit.planner.hardware import accelerator, link
 from ds_vit.planner.memory import PARTS, LayerMemory, MemoryRules, unaligned_matrices
-from ds_vit.planner.search import Candidate, Planned, PlanRequest, Search, json_at_stage
 from ds_vit.tasks.registry import find_task, task_of
 from ds_vit.tasks.task import Task
+from ds_vit.tools.layout_search import Candidate, Planned, PlanRequest, Search, json_at_stage
 
 if TYPE_CHECKING:
     from ds_vit.config.deepspeed_keys import DeepSpeedJson

@@ -14,7 +14,7 @@ from ds_vit.planner.cost import Machine, step_time
 from ds_vit.planner.counting import LayerWork
 from ds_vit.planner.hardware import accelerator, link
 from ds_vit.planner.memory import MemoryRules
-from ds_vit.planner.search import Planned, json_at_stage
+from ds_vit.tools.layout_search import Planned, json_at_stage
 
 
 def machine(gpus, per_node=8):
