@@ -1,46 +1,31 @@
-"""All legal layouts of a model on a machine, each with the fastest micro-batch that fits, by images per second.
+"""All legal layouts of a run on a machine, each with the fastest micro-batch that fits, by images per second.
 
-The costs of a model are counted once for each tensor-parallel degree, with three blocks: the first may differ (no
-drop-path), the others are alike. Memory is that of planner/memory.py, time that of planner/cost.py.
+The layers of the run are counted once for each tensor-parallel degree. Memory is that of planner/memory.py, time that
+of planner/cost.py.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from ds_vit.config.batch import BatchSizes, nearest_dp, ways_to_share
-from ds_vit.config.deepspeed_rules import Checkpointing, Precision, with_fp32_sums
-from ds_vit.config.schema import RunConfig
+from ds_vit.config.deepspeed_rules import Checkpointing, with_fp32_sums
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.models.layers import take_apart
-from ds_vit.models.zoo import ModelSpec, TimmViT, create_model, num_parameters
-from ds_vit.optim.build import optimizer_class, rules_of, states_per_element
+from ds_vit.models.zoo import num_parameters
 from ds_vit.parallel.layout import Layout
-from ds_vit.parallel.tensor.class_parallel import pays
 from ds_vit.parallel.tensor.shard import legal_degrees
 from ds_vit.planner.cost import Machine, StepTime, step_time
-from ds_vit.planner.counting import LayerWork, count_flops, work_of_layers
-from ds_vit.planner.memory import (
-    LayerMemory,
-    MemoryRules,
-    RankMemory,
-    StageMemory,
-    layers_of_rank,
-    memory_by_stage,
-    memory_of_layers,
-    unaligned_matrices,
-)
+from ds_vit.planner.counting import count_flops
+from ds_vit.planner.memory import MemoryRules, RankMemory, StageMemory, memory_by_stage, unaligned_matrices
 from ds_vit.planner.pipeline import balance
 
 if TYPE_CHECKING:
     from ds_vit.config.deepspeed_keys import DeepSpeedJson
+    from ds_vit.training.cost import Cost  # which imports DeepSpeed
 
 RECOMPUTING: dict[str, Checkpointing] = {
     "": Checkpointing(),
@@ -57,23 +42,17 @@ class PlanRequest:
     """What to plan.
 
     Attributes:
-        spec: the model.
-        machine: what it would run on.
+        machine: what the run would be on.
         global_batch: images of a step.
         json: DeepSpeed's, of which ZeRO's stage and the batch are filled in; see `fixed_stage`.
-        precision: number formats.
-        model_ema: the weights have an average.
         fixed_stage: the only ZeRO stage; None for all.
         pp: the only pipeline degree; None for all.
         tp: the only tensor-parallel degree; None for all.
     """
 
-    spec: ModelSpec
     machine: Machine
     global_batch: int
     json: DeepSpeedJson
-    precision: Precision
-    model_ema: bool = False
     fixed_stage: int | None = None
     pp: int | None = None
     tp: int | None = None
@@ -129,24 +108,26 @@ class Planned:
 
     Attributes:
         request: of the plan.
+        precision: name of its number formats.
         parameters: of the model.
         flops: of an image in training.
         fitting: by falling images per second.
         too_large: those whose smallest micro-batch does not fit, by rising memory.
-        unaligned: tensor-parallel degree → what `unaligned_matrices` names.
+        unaligned: what `unaligned_matrices` names in the best layout.
     """
 
     request: PlanRequest
+    precision: str
     parameters: int
     flops: int
     fitting: tuple[Candidate, ...]
     too_large: tuple[Candidate, ...]
-    unaligned: Mapping[int, Sequence[str]]
+    unaligned: Sequence[str] = ()
 
     def mfu(self, found: Candidate) -> float:
         """Share of the peak that a layout reaches; recomputed products do not count."""
         accelerator = self.request.machine.accelerator
-        peak = accelerator.fp32_tflops if self.request.precision.name == "fp32" else accelerator.bf16_tflops
+        peak = accelerator.fp32_tflops if self.precision == "fp32" else accelerator.bf16_tflops
         return self.flops * found.images_per_second / self.request.machine.gpus / (peak * 1e12)
 
 
@@ -155,41 +136,24 @@ class Search:
 
     Args:
         request: what to plan.
+        cost_at: tensor-parallel degree → the cost of such a run, in any layout of that degree.
+        one_vit: the run's model is the chain of one ViT; the layouts of others are data-parallel only.
 
     Raises:
         UserError: a degree, a batch or a ZeRO stage that is not possible, with the nearest that is.
     """
 
-    def __init__(self, request: PlanRequest) -> None:
-        self.request = request
-        self._unaligned: dict[int, list[str]] = {}
-        self._costs = functools.cache(self._count)
-        self.describe()
+    def __init__(self, request: PlanRequest, cost_at: Callable[[int], Cost], *, one_vit: bool) -> None:
+        self.request, self._costs = request, functools.cache(cost_at)
+        self._run = self._costs(1).run
+        degrees, self._most_stages = [1], 1
+        if one_vit:
+            degrees, self._most_stages = legal_degrees(self._run.model.whole), len(self._costs(1).layers)
+        elif (request.pp or 1) > 1 or (request.tp or 1) > 1:
+            task = self._run.model.task.name
+            raise UserError(f"--recipe: --task {task} is planned with --pp 1 --tp 1 only; drop them")
+        self._degrees = [tp for tp in degrees if self._is_legal_tp(tp)]
         self._check()
-
-    def describe(self) -> None:
-        """Set the model, its depth and its legal tensor-parallel degrees."""
-        self.model = create_model(self.request.spec)
-        self.depth = len(self.model.blocks)
-        self.degrees = [tp for tp in legal_degrees(self.model) if self._is_legal_tp(tp)]
-
-    def _rules(self, json: DeepSpeedJson, layout: Layout, checkpointing: Checkpointing) -> MemoryRules:
-        """What memory and time depend on besides the layers."""
-        request = self.request
-        return MemoryRules(
-            json,
-            layout,
-            precision=request.precision,
-            optimizer=self._optimizer[0],
-            average=request.model_ema,
-            checkpointing=checkpointing,
-        )
-
-    @functools.cached_property
-    def _optimizer(self) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-        block = self.request.json.optimizer  # neither memory nor time depends on what training's flags fill in
-        cls, arguments = optimizer_class(block.type, block.params, "the JSON") if block else (torch.optim.AdamW, {})
-        return cls, {"lr": 1e-3, **arguments}
 
     def _is_legal_tp(self, tp: int) -> bool:
         machine = self.request.machine
@@ -200,18 +164,18 @@ class Search:
         """Reject degrees, batches and ZeRO stages that are not possible."""
         request, machine = self.request, self.request.machine
         pp, tp = request.pp or 1, request.tp or 1
-        if request.tp is not None and tp not in self.degrees:
-            nearest = min(self.degrees, key=lambda other: abs(other - tp))
+        if request.tp is not None and tp not in self._degrees:
+            nearest = min(self._degrees, key=lambda other: abs(other - tp))
             raise UserError(
                 f"--tp {tp} is not possible: it has to divide the model's heads and hidden features, the "
                 f"{machine.gpus} GPUs, and stay inside a host of {machine.per_node}; the nearest is --tp {nearest} (of "
-                f"{', '.join(map(str, self.degrees))})"
+                f"{', '.join(map(str, self._degrees))})"
             )
         if request.pp is not None and pp not in self._stages(tp):
             nearest = min(self._stages(tp), key=lambda other: abs(other - pp))
             raise UserError(
                 f"--pp {pp} is not possible: it has to divide {machine.gpus // tp} ranks and be at most the model's "
-                f"{self.depth + 2} layers and {_MOST_STAGES}; the nearest is --pp {nearest}"
+                f"{self._most_stages} layers and {_MOST_STAGES}; the nearest is --pp {nearest}"
             )
         if request.fixed_stage not in (None, 0, 1) and pp > 1:
             raise UserError(f"--pp {pp} needs ZeRO-1, not ZeRO-{request.fixed_stage}: drop one of them")
@@ -225,11 +189,11 @@ class Search:
 
     def _stages(self, tp: int) -> list[int]:
         ranks = self.request.machine.gpus // tp
-        return [pp for pp in range(1, min(_MOST_STAGES, self.depth + 2) + 1) if ranks % pp == 0]
+        return [pp for pp in range(1, min(_MOST_STAGES, self._most_stages) + 1) if ranks % pp == 0]
 
     def _layouts(self) -> Iterator[Layout]:
         request = self.request
-        for tp in [request.tp] if request.tp else self.degrees:
+        for tp in [request.tp] if request.tp else self._degrees:
             for pp in self._stages(tp):
                 if request.pp not in (None, pp):
                     continue
@@ -239,72 +203,50 @@ class Search:
 
     def _zero_stages(self, layout: Layout) -> list[int]:
         stages = [1] if layout.pp > 1 else [1, 2, 3] if layout.dp > 1 else [1]
-        if self.request.precision.compute == "float32" and layout.pp == 1:  # DeepSpeed's bf16 without ZeRO is refused
+        if (
+            self._run.engine.precision.compute == "float32" and layout.pp == 1
+        ):  # DeepSpeed's bf16 without ZeRO is refused
             stages = [0, *stages]
         return [stage for stage in stages if self.request.fixed_stage in (None, stage)]
-
-    def _count(self, tp: int) -> tuple[list[LayerMemory], list[LayerWork]]:
-        """The memory and the work of each layer of a rank at a tensor-parallel degree."""
-        request, model, compute = self.request, self._shallow(3), self.request.precision.compute
-        class_parallel = tp > 1 and pays(request.spec.num_classes, tp)
-        layers = layers_of_rank(take_apart(model), RunConfig(tp=tp), class_parallel=class_parallel, compute=compute)
-        self._unaligned[tp] = unaligned_matrices(layers)
-        cls, arguments = self._optimizer
-        states, fallback = states_per_element(cls, arguments), rules_of(cls).fallback(model, arguments) or frozenset()
-        memory = memory_of_layers(layers, states=states, fallback=fallback)
-        works = work_of_layers(layers)
-        return self._repeat_blocks(memory), self._repeat_blocks(works)
-
-    def _repeat_blocks(self, of_three: list[Any]) -> list[Any]:
-        """What was counted with three blocks, for all blocks."""
-        return [*of_three[:2], *[of_three[-2]] * (self.depth - 1), of_three[-1]]
-
-    def _shallow(self, depth: int) -> TimmViT:
-        """The model with no more than this many of its blocks."""
-        kwargs = {**self.request.spec.model_kwargs, "depth": min(depth, self.depth)}
-        return create_model(dataclasses.replace(self.request.spec, model_kwargs=kwargs))
-
-    def _training_flops(self) -> int:
-        """Of an image: those of two blocks and the ends, and what each further block adds."""
-        two, three = (count_flops(self._shallow(depth)).training for depth in (2, 3))
-        return two + max(0, self.depth - 2) * (three - two)
 
     def run(self) -> Planned:
         """Every layout, ranked."""
         found = []
         for layout in self._layouts():
-            memory, works = self._costs(layout.tp)
-            flops = [work.forward.flops + work.backward.flops for work in works]
-            bounds = tuple(balance(flops, [layer.kept.bytes for layer in memory], layout.pp))
+            cost = self._costs(layout.tp)
+            flops = [work.forward.flops + work.backward.flops for work in cost.works]
+            bounds = tuple(balance(flops, [layer.kept.bytes for layer in cost.layer_memory], layout.pp))
             for stage, recomputing in itertools.product(self._zero_stages(layout), RECOMPUTING):
-                found.append(self._fastest(layout, stage, recomputing, bounds))
+                found.append(self._fastest(cost, layout, stage, recomputing, bounds))
+        fitting = sorted((one for one in found if one.fits), key=lambda one: -one.images_per_second)
+        model = self._run.model
         return Planned(
             self.request,
-            num_parameters(self.model),
-            self._training_flops(),
-            tuple(sorted((one for one in found if one.fits), key=lambda one: -one.images_per_second)),
+            self._run.engine.precision.name,
+            num_parameters(model.whole),
+            count_flops(model.whole, model.frozen).training,
+            tuple(fitting),
             tuple(sorted((one for one in found if not one.fits), key=lambda one: one.needs)),
-            self._unaligned,
+            unaligned_matrices(self._costs(fitting[0].layout.tp).layers) if fitting else (),
         )
 
-    def _fastest(self, layout: Layout, stage: int, recomputing: str, bounds: tuple[int, ...]) -> Candidate:
+    def _fastest(self, cost: Cost, layout: Layout, stage: int, recomputing: str, bounds: tuple[int, ...]) -> Candidate:
         """The fastest micro-batch that fits, or else the smallest."""
-        layers, works = self._costs(layout.tp)
         request, accelerator = self.request, self.request.machine.accelerator
         room, tried = accelerator.memory_bytes - accelerator.reserved_bytes, []
 
         @functools.cache
         def memory_at(accumulation: int) -> tuple[MemoryRules, list[StageMemory]]:
-            json = with_fp32_sums(json_at_stage(request.json, stage), request.precision, accumulation)
-            rules = self._rules(json, layout, RECOMPUTING[recomputing])
-            return rules, memory_by_stage(layers, bounds, rules)
+            json = with_fp32_sums(json_at_stage(request.json, stage), cost.run.engine.precision, accumulation)
+            rules = cost.rules_of(json, layout, RECOMPUTING[recomputing])
+            return rules, memory_by_stage(cost.layer_memory, bounds, rules)
 
         for batch in ways_to_share(request.global_batch, layout.dp):
             if batch.micro_batch > _LARGEST_MICRO_BATCH or (batch.accumulation < layout.pp and batch.micro_batch > 1):
                 break
             rules, stages = memory_at(min(batch.accumulation, 2))
             memory = tuple(one.on_device(batch) for one in stages)
-            time = step_time(works, bounds, request.machine, batch, rules)
+            time = step_time(cost.works, bounds, request.machine, batch, rules)
             tried.append(Candidate(layout, stage, recomputing, batch, bounds, memory, room, time))
             if not tried[-1].fits:
                 break

@@ -12,27 +12,26 @@ import math
 import shlex
 import sys
 from collections.abc import Mapping
+from functools import partial
 from inspect import getattr_static
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_vit.config.deepspeed_json import BATCH_KEYS, load_json
-from ds_vit.config.deepspeed_rules import Checkpointing, precision
+from ds_vit.config.outside import config_class
 from ds_vit.config.parser import at_least, from_values, load_recipe, or_shipped
 from ds_vit.config.run_folder import RunFolder, write_json
+from ds_vit.config.schema import BatchSettings
 from ds_vit.config.units import in_words, parse_kwargs
 from ds_vit.engine.start import quiet_deepspeed
 from ds_vit.fault_tolerance.errors import UserError, written
 from ds_vit.launching.launchers import RANK_PY
 from ds_vit.launching.process import Process
-from ds_vit.models.zoo import ModelSpec
 from ds_vit.monitoring.metrics import make_console, print_columns, say
-from ds_vit.parallel.layout import Layout
 from ds_vit.planner.cost import Machine
-from ds_vit.planner.counting import LayerWork, count_flops
 from ds_vit.planner.hardware import accelerator, link
-from ds_vit.planner.memory import PARTS, LayerMemory, MemoryRules, unaligned_matrices
-from ds_vit.tasks.registry import find_task, task_of
+from ds_vit.planner.memory import PARTS
+from ds_vit.tasks.registry import task_of
 from ds_vit.tasks.task import Task
 from ds_vit.tools.layout_search import Candidate, Planned, PlanRequest, Search, json_at_stage
 
@@ -48,8 +47,9 @@ _BF16 = {
     "communication_data_type": "fp32",
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.05}},
 }
-# Keys of a recipe that memory or time depends on.
-_OF_RECIPE = ("model", "img_size", "epochs", "model_ema", "deepspeed_config", "model_kwargs", "num_classes")
+_OF_RUN = ("model", "img_size", "model_ema")
+# Flags of this command that a recipe may have.
+_OF_RECIPE = (*_OF_RUN, "epochs", "deepspeed_config", "model_kwargs", "num_classes")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -85,8 +85,9 @@ def plan(arguments: argparse.Namespace) -> int:
         raise UserError("--gpus is missing: how many there would be, for example --gpus 8")
     with_recipe(arguments)
     request = request_of(arguments)
-    search = TaskSearch(request, cost_of_run(arguments, request)) if arguments.of_task else Search(request)
-    found = search.run()
+    stage = 1 if request.fixed_stage is None else request.fixed_stage
+    counted = partial(cost_at, arguments, request.json, stage)
+    found = Search(request, counted, one_vit=not arguments.of_task).run()
     if not found.fitting:
         raise UserError(_nothing_fits(found))
     if arguments.json:
@@ -142,81 +143,28 @@ def request_of(arguments: argparse.Namespace) -> PlanRequest:
     json = DeepSpeedJson.of(load_json(source) if arguments.deepspeed_config else _BF16, source).replace({}, BATCH_KEYS)
     if stage is None and arguments.deepspeed_config:
         stage = json.zero_stage
-    spec = ModelSpec(
-        arguments.model,
-        num_classes=arguments.num_classes or 1000,
-        img_size=arguments.img_size,
-        model_kwargs=parse_kwargs(arguments.model_kwargs),
-    )
-    return PlanRequest(
-        spec,
-        machine,
-        arguments.global_batch,
-        json,
-        precision(json_at_stage(json, 1 if stage is None else stage), source, on_cpu=False),
-        model_ema=bool(arguments.model_ema),
-        fixed_stage=stage,
-        pp=arguments.pp,
-        tp=arguments.tp,
-    )
+    return PlanRequest(machine, arguments.global_batch, json, stage, pp=arguments.pp, tp=arguments.tp)
 
 
-# Recipes of several towers
-
-
-class TaskSearch(Search):
-    """Layouts of a task with more than the chain of one ViT: data-parallel ones, from the run's own model of memory.
-
-    Args:
-        request: what to plan.
-        cost: of such a run, in any layout of one pipeline stage and one tensor-parallel rank.
-
-    Raises:
-        UserError: as `Search`.
-    """
-
-    def __init__(self, request: PlanRequest, cost: Cost) -> None:
-        self.cost = cost
-        if (request.pp or 1) > 1 or (request.tp or 1) > 1:
-            raise UserError(
-                f"--recipe: --task {cost.run.model.task.name} is planned with --pp 1 --tp 1 only; drop them"
-            )
-        super().__init__(request)
-
-    def describe(self) -> None:
-        self.model, self.depth, self.degrees = self.cost.run.model.whole, 0, [1]
-
-    def _stages(self, tp: int) -> list[int]:
-        return [1]
-
-    def _count(self, tp: int) -> tuple[list[LayerMemory], list[LayerWork]]:
-        self._unaligned[tp] = unaligned_matrices(self.cost.layers)
-        return self.cost.layer_memory, self.cost.works
-
-    def _rules(self, json: DeepSpeedJson, layout: Layout, checkpointing: Checkpointing) -> MemoryRules:
-        return self.cost.rules_of(json, layout, checkpointing)
-
-    def _training_flops(self) -> int:
-        return count_flops(self.model, self.cost.run.model.frozen).training
-
-
-def cost_of_run(arguments: argparse.Namespace, request: PlanRequest) -> Cost:
-    """The cost of a run of the recipe on one rank; its data only say how many classes there are."""
+def cost_at(arguments: argparse.Namespace, json: DeepSpeedJson, stage: int, tp: int) -> Cost:
+    """The cost of a run on the ranks of one tensor-parallel group; its data only say how many classes there are."""
     from ds_vit.training.cost import Cost  # which imports DeepSpeed
     from ds_vit.training.resolve import resolve
     from ds_vit.training.run import World
 
-    given: dict[str, Any] = {"pp": 1, "tp": 1, "grad_checkpointing": "", "batch_size": 2, "max_steps": 10}
-    given |= {"deepspeed_config": json_at_stage(request.json, 1).dump(), "dataset": "digits"}
-    given |= {name: getattr(arguments, name) for name in ("model", "img_size", "model_ema") if getattr(arguments, name)}
-    if isinstance(arguments.model_kwargs, list) and arguments.model_kwargs:
-        given["model_kwargs"] = parse_kwargs(arguments.model_kwargs)
-    task = find_task(from_values(given, arguments.recipe))
-    given["dataset"] = task.example_dataset
-    given |= {"num_classes": request.spec.num_classes} if task.has_classes else {}
-    config = from_values(given, arguments.recipe)
-    one_rank = World(Process("none", 0, 1, 0, 1), on_cpu=False)
-    return Cost(resolve(config, one_rank, with_weights=False))
+    recipe = load_recipe(arguments.recipe) if arguments.recipe else {}
+    flags = config_class(recipe).flags()
+    left_out = {*BatchSettings.model_fields, *(name for name in recipe if flags[name].section in ("run", "data"))}
+    values: dict[str, Any] = {"lr": 1e-3}  # of which neither memory nor time depends
+    values |= {name: value for name, value in recipe.items() if name not in left_out}
+    values |= {name: value for name in _OF_RUN if (value := getattr(arguments, name))}
+    values |= {"deepspeed_config": json_at_stage(json, stage).dump(), "tp": tp, "batch_size": 2, "max_steps": 10}
+    values |= {"model_kwargs": parse_kwargs(arguments.model_kwargs), "grad_checkpointing": ""}
+    task = task_of(values)
+    values |= {"dataset": task.example_dataset}
+    values |= {"num_classes": arguments.num_classes or 1000} if task.has_classes else {}
+    world = World(Process("none", 0, tp, 0, tp), on_cpu=False)
+    return Cost(resolve(from_values(values), world, with_weights=False))
 
 
 # Output
@@ -306,9 +254,9 @@ def _show(found: Planned, arguments: argparse.Namespace) -> None:
         f"data of the best: each of {best.layout.dp} replicas needs {best.images_per_second / best.layout.dp:,.0f} "
         f"images/s; for JPEG files of ImageNet's size that is --workers {row['workers']}."
     )
-    if unaligned := found.unaligned[best.layout.tp]:
+    if found.unaligned:
         notes.append(
-            f"matrix sizes of the best, no multiples of 8, which slows 16-bit products: {', '.join(unaligned)}."
+            f"matrix sizes of the best, no multiples of 8, which slows 16-bit products: {', '.join(found.unaligned)}."
         )
     say(console, *(f"  {note}" for note in notes))
 

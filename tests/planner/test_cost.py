@@ -108,4 +108,4 @@ def test_mfu_is_of_the_types_that_are_multiplied():
     # Catches: autocast measured against the peak of fp32, which gives more than 100 %.
     request = SimpleNamespace(machine=machine(1), precision=Precision("autocast-bf16", "float32"))
     found = SimpleNamespace(images_per_second=1.0)
-    assert Planned(request, 1, 989 * 10**12, (), (), {}).mfu(found) == pytest.approx(1.0)
+    assert Planned(request, "autocast-bf16", 1, 989 * 10**12, (), ()).mfu(found) == pytest.approx(1.0)
