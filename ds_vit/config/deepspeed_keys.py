@@ -310,7 +310,9 @@ def _wrong_leaves(data: Mapping[str, Any], path: str) -> dict[str, str]:
     """Numbers that are not finite, quoted, or outside the range of the flag for the same key → what is wrong."""
     found, flags = {}, {key: name for name, key in KEY_OF_FLAG.items() if RunConfig.range_of(name)}
     for key, value in leaves(data).items():
-        if (flag := flags.get(key)) and isinstance(value, (int, float)):
+        # Words for other keys are wrong for their models.
+        is_judged = isinstance(value, (int, float)) or (key.startswith("optimizer.") and value not in (None, "auto"))
+        if is_judged and (flag := flags.get(key)):
             whole = int(value) if isinstance(value, float) and value.is_integer() else value
             for problem in what_is_wrong({flag: whole})[1].get(flag, ()):
                 found[key] = f"{path}: {key}{problem.removeprefix(spelling(flag))}"

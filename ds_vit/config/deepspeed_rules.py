@@ -208,7 +208,6 @@ def for_evaluation(json: DeepSpeedJson, *, pp: int) -> DeepSpeedJson:
 # "auto" in optimizer.params, except lr and weight_decay, which come from flags: the first two as in Hugging Face's
 # TrainingArguments, the last as timm's --momentum.
 _AUTO_PARAMS: Mapping[str, Any] = {"betas": [0.9, 0.999], "eps": 1e-8, "momentum": 0.9}
-_FROM_FLAGS = ("lr", "weight_decay")
 
 
 def with_optimizer(json: DeepSpeedJson, path: str, *, lr: float | None = None) -> tuple[DeepSpeedJson, list[str]]:
@@ -233,10 +232,10 @@ def with_optimizer(json: DeepSpeedJson, path: str, *, lr: float | None = None) -
         return json.replace({"optimizer": {"type": "AdamW", "params": params}}), [note]
     prefix = "optimizer.params."
     open_ones = sorted(name.removeprefix(prefix) for name in json.auto if name.startswith(prefix))
-    for key in open_ones:
-        if key not in (*_AUTO_PARAMS, *_FROM_FLAGS):
-            known = ", ".join(sorted((*_AUTO_PARAMS, *_FROM_FLAGS)))
-            raise UserError(f'{path}: "{prefix}{key}" cannot be "auto"; those that can are {known}')
+    known = sorted((*_AUTO_PARAMS, "lr", "weight_decay"))
+    if unknown := [key for key in open_ones if key not in known]:
+        can_be = ", ".join(known)
+        raise UserError(f'{path}: "{prefix}{unknown[0]}" cannot be "auto"; those that can are {can_be}')
     filled = {f"{prefix}{key}": _AUTO_PARAMS[key] for key in open_ones if key in _AUTO_PARAMS}
     return json.replace(filled), [f'{name} "auto" is {value}' for name, value in filled.items()]
 

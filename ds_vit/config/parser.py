@@ -313,13 +313,10 @@ def read_values(
         kind: the class of the settings.
     """
     words, known = {name: _words(value) for name, value in values.items()}, [*map(spelling, kind.flags())]
-    config, wrong = what_is_wrong(values, kind)
-    problems: list[str] = []
-    for name in values:
-        of_name = wrong.get(name, ())
-        if name not in kind.flags():
-            of_name = [f'there is no flag "{name}"{_instead(name, words, known)}']
-        problems += [where + problem for problem in of_name]
+    config, wrong = what_is_wrong({name: value for name, value in values.items() if name in kind.flags()}, kind)
+    for name in values.keys() - kind.flags().keys():
+        wrong[name] = [f'there is no flag "{name}"{_instead(name, words, known)}']
+    problems = [where + problem for name in values for problem in wrong.get(name, ())]
     return {name: getattr(config, name) for name in values if name in config.model_fields_set}, problems
 
 
@@ -460,10 +457,8 @@ def over_recipe(recipe: Mapping[str, Any], given: Mapping[str, Any], *, eval_onl
         values["set"] = (*kept, *pairs)
     if given.get("pp", recipe.get("pp")) != recipe.get("pp"):
         dropped.add("pp_partition")  # bounds for another number of stages
-    own = {**recipe, **valid}
-    if eval_only:
-        own["eval_only"] = True
-    dropped |= {*idle_flags(kind.model_construct(**own))} - {*idle_flags(kind.model_construct(**recipe))}
+    own = {**recipe, **valid, **({"eval_only": True} if eval_only else {})}
+    dropped |= idle_flags(kind.model_construct(**own)).keys() - idle_flags(kind.model_construct(**recipe)).keys()
     chosen = {name for name, value in given.items() if value is not False}  # --no-pretrained excludes nothing
     dropped |= {other for name, other in replacements(kind) if name in chosen}
     return {name: value for name, value in values.items() if name in given or name not in dropped}

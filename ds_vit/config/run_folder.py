@@ -113,14 +113,6 @@ class RunFolder:
             return tuple(map(str, json.loads(self.classes.read_text())))
         return ()
 
-    def read_summary(self) -> dict[str, Any]:
-        """The contents of summary.json.
-
-        Raises:
-            OSError: the run has not come to an end.
-        """
-        return json.loads(self.summary.read_text())
-
 
 def weights_in(folder: Path, kind: str) -> Path | None:
     """The weights of a kind in a run's or a checkpoint's folder: the index where they are sharded, else the file.

@@ -480,8 +480,6 @@ _OUT_OF_RANGE = {"finite_number", "greater_than", "greater_than_equal", "less_th
 def _problems(kind: type[Settings], name: str, value: Any, details: Sequence[Any]) -> list[str]:
     """What pydantic found wrong with a value, for people."""
     types = {detail["type"] for detail in details}
-    if "extra_forbidden" in types:
-        return [f'there is no flag "{name}"']
     if "value_error" in types:
         error = next(detail["ctx"]["error"] for detail in details if detail["type"] == "value_error")
         return [*getattr(error, "problems", (str(error),))]

@@ -56,9 +56,6 @@ from ds_vit.training.run import Run
 _ALLOWANCE = 1.25
 _ESTIMATED = "estimated, with a quarter more for what is not counted"
 
-Try = Callable[[BatchSizes], int]
-"""Allocates a training step's memory temporarily; returns the bytes of the rank, or raises where there are too few."""
-
 
 @dataclass(frozen=True)
 class Memory:
@@ -204,13 +201,14 @@ def by_estimate(run: Run, memory: Memory) -> Found:
     return by_trying(run, memory, lambda batch: round(_ALLOWANCE * cost.fullest(batch).together), _ESTIMATED)
 
 
-def by_trying(run: Run, memory: Memory, try_one: Try, how: str = "measured") -> Found:
+def by_trying(run: Run, memory: Memory, try_one: Callable[[BatchSizes], int], how: str = "measured") -> Found:
     """The largest micro-batch with which `try_one` runs and stays within `memory`; smaller ones are tried first.
 
     Args:
         run: of this rank.
         memory: bytes that this rank may take.
-        try_one: raises torch.OutOfMemoryError where the device has too little.
+        try_one: allocates a step's memory temporarily; returns the bytes of the rank, or raises
+            torch.OutOfMemoryError where the device has too little.
         how: `try_one` gets its numbers, for people.
     """
     fits, needs = 0, 0
@@ -397,13 +395,11 @@ class TrialStep:
 
     def _forward(self, rows: int) -> list[torch.Tensor]:
         """The start of a micro-batch's backward pass: the loss, or outputs that the next stage sends gradients of."""
-        precision = self.run.engine.precision.name
+        settings = self.run.engine
         inputs = tuple(self._like(tensor, rows if place < 2 else None) for place, tensor in enumerate(self.inputs))
-        autocast = precision.removeprefix("autocast-")
-        type_of_autocast = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(autocast)
-        enabled = autocast != precision
-        with torch.autocast(self.device.type, dtype=type_of_autocast, enabled=enabled):
-            outputs = run_layers(self.layers, inputs, self.run.engine.checkpointing.interval, self.run.engine.recompute)
+        of_operands = torch.float16 if settings.precision.name.endswith("fp16") else torch.bfloat16
+        with torch.autocast(self.device.type, dtype=of_operands, enabled=settings.autocast):
+            outputs = run_layers(self.layers, inputs, settings.checkpointing.interval, settings.recompute)
             if not isinstance(outputs, tuple):
                 outputs = (self.loss(outputs, self._targets(rows, inputs[1])),)
         return [tensor for tensor in outputs if tensor.requires_grad]

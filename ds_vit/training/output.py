@@ -33,15 +33,12 @@ def default_folder(model: str) -> str:
 
 def make_default_folder(model: str) -> str:
     """Create the default folder, with a number appended where another run started in the same second."""
-    name = default_folder(model)
-    for folder in itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2))):
-        try:
+    name = folder = default_folder(model)
+    for number in itertools.count(2):
+        with written(f"{folder} cannot be made; give --output"), contextlib.suppress(FileExistsError):
             Path(folder).mkdir(parents=True)
             break
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise UserError(f"{folder} cannot be made: {error.strerror or error}; give --output") from None
+        folder = f"{name}-{number}"
     return folder
 
 

@@ -47,12 +47,12 @@ def resolve_update(
     path, json, per_epoch = engine.path, engine.json, order.steps_per_epoch
     cls, arguments = optimizer_of(json, path)
     lr, scaling = _scale_by_batch(config, _base_rate(config, cls, arguments, json, path), order.global_batch)
-    clip, unmentioned = _from_json_or_flag(config, "clip_grad", json, 0.0, path), []
+    clip, unmentioned = _from_json_or_flag(config, "clip_grad", json, 0.0), []
     if clip is None:
         clip = 1.0  # DeepSpeed's own default; written down, so that it can be seen
         unmentioned = [f"{path} does not mention gradient_clipping: DeepSpeed's default 1.0 holds"]
     check_grad_norm(json, path, clip=clip)
-    decay = _from_json_or_flag(config, "weight_decay", json, DEFAULT_WEIGHT_DECAY, path)
+    decay = _from_json_or_flag(config, "weight_decay", json, DEFAULT_WEIGHT_DECAY)
     total_steps, scheduled_steps = _count_steps(config, per_epoch)
     horizon = Horizon(scheduled_steps, per_epoch, decay or 0.0)
     if reason := model.task.supports_training(horizon, order.global_batch):
@@ -105,12 +105,9 @@ def _rate_factors(
     return rate_factors(model.whole, config.layer_decay, of_task)
 
 
-def _from_json_or_flag(config: RunConfig, flag: str, json: DeepSpeedJson, fallback: float, path: str) -> float | None:
+def _from_json_or_flag(config: RunConfig, flag: str, json: DeepSpeedJson, fallback: float) -> float | None:
     """The flag's number, else the JSON's, else (for "auto") the fallback; None where neither gives one."""
     given, value = getattr(config, flag), json.given(KEY_OF_FLAG[flag])
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
-    if value not in (None, "auto") and not is_number:
-        raise UserError(f'{path}: {KEY_OF_FLAG[flag]} must be a number >= 0 or "auto", not {value!r}')
     if given is not None:
         return given
     return fallback if value == "auto" else None if value is None else float(value)
@@ -122,7 +119,7 @@ def _base_rate(
     """--lr, else the JSON's, else the optimizer's own default.
 
     Raises:
-        UserError: "auto" without --lr, or no number.
+        UserError: "auto" without --lr.
     """
     if config.lr is not None:
         return config.lr
@@ -131,8 +128,6 @@ def _base_rate(
         raise UserError(f'{path}: optimizer.params.lr is "auto" and there is no --lr; give one')
     if lr is None:
         lr = inspect.signature(optimizer.__init__).parameters["lr"].default
-    if isinstance(lr, bool) or not isinstance(lr, (int, float)) or lr < 0:
-        raise UserError(f"{path}: optimizer.params.lr must be a number >= 0, not {lr!r}")
     return float(lr)
 
 
