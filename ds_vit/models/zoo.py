@@ -259,6 +259,14 @@ def require_whole_patches(
             raise UserError(f"{flag}: images of {size} pixels are {why}; the nearest is {near}")
 
 
+def require_all_patches(model: TimmViT, name: str) -> None:
+    """Raise UserError if a model, named as `name`, leaves patches out, or pixels that lie in no patch."""
+    if not isinstance(model.patch_drop, (nn.Identity, type(None))):
+        dropped = f"model_kwargs patch_drop_rate {model.patch_drop.prob} of {name!r} leaves patches out"
+        raise UserError(f"{dropped}, and the task needs all of them; drop it")
+    require_whole_patches(model, name)
+
+
 def num_parameters(model: nn.Module) -> int:
     """How many parameters, trained or not, a model has; on the meta device too."""
     return sum(parameter.numel() for parameter in model.parameters())

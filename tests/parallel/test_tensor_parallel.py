@@ -41,7 +41,8 @@ from ds_vit.parallel.tensor.collectives import TensorParallel
 from ds_vit.parallel.tensor.plans import PLANS
 from ds_vit.parallel.tensor.shard import check_degree, legal_degrees, shard_layer
 from ds_vit.tasks.classification.losses import LossRule, build_loss, class_parallel_loss
-from ds_vit.tasks.mae.towers import AutoencoderSettings, create_autoencoder
+from ds_vit.tasks.mae.flags import MaskedAutoencoderSettings
+from ds_vit.tasks.mae.towers import create_autoencoder
 
 # ---- blocks ----------------------------------------------------------------------------------------------------------
 
@@ -351,7 +352,7 @@ def test_every_legal_degree_is_accepted(name, degrees):
 def test_the_decoder_must_be_sharded_too():
     """A degree that fits the encoder alone."""
     spec = ModelSpec("vit_base_patch16_224", model_kwargs={"depth": 2})
-    model = create_autoencoder(spec, AutoencoderSettings())
+    model = create_autoencoder(spec, MaskedAutoencoderSettings())
     assert legal_degrees(model) == [1, 2, 4]
     with pytest.raises(ValueError, match="decoder num_heads 16 cannot be split over tp 3; tp may be 1, 2 or 4"):
         check_degree(model, 3)

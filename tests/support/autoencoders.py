@@ -10,10 +10,11 @@ from vits import KINDS, shake, small_kwargs
 from ds_vit.models.keyed_init import initialise
 from ds_vit.models.layers import Layer, take_apart
 from ds_vit.models.zoo import ModelSpec, create_model
+from ds_vit.tasks.mae.flags import MaskedAutoencoderSettings
 from ds_vit.tasks.mae.loss import MaskedPatchLoss
-from ds_vit.tasks.mae.towers import AutoencoderSettings, MaskedAutoencoder, create_autoencoder
+from ds_vit.tasks.mae.towers import MaskedAutoencoder, create_autoencoder
 
-SETTINGS = AutoencoderSettings(decoder_dim=48, decoder_depth=2, decoder_heads=6)
+SETTINGS = MaskedAutoencoderSettings(decoder_dim=48, decoder_depth=2, decoder_heads=6)
 ENCODERS = {kind: name for kind, name in KINDS.items() if kind != "convolutional stem"}
 SAMPLES = 3
 
@@ -53,6 +54,6 @@ def loss_of(model: MaskedAutoencoder) -> MaskedPatchLoss:
     return MaskedPatchLoss(model.patch_embed.patch_size, settings.mask_ratio, settings.norm_pix_loss)
 
 
-def autoencoder(kind: str, settings: AutoencoderSettings = SETTINGS, **kwargs: Any) -> MaskedAutoencoder:
+def autoencoder(kind: str, settings: MaskedAutoencoderSettings = SETTINGS, **kwargs: Any) -> MaskedAutoencoder:
     """The description of a small one of `ENCODERS`."""
     return create_autoencoder(spec_of(ENCODERS[kind], **kwargs), settings)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import ClassVar
@@ -22,7 +21,7 @@ from ds_vit.models.zoo import ModelSpec
 from ds_vit.parallel.tensor.collectives import TensorParallel
 from ds_vit.tasks.mae.flags import SETTINGS
 from ds_vit.tasks.mae.loss import MaskedPatchLoss
-from ds_vit.tasks.mae.towers import AutoencoderSettings, MaskedAutoencoder, create_autoencoder
+from ds_vit.tasks.mae.towers import MaskedAutoencoder, create_autoencoder
 from ds_vit.tasks.metrics import Batch, Figure, Metrics
 from ds_vit.tasks.panels import Panel, pictures
 from ds_vit.tasks.task import ChainTask, Loss
@@ -62,8 +61,7 @@ class MaskedAutoencoding(ChainTask):
     @classmethod
     def create_model(cls, spec: ModelSpec, config: RunConfig, *, for_training: bool) -> MaskedAutoencoder:
         """As `Task.create_model`."""
-        values = {field.name: getattr(config, field.name) for field in dataclasses.fields(AutoencoderSettings)}
-        return create_autoencoder(spec, AutoencoderSettings(**values), for_training=for_training)
+        return create_autoencoder(spec, config, for_training=for_training)
 
     def supports(self, model: nn.Module) -> str | None:
         """As `Task.supports`; layer decay is refused, for the decoder has no place among the encoder's layers."""

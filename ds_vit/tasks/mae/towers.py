@@ -13,7 +13,7 @@ Shapes: B samples, S tokens, D width, N patches, P numbers of a patch (its heigh
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -33,45 +33,10 @@ from ds_vit.models.layers import (
     encoder_layers,
     take_apart,
 )
-from ds_vit.models.zoo import ModelSpec, TimmViT, create_model, require_whole_patches
+from ds_vit.models.zoo import ModelSpec, TimmViT, create_model, require_all_patches
 from ds_vit.parallel.tensor.collectives import TensorParallel, split_tokens
 from ds_vit.parallel.tensor.shard import Joining, share_tokens
-
-
-@dataclass(frozen=True)
-class AutoencoderSettings:
-    """Settings of the mask and the decoder, each the flag of that name; the defaults are the paper's.
-
-    Attributes:
-        mask_ratio: share of the patches that the encoder does not see.
-        decoder_dim: the decoder's width.
-        decoder_depth: its blocks.
-        decoder_heads: its attention heads.
-        norm_pix_loss: predict pixels normalised per patch.
-
-    Raises:
-        UserError: a number is out of range, or numbers are incompatible.
-    """
-
-    mask_ratio: float = 0.75
-    decoder_dim: int = 512
-    decoder_depth: int = 8
-    decoder_heads: int = 16
-    norm_pix_loss: bool = False
-
-    def __post_init__(self) -> None:
-        if not 0.0 < self.mask_ratio < 1.0:
-            raise UserError(f"--mask-ratio {self.mask_ratio} must lie between 0 and 1; the paper's is 0.75")
-        for flag, value in (("depth", self.decoder_depth), ("heads", self.decoder_heads), ("dim", self.decoder_dim)):
-            if value < 1:
-                raise UserError(f"--decoder-{flag} {value} must be at least 1")
-        step = self.decoder_heads if self.decoder_heads % 4 == 0 else self.decoder_heads * 4
-        if self.decoder_dim % self.decoder_heads or self.decoder_dim % 4:
-            near = max(step, round(self.decoder_dim / step) * step)
-            raise UserError(
-                f"--decoder-dim {self.decoder_dim} must be a multiple of --decoder-heads {self.decoder_heads}, and of "
-                f"4 for its sine-cosine positions; the nearest is {near}"
-            )
+from ds_vit.tasks.mae.flags import MaskedAutoencoderSettings
 
 
 def _masking(mask_ratio: float, num_prefix_tokens: int = 0, with_indices: bool = False) -> KeyedPatchDropout:
@@ -89,7 +54,7 @@ def masked_patches(keys: torch.Tensor, num_patches: int, mask_ratio: float) -> t
     Args:
         keys: int64 sample keys [B].
         num_patches: N.
-        mask_ratio: of `AutoencoderSettings`.
+        mask_ratio: --mask-ratio.
     """
     masking = _masking(mask_ratio)
     with sample_keys([masking], keys):
@@ -143,9 +108,9 @@ class MaskedAutoencoder(nn.Module):
         settings: of masked autoencoding.
     """
 
-    settings: AutoencoderSettings
+    settings: MaskedAutoencoderSettings
 
-    def add_decoder(self, settings: AutoencoderSettings) -> None:
+    def add_decoder(self, settings: MaskedAutoencoderSettings) -> None:
         """Add the decoder to a model from `create_model`, and freeze what is not trained."""
         self.settings = settings
         width = settings.decoder_dim
@@ -183,20 +148,22 @@ class MaskedAutoencoder(nn.Module):
                     module.reset_parameters()
 
 
-def _check_encoder(model: TimmViT, spec: ModelSpec, settings: AutoencoderSettings) -> None:
-    """Reject an encoder whose patches cannot be masked or predicted."""
+def _check_sizes(model: TimmViT, spec: ModelSpec, settings: MaskedAutoencoderSettings) -> None:
+    """Reject a decoder whose numbers are incompatible, and an encoder whose patches cannot be masked or predicted."""
+    width, heads = settings.decoder_dim, settings.decoder_heads
+    if width % heads or width % 4:
+        step = heads if heads % 4 == 0 else heads * 4
+        raise UserError(
+            f"--decoder-dim {width} must be a multiple of --decoder-heads {heads}, and of 4 for its sine-cosine "
+            f"positions; the nearest is {max(step, round(width / step) * step)}"
+        )
     embed = model.patch_embed
     if not isinstance(embed, PatchEmbed):
         raise UserError(
             f"model {spec.name!r} has a convolutional stem ({type(embed).__name__}), through which masked patches "
             "would leak into those that are kept; take a name whose patches do not overlap, as vit_base_patch16_224"
         )
-    if not isinstance(model.patch_drop, (nn.Identity, type(None))):
-        raise UserError(
-            f"model_kwargs patch_drop_rate {model.patch_drop.prob} and --mask-ratio {settings.mask_ratio} would both "
-            "leave patches out; drop patch_drop_rate"
-        )
-    require_whole_patches(model, spec.name)
+    require_all_patches(model, spec.name)
     patches = embed.num_patches
     kept = int(patches * (1.0 - settings.mask_ratio))
     if not 0 < kept < patches:
@@ -209,7 +176,7 @@ def _check_encoder(model: TimmViT, spec: ModelSpec, settings: AutoencoderSetting
 
 
 def create_autoencoder(
-    spec: ModelSpec, settings: AutoencoderSettings, *, for_training: bool = True
+    spec: ModelSpec, settings: MaskedAutoencoderSettings, *, for_training: bool = True
 ) -> MaskedAutoencoder:
     """The description of a masked autoencoder, on the meta device its structure, names and shapes without memory.
 
@@ -221,11 +188,11 @@ def create_autoencoder(
         for_training: as in `create_model`.
 
     Raises:
-        UserError: as `create_model`; a convolutional stem, patch dropout, pixels outside all patches, or a mask that
-            leaves nothing on one side.
+        UserError: as `create_model`; a convolutional stem, patch dropout, pixels outside all patches, a mask that
+            leaves nothing on one side, or a width that the decoder's heads or positions do not divide.
     """
     model = create_model(replace(spec, num_classes=0), for_training=for_training, classifier=False)
-    _check_encoder(model, spec, settings)
+    _check_sizes(model, spec, settings)
     mix_in(model, MaskedAutoencoder)
     with torch.device("meta"):
         model.add_decoder(settings)

@@ -18,7 +18,6 @@ import torch
 from timm.layers import LayerNorm2d
 from torch import nn
 
-from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.keyed_drop import mix_in
 from ds_vit.models.layers import (
     EmbedLayer,
@@ -29,7 +28,7 @@ from ds_vit.models.layers import (
     encoder_layers,
     take_apart,
 )
-from ds_vit.models.zoo import ModelSpec, TimmViT, create_model, require_whole_patches
+from ds_vit.models.zoo import ModelSpec, TimmViT, create_model, require_all_patches
 
 HeadKind = Literal["linear", "conv"]
 HEAD = "seg_head."
@@ -108,10 +107,7 @@ def create_segmenter(spec: ModelSpec, head: HeadKind, *, for_training: bool = Tr
         UserError: as `create_model`; patch dropout, or pixels outside all patches.
     """
     model = create_model(replace(spec, num_classes=0), for_training=for_training, classifier=False)
-    if not isinstance(model.patch_drop, (nn.Identity, type(None))):
-        dropped = f"model_kwargs patch_drop_rate {model.patch_drop.prob} leaves patches out"
-        raise UserError(f"{dropped}, and --task segmentation needs all of them; drop it")
-    require_whole_patches(model, spec.name)
+    require_all_patches(model, spec.name)
     mix_in(model, Segmenter)
     with torch.device("meta"):
         model.add_head(head, spec.num_classes)
