@@ -10,7 +10,6 @@ of all samples, Q queries, G candidates of a gallery.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,22 +27,6 @@ DIRECTIONS = ("image_to_text", "text_to_image")
 _MOST_SHOWN, _MOST_LISTED = 12, 8
 
 
-@dataclass(frozen=True)
-class Pairs:
-    """Images with their first captions, for the report.
-
-    Attributes:
-        samples: K samples, evenly spaced in the split.
-        similarities: of their images (rows) and captions (columns), float [K, K].
-        best, worst: (sample, similarity, place of the nearest own caption, from 1) of the most and least similar pairs.
-    """
-
-    samples: list[int]
-    similarities: list[list[float]]
-    best: list[tuple[int, float, int]]
-    worst: list[tuple[int, float, int]]
-
-
 class Retrieval(Metrics):
     """Recall at 1, 5 and 10 in percent over a whole split, from images to captions and the reverse.
 
@@ -59,10 +42,10 @@ class Retrieval(Metrics):
 
     Attributes:
         rows: float32 [N, 2E], zero where a sample does not count.
-        pairs: to show, from `compute`; None where no sample counts.
+        counted: samples that count, int64, and the places of their captions (`places_of_partners`); from `compute`.
     """
 
-    pairs: Pairs | None = None
+    counted: tuple[torch.Tensor, torch.Tensor]
 
     def __init__(self, device: torch.device, width: int) -> None:
         super().__init__(1, device)  # images
@@ -101,31 +84,13 @@ class Retrieval(Metrics):
         for direction, (queries, gallery) in zip(DIRECTIONS, (sides, sides[::-1]), strict=True):
             places = places_of_partners(*queries, *gallery)
             if gallery is sides[1]:
-                self.pairs = _pairs(firsts, samples, places)
+                self.counted = samples, places
             found |= {
                 f"{direction}_r{k}": 100.0 * (places < k).double().sum().item() / max(1, len(places)) for k in RANKS
             }
         mean = sum(found[f"{direction}_r1"] for direction in DIRECTIONS) / len(DIRECTIONS)
         own = (images * firsts[:, self._width :]).sum().item() / max(1, len(images))
         return {"r1": mean, **found, "similarity": own, "images": int(self.sums[0])}
-
-
-def _pairs(features: torch.Tensor, samples: torch.Tensor, places: torch.Tensor) -> Pairs | None:
-    """Pairs to show, of normalised features of images and first captions [N, 2E]."""
-    if not len(samples):
-        return None
-    images, texts = features.chunk(2, dim=1)
-    own = (images * texts).sum(dim=1).nan_to_num(nan=-torch.inf)
-    order = own.argsort(stable=True)
-    shown = torch.linspace(0, len(samples) - 1, min(len(samples), _MOST_SHOWN), dtype=torch.float64).round().long()
-
-    def listed(rows: torch.Tensor) -> list[tuple[int, float, int]]:
-        return [(int(samples[row]), float(own[row]), int(places[row]) + 1) for row in rows.tolist()]
-
-    number = min(_MOST_LISTED, len(samples) // 2)
-    similarities = images[shown] @ texts[shown].T
-    best, worst = listed(order.flip(0)[:number]), listed(order[:number])
-    return Pairs(samples[shown].tolist(), similarities.tolist(), best, worst)
 
 
 def places_of_partners(
@@ -161,25 +126,37 @@ def places_of_partners(
 # ---- the report: which images and captions are similar ---------------------------------------------------------------
 
 
-def write_pairs(folder: RunFolder, pairs: Pairs, source: Source, image: ImageConfig) -> None:
-    """Write the similarities of some images and captions, and a sheet of the most and the least similar pairs.
+def write_pairs(folder: RunFolder, metrics: Retrieval, source: Source, image: ImageConfig) -> None:
+    """Write the similarities of some images and their first captions, and a sheet of the most and least similar pairs.
 
     Args:
         folder: of the run.
-        pairs: of its validation split.
+        metrics: of its validation split, computed.
         source: the split.
         image: how its images are read.
 
     Raises:
         OSError: a file cannot be written.
     """
-    texts = [source.captions(sample)[0] for sample in pairs.samples]
-    names = [Path(source.describe(sample)).name for sample in pairs.samples]
-    write_json(folder.similarities, {"images": names, "captions": texts, "similarities": pairs.similarities})
-    captioned = [
-        (sample, f"{similarity:.3f}, place {place:,}: {source.captions(sample)[0]}")
-        for sample, similarity, place in (*pairs.best, *pairs.worst)
-    ]
+    samples, places = (values.cpu() for values in metrics.counted)
+    if not len(samples):
+        return
+    images, texts = metrics.rows.cpu()[samples].double().chunk(2, dim=1)
+    shown = np.linspace(0, len(samples) - 1, min(len(samples), _MOST_SHOWN)).round().astype(int)  # from all over
+    numbers = samples[shown].tolist()
+    found = {
+        "images": [Path(source.describe(number)).name for number in numbers],
+        "captions": [source.captions(number)[0] for number in numbers],
+        "similarities": (images[shown] @ texts[shown].T).tolist(),
+    }
+    write_json(folder.similarities, found)
+    own = (images * texts).sum(dim=1).nan_to_num(nan=-torch.inf)
+    order = own.argsort(stable=True).tolist()
+    most = min(_MOST_LISTED, len(order) // 2)
+    captioned = []
+    for row in (*order[::-1][:most], *order[:most]):
+        number = int(samples[row])
+        captioned.append((number, f"{own[row]:.3f}, place {places[row] + 1:,}: {source.captions(number)[0]}"))
     save_samples(source, captioned, folder.pairs, image)
 
 

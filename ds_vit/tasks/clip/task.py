@@ -254,8 +254,7 @@ class Contrastive(Task):
     def write_files(self, metrics: Metrics, folder: RunFolder, source: Source) -> None:
         """As `Task.write_files`: similarities, and the most and the least similar pairs."""
         assert isinstance(metrics, Retrieval)
-        if metrics.pairs is not None:
-            write_pairs(folder, metrics.pairs, source, self.image)
+        write_pairs(folder, metrics, source, self.image)
 
     @classmethod
     def panels(cls, folder: RunFolder) -> Mapping[str, Sequence[Panel]]:
