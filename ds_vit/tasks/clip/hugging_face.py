@@ -135,7 +135,7 @@ def write_tokenizer(name: str, settings: TextSettings, folder: Path) -> str:
     """
     tokenizer = build_tokenizer(name, settings.context_length)
     reason = ""
-    if isinstance(tokenizer, ClipTokenizer) and not _ignores_padding(settings):
+    if isinstance(tokenizer, ClipTokenizer) and settings.reads_padding:
         reason = "this text tower sees the padding of --tokenizer clip, id 0, which transformers reads as '!'"
     elif isinstance(tokenizer, ClipTokenizer):
         from transformers import CLIPTokenizer
@@ -160,11 +160,6 @@ def write_tokenizer(name: str, settings: TextSettings, folder: Path) -> str:
     return ""
 
 
-def _ignores_padding(settings: TextSettings) -> bool:
-    """Whether what follows the end token of a caption changes nothing."""
-    return settings.causal and settings.pool == "end"
-
-
 def _difference(tokenizer: Tokenizer, settings: TextSettings, folder: Path) -> str:
     """What differs between the ids of the folder's tokenizer and the run's; "" if nothing does."""
     from transformers import AutoTokenizer
@@ -172,7 +167,7 @@ def _difference(tokenizer: Tokenizer, settings: TextSettings, folder: Path) -> s
     written = AutoTokenizer.from_pretrained(str(folder))
 
     def seen(ids: NDArray[np.int64]) -> list[int]:
-        end = int((ids == settings.end_id).argmax()) + 1 if _ignores_padding(settings) else len(ids)
+        end = len(ids) if settings.reads_padding else int((ids == settings.end_id).argmax()) + 1
         return [int(one) for one in ids[:end]]
 
     for text in _SAMPLES:
