@@ -20,14 +20,13 @@ from pathlib import Path
 import pytest
 import timm
 import yaml
-from pages import TINY, Command, commands, run_words, words_of
+from pages import TINY, Command, commands, run_page, run_words, words_of, words_of_ours
 from PIL import Image
-from project import ROOT, give_a_clone, lightly_train, run_shell
+from project import ROOT, give_a_clone, lightly_train
 from safetensors.torch import save_file
 
 from ds_vit import cli
 from ds_vit.config.parser import build_parser
-from ds_vit.launching.this_host import free_port
 
 PAGES = [
     ROOT / "README.md",
@@ -45,15 +44,10 @@ OWN |= {"--table", "--huber"}  # of docs/own_task.md
 
 def cheap_run(words: list[str]) -> list[str] | None:
     """The words of `ds-vit` that try a command: those of a cheap program, or a training's dry run; else None."""
-    for at, word in enumerate(words):
-        if word == "launch/train.py":
-            return dry_run(words[at + 1 :])
-        if word.endswith("ds-vit") or word == "ds_vit.cli":
-            rest = words[at + 1 :]
-            if "train" in rest[:4] and rest[0] in ("train", "launch"):
-                return dry_run(rest[rest.index("train") + 1 :])
-            return rest if rest[0] in CHEAP else None
-    return None
+    words = words_of_ours(words)
+    if words[:1] == ["train"]:
+        return dry_run(words[1:])
+    return words if words and words[0] in CHEAP else None
 
 
 def dry_run(words: list[str]) -> list[str]:
@@ -94,17 +88,16 @@ def wrong_in(text: str) -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_flags_and_files_of_commands_exist(page):
     # Catches: a flag that has another name by now, a file that has moved.
-    assert {one.text: wrong for one in commands(page) if (wrong := wrong_in(one.text))} == {}
+    assert {one.text: wrong for one in commands(page.read_text()) if (wrong := wrong_in(one.text))} == {}
 
 
-def test_the_rule_can_fail(tmp_path):
+def test_the_rule_can_fail():
     # Catches: a pattern that finds no command, a mark that holds for the rest of the page.
-    page = tmp_path / "page.md"
-    page.write_text(
+    text = (
         "    ds-vit train --epocs 3 \\\n        --deepspeed_config ds_configs/nowhere.json  # so\n\n"
         "<!-- not run: why -->\n```bash\nds-vit report a\n\nds-vit report b\n```\nText.\n\n    ds-vit report c\n"
     )
-    first, *others = commands(page)
+    first, *others = commands(text)
     assert wrong_in(first.text) == ["--epocs", "ds_configs/nowhere.json"]
     assert [(one.text[-1], one.runs) for one in others] == [("a", False), ("b", False), ("c", True)]
 
@@ -145,7 +138,7 @@ BENCHMARKS = ROOT / "docs" / "benchmarks"  # which take minutes
 
 def cheap_commands():
     for page, name in zip(PAGES, NAMES, strict=True):
-        for command in [] if name.startswith("docs/benchmarks/") else commands(page):
+        for command in [] if name.startswith("docs/benchmarks/") else commands(page.read_text()):
             environ, words = words_of(command) if command.runs else ({}, [])
             if words := cheap_run(words):
                 slow = [pytest.mark.slow] if words[0] in ("train", "plan", "shards") else []
@@ -243,12 +236,12 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.slow
-def test_a_stopped_run_resumes_to_the_promised_loss(tmp_path):
+def test_a_stopped_run_resumes_to_the_promised_loss(ranks, tmp_path):
     # Catches: README's interrupted run that ends in another line than the page has.
     page = (ROOT / "README.md").read_text()
-    block = re.search(r'(    flags="[^\n]*--output runs/stopped"\n.*?)\n\n', page, re.DOTALL)[1]
-    script = re.sub(r"\bdeepspeed --quiet", f"deepspeed --quiet --master_port {free_port()}", block)
-    said = run_shell(script, tmp_path, give_a_clone(tmp_path))
+    [block] = re.findall(r'    flags="[^\n]*--output runs/stopped"\n.*?\n\n', page, re.DOTALL)
+    give_a_clone(tmp_path)
+    *_, said = run_page(ranks, block, tmp_path)
     [loss] = re.findall(r"step 50/50  epoch 2  loss ([\d.]+)", said)
     [promised] = set(re.findall(r"step 50/50\s+epoch 2\s+loss\s+([\d.]+)", page))
     assert float(loss) == pytest.approx(float(promised), rel=1e-4)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from project import ROOT
+from ranks import RankPool
 from runs import run_quietly
 
 from ds_vit import cli
@@ -32,10 +33,10 @@ class Command(NamedTuple):
     runs: bool = True
 
 
-def commands(page: Path) -> list[Command]:
-    """The commands of a page: lines of an indented or a fenced block."""
+def commands(page: str) -> list[Command]:
+    """The commands of a page's text: lines of an indented or a fenced block."""
     found, assignments, fenced, runs, inside = [], [], False, True, False
-    for line in re.sub(r"\\\n\s*", " ", page.read_text()).splitlines():
+    for line in re.sub(r"\\\n\s*", " ", page).splitlines():
         if line.startswith("```"):
             fenced = not fenced
         elif fenced or line.startswith("    "):
@@ -68,6 +69,17 @@ def words_of(command: Command) -> tuple[dict[str, str], list[str]]:
     return environ, words
 
 
+def words_of_ours(words: list[str]) -> list[str]:
+    """The words that `ds-vit` gets for a command, also for a training under a launcher; none for another program."""
+    for at, word in enumerate(words):
+        rest = words[at + 1 :]
+        if word == "launch/train.py":
+            return ["train", *rest]
+        if word.endswith("ds-vit") or word == "ds_vit.cli":
+            return rest[rest.index("train") :] if rest[0] == "launch" and "train" in rest[:4] else rest
+    return []
+
+
 def run_words(folder: str, environ: dict[str, str], words: list[str]) -> tuple[int, str, str]:
     """On a rank: `ds-vit` with these words, in a folder; its exit code, what it said on stdout and on stderr."""
     os.chdir(folder)
@@ -75,3 +87,15 @@ def run_words(folder: str, environ: dict[str, str], words: list[str]) -> tuple[i
         del os.environ["LOCAL_WORLD_SIZE"]
     os.environ |= environ
     return run_quietly(words, main=cli.main)
+
+
+def run_page(ranks: RankPool, page: str, folder: Path) -> list[str]:
+    """What each command of ours says in a folder, on as many ranks as its launcher would start; each must succeed."""
+    said = []
+    for command in commands(page):
+        environ, words = words_of(command)
+        if words := words_of_ours(words):
+            (code, out, wrong), *_ = ranks.run(int(environ.get("WORLD_SIZE", 1)), run_words, str(folder), {}, words)
+            assert code == 0, f"{command.text}\n{out}{wrong}"
+            said.append(out)
+    return said
