@@ -39,8 +39,6 @@ from typing import Any
 
 BEST = "best"
 """How the names of the files of the best checkpoint's weights begin."""
-SIMILARITY = "patch-similarity"
-"""The picture that each evaluation of a teacher adds a row to."""
 WEIGHTS = {"raw": "model", "ema": "ema", "teacher": "teacher", BEST: BEST}
 """Kind of weights → how the names of its files begin, here and in a checkpoint's folder."""
 

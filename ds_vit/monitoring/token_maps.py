@@ -6,16 +6,14 @@ High-norm tokens in dull places are the artefacts of "Vision Transformers Need R
 is what the classifier's input pays to each patch in the last step before it: the class token in the last block, the
 latent of an attention pooling, or else the patches themselves, in the mean; always the mean over all heads. The first
 three principal components of the normalised patch tokens of all images, as red, green and blue, give patches alike the
-same colour (Oquab et al. 2024, arXiv 2304.07193, figure 1). Of a teacher, the cosines of all patches with the centre
-patch are shown too, at several steps (as by Siméoni et al. 2025, arXiv 2508.10104).
+same colour (Oquab et al. 2024, arXiv 2304.07193, figure 1). A task may add maps, which are shown at several steps
+(`Task.patch_maps`).
 
 Shapes: B samples, S tokens, D width, H heads of this rank, K head width, Q queries.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -28,12 +26,13 @@ from PIL import Image
 from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torchvision.transforms.functional import to_pil_image
 from torchvision.utils import make_grid
 
 from ds_vit.data.settings import ImageConfig
 from ds_vit.models.sequential import SequentialViT
 from ds_vit.tasks.metrics import Batch
-from ds_vit.tasks.panels import TILE, save_sheet, viridis
+from ds_vit.tasks.panels import TILE, read_sheet, save_sheet, viridis
 
 SIDE = TILE  # pixels of an image in the picture
 MOST = 8
@@ -81,21 +80,13 @@ class Seen:
             if tp is not None:
                 dist.all_reduce(found[ATTENTION], group=tp)  # times tp, which the picture does not show
         grids = {name: _grid(values, model) for name, values in found.items()}
-        if (tokens := _grid(of_tokens, model)) is not None:
+        if (tokens := self.patch_tokens(model)) is not None:
             grids[COMPONENTS] = principal_components(tokens)
         return {name: grid.cpu() for name, grid in grids.items() if grid is not None}
 
-    def similarities(self, model: SequentialViT) -> torch.Tensor | None:
-        """The cosine of each patch token with the one in the centre, float [B, rows, columns]; None as of `maps`."""
-        tokens = _grid(torch.cat(self.tokens), model) if self.tokens else None
-        return None if tokens is None else centre_similarities(tokens).cpu()
-
-
-def centre_similarities(tokens: torch.Tensor) -> torch.Tensor:
-    """Patch tokens [B, rows, columns, D], normalised → their cosine with the centre patch, float [B, rows, columns]."""
-    rows = functional.normalize(functional.layer_norm(tokens.double(), tokens.shape[-1:]), dim=-1)
-    centre = rows[:, rows.shape[1] // 2, rows.shape[2] // 2]
-    return torch.einsum("brcd,bd->brc", rows, centre).float()
+    def patch_tokens(self, model: SequentialViT) -> torch.Tensor | None:
+        """The tokens of the patches of all batches, float [B, rows, columns, D]; None where they are no grid."""
+        return _grid(torch.cat(self.tokens), model)
 
 
 def principal_components(tokens: torch.Tensor) -> torch.Tensor:
@@ -190,10 +181,10 @@ def watched(model: SequentialViT) -> Iterator[Seen]:
         handles.close()
 
 
-def picture(
+def tiles(
     images: torch.Tensor, values: torch.Tensor, image: ImageConfig, span: tuple[float, float] | None = None
 ) -> torch.Tensor:
-    """The images, and under each a value for each of its patches, from its least (dark) to its highest (bright), or a
+    """The images, and of each a value for each of its patches, from its least (dark) to its highest (bright), or a
     colour.
 
     Args:
@@ -203,7 +194,7 @@ def picture(
         span: the values that are dark and bright, instead of those of each image.
 
     Returns:
-        uint8 [3, height, width], in two rows of B.
+        uint8 [2 * B, 3, SIDE, SIDE], the images first.
     """
     if values.ndim == 4:
         maps = values.nan_to_num(0.0) * 255.0
@@ -217,8 +208,13 @@ def picture(
     shrink: dict[str, Any] = {"mode": "bilinear", "antialias": True} if pixels.shape[-1] > SIDE else {}
     pixels = functional.interpolate(pixels, (SIDE, SIDE), **shrink)
     maps = functional.interpolate(maps.float(), (SIDE, SIDE))
-    grid = make_grid(torch.cat((pixels, maps)), nrow=len(images), padding=_GAP, pad_value=128)
-    return grid[:, _GAP:-_GAP, _GAP:-_GAP].round().to(torch.uint8)
+    return torch.cat((pixels, maps)).round().to(torch.uint8)
+
+
+def picture(shown: torch.Tensor) -> torch.Tensor:
+    """`tiles` in two rows, the maps below their images: uint8 [3, height, width]."""
+    grid = make_grid(shown, nrow=len(shown) // 2, padding=_GAP, pad_value=128)
+    return grid[:, _GAP:-_GAP, _GAP:-_GAP]
 
 
 def add_step(path: Path, step: int, shown: torch.Tensor) -> None:
@@ -231,32 +227,24 @@ def add_step(path: Path, step: int, shown: torch.Tensor) -> None:
     Args:
         path: of the sheet, which need not exist.
         step: of the weights.
-        shown: as of `picture`.
+        shown: as of `tiles`.
 
     Raises:
         OSError: it cannot be written.
     """
-    images, maps = _tiles(Image.fromarray(shown.permute(1, 2, 0).numpy()), SIDE + _GAP)
+    count = len(shown) // 2
+    images, maps = ([to_pil_image(tile) for tile in half] for half in shown.chunk(2))
+    before, captions, num_views = read_sheet(path)
     rows: dict[int, list[Image.Image]] = {}
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        captions = json.loads(path.with_suffix(".json").read_text())["captions"]
-        with Image.open(path) as sheet:
-            old_images, *before = _tiles(sheet.convert("RGB"), SIDE)
-        if len(old_images) == len(images):
-            steps = [int(caption.removeprefix("step ")) for caption in captions[len(images) :: len(images)]]
-            rows = {number: row for number, row in zip(steps, before, strict=True) if number < step}
+    if num_views == count:
+        numbers = (int(caption.removeprefix("step ")) for caption in captions[count::count])
+        rows = {number: before[at * count :][:count] for at, number in enumerate(numbers, 1) if number < step}
     rows[step] = maps
     if len(rows) > MOST_STEPS:
         steps = [*rows]
         del rows[min(steps[1:-1], key=lambda at: steps[steps.index(at) + 1] - steps[steps.index(at) - 1])]
-    captions = [text for number in rows for text in (f"step {number}", *[""] * (len(images) - 1))]
-    tiles = [*images, *(tile for row in rows.values() for tile in row)]
-    save_sheet(tiles, [*[""] * len(images), *captions], path, num_views=len(images))
-
-
-def _tiles(picture: Image.Image, pitch: int) -> list[list[Image.Image]]:
-    """The images of a picture by row, each `pitch` pixels from the one before."""
-    return [
-        [picture.crop((left, top, left + SIDE, top + SIDE)) for left in range(0, picture.width, pitch)]
-        for top in range(0, picture.height, pitch)
-    ]
+    captions = [""] * count
+    for number, row in rows.items():
+        images += row
+        captions += [f"step {number}", *[""] * (count - 1)]
+    save_sheet(images, captions, path, num_views=count)

@@ -247,23 +247,10 @@ def table(title: str, header: Sequence[str], lines: Sequence[Sequence[str]], *, 
 
 def sheet(path: Path, title: str) -> list[Panel]:
     """The panel of a sheet from `save_sheet`; none where there is no such file."""
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        tiles = json.loads(path.with_suffix(".json").read_text())
-        with Image.open(path) as image:
-            images = _split(image, tiles["tile"], tiles["captions"])
-        columns = int(tiles.get("views", 0))  # the crops of a sample stay in a row
-        return [{"kind": "tiles", "title": title, "tiles": images, "columns": columns, "wide": True}]
-    return []
-
-
-def _split(sheet: Image.Image, side: int, captions: Sequence[str]) -> list[tuple[str, str]]:
-    """(image as a data: address, caption) of each image of a contact sheet."""
-    across, found = sheet.width // side, []
-    for at, caption in enumerate(captions):
-        left, top = at % across * side, at // across * side
-        image = sheet.crop((left, top, left + side, top + side)).convert("RGB")
-        found.append((image_uri(image, "jpeg", quality=88), caption))
-    return found
+    images, captions, num_views = read_sheet(path)
+    tiles = [(image_uri(image, "jpeg", quality=88), text) for image, text in zip(images, captions, strict=True)]
+    # The crops of a sample stay in a row.
+    return [{"kind": "tiles", "title": title, "tiles": tiles, "columns": num_views, "wide": True}] if tiles else []
 
 
 def pictures(folder: RunFolder, titles: Mapping[str, str]) -> list[Panel]:
@@ -374,6 +361,19 @@ def save_sheet(images: Sequence[Image.Image], captions: Sequence[str], path: Pat
     with written_whole(path) as partial:
         sheet.save(partial, format="png")
     write_json(path.with_suffix(".json"), {"tile": TILE, "views": num_views, "captions": list(captions)})
+
+
+def read_sheet(path: Path) -> tuple[list[Image.Image], list[str], int]:
+    """The images, their captions and `num_views` of a sheet from `save_sheet`; none where it cannot be read."""
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        about = json.loads(path.with_suffix(".json").read_text())
+        side, captions = about["tile"], about["captions"]
+        with Image.open(path) as file:
+            whole = file.convert("RGB")
+        places = (divmod(at, whole.width // side) for at in range(len(captions)))
+        corners = [(column * side, row * side) for row, column in places]
+        return [whole.crop((x, y, x + side, y + side)) for x, y in corners], captions, int(about.get("views", 0))
+    return [], [], 0
 
 
 def save_samples(source: Source, captioned: Sequence[tuple[int, str]], path: Path, image: ImageConfig) -> None:

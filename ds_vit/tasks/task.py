@@ -598,6 +598,17 @@ class Task(Configurable, ABC):
         """
         return
 
+    def patch_maps(self, tokens: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        """Maps of patches, of which the run's folder keeps a sheet of several steps, by the name of its picture.
+
+        Args:
+            tokens: of the patches of some images behind the last block of the feature tower [B, rows, columns, D].
+
+        Returns:
+            Values from 0 (dark) to 1 (bright), float [B, rows, columns].
+        """
+        return {}
+
     @classmethod
     def panels(cls, folder: RunFolder) -> Mapping[str, Sequence[Panel]]:
         """The panels (tasks/panels.py) that the report of a run adds to its own, from the files in the run's folder, by

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ds_vit.config.run_folder import SIMILARITY, RunFolder
+from ds_vit.config.run_folder import RunFolder
 from ds_vit.data.settings import ZeroShotData
 from ds_vit.data.sources.combined import across_classes
 from ds_vit.data.sources.source import Source
@@ -382,11 +382,13 @@ class Evaluations:
             deque(engine.forward_batches(batches, inputs.num_batches, features=True), maxlen=0)
         if seen.images and engine.groups.dp_rank == 0:
             images, maps = torch.cat(seen.images), seen.maps(tower, engine.groups.tp)
-            pictures = {name: token_maps.picture(images, values, task.image) for name, values in maps.items()}
-            self._show(step, "eval", pictures)
-            if self.reporter and task.teachers and (similarities := seen.similarities(tower)) is not None:
-                shown = token_maps.picture(images, similarities, task.image, span=(0.0, 1.0))
-                self.reporter.picture_of_step(step, SIMILARITY, shown)
+            shown = {name: token_maps.tiles(images, values, task.image) for name, values in maps.items()}
+            self._show(step, "eval", {name: token_maps.picture(each) for name, each in shown.items()})
+            if self.reporter and (tokens := seen.patch_tokens(tower)) is not None:
+                for name, values in task.patch_maps(tokens).items():
+                    self.reporter.maps_of_step(
+                        step, name, token_maps.tiles(images, values.cpu(), task.image, span=(0.0, 1.0))
+                    )
 
     def _show(self, step: int, kind: str, pictures: Pictures) -> None:
         if self.reporter:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TextIO
 
 from ds_vit.checkpoint.folder import checkpoints
-from ds_vit.config.run_folder import SIMILARITY, RunFolder, weights_in
+from ds_vit.config.run_folder import RunFolder, weights_in
 from ds_vit.fault_tolerance.errors import EndedTogether, UserError, written
 from ds_vit.launching.process import Process
 from ds_vit.parallel.groups import gather_objects
@@ -87,9 +87,9 @@ def move_unsaved_run(folder: Path) -> str:
         return ""
     aside = next(path for n in itertools.count(1) if not (path := folder / f"unsaved-{n}").exists())
     aside.mkdir()
-    added_to = run.picture(SIMILARITY)  # a sheet of several steps
+    pictures = [*folder.glob("*.png")]  # of which the next run would continue those that show several steps
     files = (run.metrics, run.tensorboard, run.samples, run.skipped, run.starts, run.profile)
-    for path in (*files, added_to, added_to.with_suffix(".json")):
+    for path in (*files, *pictures, *(path.with_suffix(".json") for path in pictures)):
         if path.exists():
             path.rename(aside / path.name)
     return f"{folder} holds a run that saved nothing: its files are moved to {aside}, and this run begins at step 0"

@@ -94,24 +94,10 @@ def test_principal_components_colour_patches_that_are_alike():
     torch.testing.assert_close(token_maps.principal_components(tokens), colours)
 
 
-def test_similarities_are_cosines_with_the_centre_patch():
-    # Catches: the class token or a corner in place of the centre, rows taken for columns, tokens that are not normed.
-    tokens = 3.0 + torch.randn(2, 3, 5, 16, generator=torch.Generator().manual_seed(0)).double()
-    normed = (tokens - tokens.mean(-1, keepdim=True)).numpy()
-    expected = [
-        [
-            [row @ of_image[1, 2] / np.linalg.norm(row) / np.linalg.norm(of_image[1, 2]) for row in line]
-            for line in of_image
-        ]
-        for of_image in normed
-    ]
-    np.testing.assert_allclose(token_maps.centre_similarities(tokens), expected, atol=1e-4)
-
-
 def drawn_at(path, step, image, images=2):
     """Add the maps of a step, of some images, whose similarity is step / 1000; the colours of the sheet's tiles."""
     values = torch.full((images, 2, 2), step / 1000)
-    token_maps.add_step(path, step, token_maps.picture(torch.zeros(images, 3, 8, 8), values, image, span=(0.0, 1.0)))
+    token_maps.add_step(path, step, token_maps.tiles(torch.zeros(images, 3, 8, 8), values, image, span=(0.0, 1.0)))
     return np.asarray(Image.open(path))[56::112, 56::112]
 
 

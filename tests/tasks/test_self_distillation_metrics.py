@@ -9,7 +9,7 @@ import torch
 from curves import read_rows
 from runs import run_quietly
 
-from ds_vit.tasks.dino.metrics import FeatureSpread, collapse_concerns
+from ds_vit.tasks.dino.metrics import FeatureSpread, centre_similarities, collapse_concerns
 
 WIDTH = 24
 
@@ -64,6 +64,20 @@ def test_features_without_a_spread():
     assert spread_of(same) == pytest.approx({"feature_std": 0.0, "rankme": 1.0, "images": 9}, rel=1e-4, abs=1e-6)
     for value in (float("nan"), float("inf"), 0.0):
         assert np.isnan(spread_of(torch.full((3, WIDTH), value))["rankme"])
+
+
+def test_similarities_are_cosines_with_the_centre_patch():
+    # Catches: the class token or a corner in place of the centre, rows taken for columns, tokens that are not normed.
+    tokens = 3.0 + torch.randn(2, 3, 5, 16, generator=torch.Generator().manual_seed(0)).double()
+    normed = (tokens - tokens.mean(-1, keepdim=True)).numpy()
+    expected = [
+        [
+            [row @ of_image[1, 2] / np.linalg.norm(row) / np.linalg.norm(of_image[1, 2]) for row in line]
+            for line in of_image
+        ]
+        for of_image in normed
+    ]
+    np.testing.assert_allclose(centre_similarities(tokens), expected, atol=1e-4)
 
 
 def evaluate_on_rank(argv, folder):

@@ -1,11 +1,11 @@
-"""The spread of the teacher's features: their deviation and their effective rank."""
+"""What tells features that are learned from those that collapse: their deviation, effective rank and similarity."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 import torch
-from torch import nn
+import torch.nn.functional as F
 
 from ds_vit.tasks.metrics import Batch, Figure, Metrics
 
@@ -19,6 +19,11 @@ _SHARE_OF_RANKME = 1 / 8
 _EARLIEST = 1000
 """The step from which features are rated where the first epoch is longer: LayerScale begins near zero, and with it the
 differences between the class tokens of images."""
+SIMILARITY = "patch-similarity"
+SIMILARITIES = (
+    "Images, and at several steps the cosine of each patch token of the teacher with the one in the centre, dark: 0 or "
+    "less, bright: 1"
+)
 _EPS = 1e-7
 """RankMe's ε, which its paper adds to each share."""
 
@@ -45,7 +50,7 @@ class FeatureSpread(Metrics):
         """Features fp32 [B, D]."""
         valid = batch["valid"][:, None]
         features = torch.where(valid, outputs.double(), 0.0)
-        rows = nn.functional.normalize(features, dim=1)
+        rows = F.normalize(features, dim=1)
         self.sums += torch.cat((rows.sum(0), rows.square().sum(0), valid.sum(0), (features.T @ features).flatten()))
 
     def compute(self) -> dict[str, float]:
@@ -68,6 +73,20 @@ def _rankme(gram: torch.Tensor, images: int) -> float:
     singular = squares.sqrt()
     shares = singular / singular.sum() + _EPS
     return float((-(shares * shares.log()).sum()).exp())
+
+
+def centre_similarities(tokens: torch.Tensor) -> torch.Tensor:
+    """The cosine of patch tokens with the one in the centre, as by Siméoni et al. 2025, arXiv 2508.10104.
+
+    Args:
+        tokens: [B, rows, columns, D], which a norm without weights precedes.
+
+    Returns:
+        float [B, rows, columns].
+    """
+    rows = F.normalize(F.layer_norm(tokens.double(), tokens.shape[-1:]), dim=-1)
+    centre = rows[:, rows.shape[1] // 2, rows.shape[2] // 2]
+    return torch.einsum("brcd,bd->brc", rows, centre).float()
 
 
 def collapse_concerns(figures: Mapping[str, float], width: int, step: int, steps_per_epoch: int) -> Mapping[str, str]:

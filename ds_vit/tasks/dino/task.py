@@ -26,8 +26,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ds_vit.config.augmentation import AugmentConfig
-from ds_vit.config.run_folder import SIMILARITY, RunFolder
-from ds_vit.config.schema import RunConfig
+from ds_vit.config.run_folder import RunFolder
 from ds_vit.data.field import Field
 from ds_vit.data.settings import NUM_GLOBAL, CropConfig, ImageConfig
 from ds_vit.data.sources.source import Source
@@ -52,7 +51,15 @@ from ds_vit.tasks.dino.loss import (
     patch_weights,
     sinkhorn,
 )
-from ds_vit.tasks.dino.metrics import DEVIATION, RANKME, FeatureSpread, collapse_concerns
+from ds_vit.tasks.dino.metrics import (
+    DEVIATION,
+    RANKME,
+    SIMILARITIES,
+    SIMILARITY,
+    FeatureSpread,
+    centre_similarities,
+    collapse_concerns,
+)
 from ds_vit.tasks.dino.published import BACKBONE_NAMES, HEAD_NAMES
 from ds_vit.tasks.dino.rope import CoordinateDraws
 from ds_vit.tasks.dino.towers import (
@@ -75,10 +82,6 @@ _NO_LABELS = "the teacher gives the targets, and there are no labels to mix"
 _OWN_AUGMENTATION = "its crops have DINO's own augmentation"
 _OF_ANY_AUGMENTATION = {"decode", "augment_on", "remode", "recount"}  # the last two need --reprob
 _SIZES = "its crops are of two sizes, --img-size and --local-crops-size"
-_SIMILARITIES = (
-    "Images, and at several steps the cosine of each patch token of the teacher with the one in the centre, dark: 0 or "
-    "less, bright: 1"
-)
 _PARTS = ("class", "patch")
 """Class tokens and masked patches: each with its own centre or Sinkhorn-Knopp."""
 _PACKED = ("rows", "weight", "lengths", "of_prototypes")
@@ -579,10 +582,14 @@ class SelfDistillation(Task):
         """As `Task.metrics`."""
         return FeatureSpread(self.model.num_features, device)
 
+    def patch_maps(self, tokens: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        """As `Task.patch_maps`: the similarity of patches."""
+        return {SIMILARITY: centre_similarities(tokens)}
+
     @classmethod
     def panels(cls, folder: RunFolder) -> Mapping[str, Sequence[Panel]]:
         """As `Task.panels`: the similarity of patches at several steps."""
-        return {"Images": sheet(folder.picture(SIMILARITY), _SIMILARITIES)}
+        return {"Images": sheet(folder.picture(SIMILARITY), SIMILARITIES)}
 
 
 def _local_size(config: RunConfig, model: SelfDistillationViT) -> int:
