@@ -5,6 +5,7 @@ import timm
 import torch
 from runs import KINDS
 
+from ds_vit.config import RunConfig
 from ds_vit.models.conversions import compute_class_token
 from ds_vit.models.keyed_drop import KeyedDrop
 from ds_vit.models.keyed_init import initialise
@@ -16,12 +17,10 @@ from ds_vit.tasks.dino.towers import (
     HEAD,
     TEACHER,
     TEACHER_HEAD,
-    HeadSettings,
-    count_crops,
     create_self_distillation,
 )
 
-SETTINGS = HeadSettings(prototypes=12, hidden_dim=16, bottleneck_dim=8)
+HEAD_SIZES = {"prototypes": 12, "head_hidden_dim": 16, "head_bottleneck_dim": 8}
 SMALL = {"patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2}
 MODELS = {
     "ViT": ("vit_tiny_patch16_224", {}),
@@ -32,11 +31,11 @@ MODELS = {
 }
 
 
-def made(name="ViT", drop_path_rate=0.3, reads_patches=True, **settings):
+def made(name="ViT", drop_path_rate=0.3, flags=None, **settings):
     """The description, and its towers in training mode with random values that are not zero."""
     model, kwargs = MODELS[name]
     spec = ModelSpec(model, img_size=16, drop_path_rate=drop_path_rate, model_kwargs={**SMALL, **kwargs})
-    whole = create_self_distillation(spec, SETTINGS, reads_patches=reads_patches)
+    whole = create_self_distillation(spec, RunConfig(**HEAD_SIZES, **(flags or {})))
     towers = {}
     for tower, layers in take_apart_towers(whole).items():
         initialise(tower_of(whole, tower), layers, seed=0, device="cpu")
@@ -125,7 +124,7 @@ def test_a_head_gives_rows_of_length_1_and_the_lengths_of_its_prototypes():
 def test_the_class_token_is_that_of_all_tokens(tower):
     # Catches: patches that are left out while they are read, a last block that computes them all the same.
     whole = made(drop_path_rate=0.0)[1][tower]
-    without_patches = made(drop_path_rate=0.0, reads_patches=False)[1][tower]
+    without_patches = made(drop_path_rate=0.0, flags={"ibot_weight": 0.0})[1][tower]
     images, keys = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0)), torch.arange(2)
     tokens, class_token = whole(images, keys), without_patches(images, keys)
     assert (tokens.shape[1], class_token.shape[1]) == (17, 1)
@@ -133,20 +132,22 @@ def test_the_class_token_is_that_of_all_tokens(tower):
 
 
 def test_the_cost_of_a_sample_counts_its_crops():
-    whole, _ = made(drop_path_rate=0.0)
-    one = count_flops(whole)
-    count_crops(whole, num_local=4, local_size=8, masked_share=0.25)
+    two_crops = {"local_crops_number": 0, "mask_sample_probability": 0.0}
+    crops = {"local_crops_number": 4, "local_crops_size": 8, "mask_ratio_min_max": (0.5, 0.5)}  # of half of the crops
+    few, whole = (made(drop_path_rate=0.0, flags=flags)[0] for flags in (two_crops, crops))
+    assert (few.images_per_sample, few.dino_head.images_per_sample) == ((2.0, 2.0), (2.0, 2.0))
     # Two large crops of 17 tokens and four small ones of 5 in the student, two in the teacher.
     assert whole.images_per_sample == (2 + 4 * 5 / 17, 2.0)
     of_heads = (2 + 4 + 2 * 16 * 0.25, 2 + 2 * 16 * 0.25)
     assert (whole.dino_head.images_per_sample[0], whole.teacher_head.images_per_sample[0]) == of_heads
-    assert count_flops(whole).forward > 2 * one.forward
-    layers = take_apart_towers(whole)
-    before = take_apart_towers(made(drop_path_rate=0.0)[0])
+    assert count_flops(whole).forward > count_flops(few).forward
     for name in (MAIN_TOWER, HEAD):
-        model = tower_of(whole, name)
-        of_image, kept = (sum(each.bytes for each in kept_by_layers(parts[name])) for parts in (before, layers))
-        assert kept == pytest.approx(model.images_per_sample[0] * of_image, rel=1e-3)
+        of_image, kept = (
+            sum(each.bytes for each in kept_by_layers(take_apart_towers(model)[name]))
+            / tower_of(model, name).images_per_sample[0]
+            for model in (few, whole)
+        )
+        assert kept == pytest.approx(of_image, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", ["vit_base_patch16_siglip_224", "vit_tiny_r_s16_p8_224"])
@@ -154,4 +155,4 @@ def test_a_backbone_without_class_token_or_with_a_convolutional_stem_is_refused(
     from ds_vit.fault_tolerance.errors import UserError
 
     with pytest.raises(UserError, match=r"reads the class token|images of several sizes"):
-        create_self_distillation(ModelSpec(name), SETTINGS)
+        create_self_distillation(ModelSpec(name), RunConfig())

@@ -33,12 +33,12 @@ from ds_vit.models.keyed_drop import KeyedDrop, replace_drops, sample_keys
 from ds_vit.models.keyed_init import initialise
 from ds_vit.models.layers import take_apart_towers, tower_of
 from ds_vit.models.zoo import ModelSpec
-from ds_vit.tasks.dino.towers import HeadSettings, create_self_distillation
+from ds_vit.tasks.dino.towers import create_self_distillation
 
 MODEL = "vit_tiny_patch16_224"
 KWARGS = {"patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 2}
 SIZE, LOCAL, NUM_LOCAL = 16, 8, 2
-HEAD = HeadSettings(prototypes=48, hidden_dim=256, bottleneck_dim=16)
+HEAD = RunConfig(prototypes=48, head_hidden_dim=256, head_bottleneck_dim=16)
 GLOBAL_BATCH, IMAGES, STEPS, EPOCHS = 48, 240, 20, 4
 SGD = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.02}
 DECAY_END = 0.08
@@ -48,7 +48,7 @@ WORDS = [
     *("--task", "dino", "--img-size", SIZE, "--drop-path", DROP_PATH, "--workers", 0),
     *("--mean", 0.5, 0.5, 0.5, "--std", 0.5, 0.5, 0.5, "--val-split", "", "--log-interval", 1, "--log-images", 0),
     *("--local-crops-size", LOCAL, "--local-crops-number", NUM_LOCAL, "--prototypes", HEAD.prototypes),
-    *("--head-hidden-dim", HEAD.hidden_dim, "--head-bottleneck-dim", HEAD.bottleneck_dim),
+    *("--head-hidden-dim", HEAD.head_hidden_dim, "--head-bottleneck-dim", HEAD.head_bottleneck_dim),
     *("--sched", "constant", "--warmup-epochs", 0, "--epochs", EPOCHS, "--layer-decay", LAYER_DECAY),
     *("--weight-decay-end", DECAY_END, "--warmup-teacher-temp-epochs", 2, "--teacher-momentum", 0.9),
     *("--mask-ratio-min-max", 0.3, 0.6),
@@ -220,11 +220,11 @@ class Head(torch.nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        sizes = [width, HEAD.hidden_dim, HEAD.hidden_dim, HEAD.bottleneck_dim]
+        sizes = [width, HEAD.head_hidden_dim, HEAD.head_hidden_dim, HEAD.head_bottleneck_dim]
         linears = [torch.nn.Linear(*pair) for pair in itertools.pairwise(sizes)]
         gelu = torch.nn.GELU
         self.mlp = torch.nn.Sequential(linears[0], gelu(), linears[1], gelu(), linears[2])
-        self.last_layer = torch.nn.Linear(HEAD.bottleneck_dim, HEAD.prototypes, bias=False)
+        self.last_layer = torch.nn.Linear(HEAD.head_bottleneck_dim, HEAD.prototypes, bias=False)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         return F.normalize(self.mlp(rows), dim=-1) @ F.normalize(self.last_layer.weight, dim=-1).T

@@ -166,7 +166,7 @@ def test_the_backbone_learns_from_the_same_step_after_a_resume(ranks, tmp_path, 
 def test_tables_are_those_of_timm_with_the_same_draws():
     """Another order of shift and factors, axes that are swapped, factors that are not log-uniform."""
     seed, step, size, shift, jitter, rescale = RunConfig().seed, 7, 24, 0.3, 1.5, 2.0
-    whole = _description(draws_coordinates=True)
+    whole = _description(rope_shift_coords=0.2)
     embed = take_apart_towers(whole)[MAIN_TOWER][0]
     rope = RotaryEmbeddingDinoV3(12, 100.0, feat_shape=[6, 6], rotate_half=True)
     embed.drawn_rope = rope
@@ -215,7 +215,7 @@ def test_draws_fill_their_range_and_differ_by_step_block_and_size():
 @pytest.mark.parametrize("name", ["vit_small_patch14_reg4_dinov2", DINOV3.model])
 def test_each_token_has_its_norm(name, norms):
     """Registers with the norm of patches; a local norm in evaluation, or in the teacher."""
-    whole = _description(name, untied_norms=norms)
+    whole = _description(name, untied=norms)
     student, teacher = (take_apart_towers(whole)[tower][-1].to_empty(device="cpu") for tower in (MAIN_TOWER, "teacher"))
     prefix, patches, small, width = whole.num_prefix_tokens, whole.patch_embed.num_patches, 4, whole.embed_dim
     assert prefix == 5
@@ -241,8 +241,8 @@ def test_each_token_has_its_norm(name, norms):
 def test_tables_of_all_blocks_are_not_planned_for_each():
     """Memory of a batch that is counted for each image, or once more for each block."""
     plain, drawn = (
-        sum(kept.bytes for kept in kept_by_layers(take_apart_towers(_description(draws_coordinates=draws))[MAIN_TOWER]))
-        for draws in (False, True)
+        sum(kept.bytes for kept in kept_by_layers(take_apart_towers(_description(**flags))[MAIN_TOWER]))
+        for flags in ({}, {"rope_shift_coords": 0.2})
     )
     assert drawn == plain
 
@@ -250,15 +250,18 @@ def test_tables_of_all_blocks_are_not_planned_for_each():
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
+UNTIED = {"patch_norm": "untie_cls_and_patch_norms", "local_cls_norm": "untie_global_and_local_cls_norm"}
 NORMS = {f"{norm}.{kind}" for norm in DINOV3.norms for kind in ("weight", "bias")}
 
 
-def _description(name=DINOV3.model, **more):
+def _description(name=DINOV3.model, untied=(), **flags):
+    """A model with further norms (of `UNTIED`) or drawn coordinates."""
     from ds_vit.models.zoo import ModelSpec
     from ds_vit.tasks.dino.towers import create_self_distillation
 
     spec = ModelSpec(name, img_size=plain_dino.SIZE, model_kwargs=DINOV3.kwargs)
-    return create_self_distillation(spec, plain_dino.HEAD, **more)
+    flags |= {UNTIED[norm]: True for norm in untied}
+    return create_self_distillation(spec, RunConfig(**flags))
 
 
 def test_timm_has_the_features_of_the_run(ranks, tmp_path, folder):
@@ -283,7 +286,7 @@ def test_timm_has_the_features_of_the_run(ranks, tmp_path, folder):
     for start in (output, output / "teacher.safetensors", output / "checkpoints" / "step-00000004"):
         argv = plain_dino.words_of(folder, 1, tmp_path / "next", "-b", 4, variant=DINOV3)
         initial = resolved([*argv, "--initial-checkpoint", str(start)]).model.initial_checkpoint
-        head = take_apart_towers(_description(untied_norms=DINOV3.norms))[MAIN_TOWER][-1].to_empty(device="cpu")
+        head = take_apart_towers(_description(untied=DINOV3.norms))[MAIN_TOWER][-1].to_empty(device="cpu")
         initial.load(head)
         assert {name: head.state_dict()[name].tolist() for name in norms} == {n: norms[n].tolist() for n in norms}
         assert "projection head of" not in initial.summary
@@ -301,7 +304,7 @@ def test_norms_that_a_file_lacks_begin_as_its_norm(tmp_path, folder):
     checkpoint = resolved(argv).model.initial_checkpoint
     assert "patch_norm.bias, patch_norm.weight" in checkpoint.summary
     assert not NORMS & {*checkpoint.newly_initialised}
-    whole = _description(untied_norms=DINOV3.norms)
+    whole = _description(untied=DINOV3.norms)
     for tower, norms in ((MAIN_TOWER, DINOV3.norms), ("teacher", ("patch_norm",))):
         head = take_apart_towers(whole)[tower][-1].to_empty(device="cpu")
         head.prefix = "" if tower == MAIN_TOWER else "teacher."

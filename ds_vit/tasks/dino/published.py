@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_vit.config import spelling
 from ds_vit.models.zoo import names_and_shapes
 from ds_vit.tasks.dino.towers import HEAD, ProjectionHead
 from ds_vit.tasks.foreign_names import ForeignNames, Shapes
@@ -79,14 +80,9 @@ def _head_differences(model: nn.Module, shapes: Shapes, _: Callable[[str], dict[
         return
     if more := sorted(name for name in shapes if name.startswith("mlp.") and name not in names_and_shapes(model)):
         yield f"its head has other layers ({', '.join(more)})"
-    own = model.settings
-    for flag, theirs, ours in (
-        ("--prototypes", last[0], own.prototypes),
-        ("--head-hidden-dim", first[0], own.hidden_dim),
-        ("--head-bottleneck-dim", last[1], own.bottleneck_dim),
-    ):
-        if theirs != ours:
-            yield f"its head has {flag} {theirs}, and the model {ours}; give {flag} {theirs}"
+    for flag, theirs in (("prototypes", last[0]), ("head_hidden_dim", first[0]), ("head_bottleneck_dim", last[1])):
+        if theirs != (ours := getattr(model.config, flag)):
+            yield f"its head has {spelling(flag)} {theirs}, and the model {ours}; give {spelling(flag)} {theirs}"
 
 
 BACKBONE_NAMES = ForeignNames(r"patch_embed\.proj\.weight$", _from_backbone, lambda *_: iter(()))

@@ -23,6 +23,7 @@ from timm.layers.pos_embed_sincos import RotaryEmbeddingDinoV3, _build_grid
 from torch import nn
 
 from ds_vit import randomness
+from ds_vit.config import RunConfig
 from ds_vit.models.keyed_drop import mix_in
 from ds_vit.models.layers import BlockLayer, EmbedLayer, Layer
 
@@ -40,6 +41,12 @@ class CoordinateDraws:
     shift: float = 0.0
     jitter: float = 1.0
     rescale: float = 1.0
+
+    @classmethod
+    def of(cls, config: RunConfig) -> CoordinateDraws | None:
+        """The draws of the flags; None for nothing to draw."""
+        shift, jitter, rescale = config.rope_shift_coords, config.rope_jitter_coords, config.rope_rescale_coords
+        return cls(shift or 0.0, jitter or 1.0, rescale or 1.0) if shift or jitter or rescale else None
 
     def draw(
         self, seed: int, step: int | torch.Tensor, size: int, num_blocks: int, device: torch.device

@@ -31,9 +31,7 @@ from ds_vit.data.field import Field
 from ds_vit.data.settings import NUM_GLOBAL, CropConfig, ImageConfig
 from ds_vit.data.sources.source import Source
 from ds_vit.device import send
-from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.layers import MAIN_TOWER, Layer
-from ds_vit.models.sequential import check_sizes
 from ds_vit.models.zoo import ModelSpec
 from ds_vit.parallel.tensor.collectives import TensorParallel, stack_over_group
 from ds_vit.tasks.dino.fields import LOCAL_IMAGES, PatchMasks, crop_fields, keys_of_views
@@ -68,11 +66,11 @@ from ds_vit.tasks.dino.towers import (
     PATCH_NORM,
     TEACHER,
     TEACHER_HEAD,
-    HeadSettings,
     ProjectionHeadLayer,
     SelfDistillationViT,
-    count_crops,
     create_self_distillation,
+    local_size,
+    masked_share,
 )
 from ds_vit.tasks.metrics import Batch, Chart, Figure, Metrics
 from ds_vit.tasks.panels import Panel, sheet
@@ -172,13 +170,13 @@ class SelfDistillation(Task):
             own = len(type(self).figures)
             self.figures = (*self.figures[own:], *self.figures[:own])
         self.crops = CropConfig(
-            local_size=_local_size(config, self.model),
+            local_size=local_size(config, self.model),
             num_local=config.local_crops_number,
-            global_scale=_pair(config.global_crops_scale),
-            local_scale=_pair(config.local_crops_scale),
+            global_scale=config.global_crops_scale,
+            local_scale=config.local_crops_scale,
         )
         self.masks_patches = config.ibot_weight > 0
-        self._draws = _coordinate_draws(config)
+        self._draws = CoordinateDraws.of(config)
         self._parts = _PARTS if self.masks_patches else _PARTS[:1]
         self.uses_sinkhorn = config.centering == "sinkhorn"
         self.coupled = self.uses_sinkhorn or config.koleo_weight > 0
@@ -206,31 +204,7 @@ class SelfDistillation(Task):
     @classmethod
     def create_model(cls, spec: ModelSpec, config: RunConfig, *, for_training: bool) -> SelfDistillationViT:
         """As `Task.create_model`."""
-        settings = HeadSettings(config.prototypes, config.head_hidden_dim, config.head_bottleneck_dim)
-        reads_patches = config.ibot_weight > 0
-        untied = {PATCH_NORM: config.untie_cls_and_patch_norms, LOCAL_NORM: config.untie_global_and_local_cls_norm}
-        model = create_self_distillation(
-            spec,
-            settings,
-            for_training=for_training,
-            reads_patches=reads_patches,
-            untied_norms=[name for name, is_untied in untied.items() if is_untied],
-            draws_coordinates=_coordinate_draws(config) is not None,
-        )
-        if config.local_crops_number:
-            check_sizes(model, spec.name, [_local_size(config, model)], "--local-crops-size")
-        if config.untie_global_and_local_cls_norm and _local_size(config, model) == model.patch_embed.img_size[0]:
-            raise UserError(
-                "--untie-global-and-local-cls-norm: local crops are recognised by their size, and both kinds "
-                f"have {_local_size(config, model)} pixels; give another --local-crops-size"
-            )
-        count_crops(
-            model,
-            num_local=config.local_crops_number,
-            local_size=_local_size(config, model),
-            masked_share=_masked_share(config),
-        )
-        return model
+        return create_self_distillation(spec, config, for_training=for_training)
 
     @classmethod
     def locked_names(cls, model: nn.Module, config: RunConfig) -> Mapping[str, frozenset[str]]:
@@ -287,7 +261,7 @@ class SelfDistillation(Task):
         if not self.masks_patches:
             return crops
         grid, probability = self.model.patch_embed.grid_size, self.config.mask_sample_probability
-        return (*crops, PatchMasks(grid, probability, _pair(self.config.mask_ratio_min_max)))
+        return (*crops, PatchMasks(grid, probability, self.config.mask_ratio_min_max))
 
     def _views(self, batch: Batch) -> _Views:
         """Keys and masks of a micro-batch's crops. Masks are on the host: it knows M without a wait."""
@@ -319,7 +293,7 @@ class SelfDistillation(Task):
     def setup(self, context: StepContext) -> None:
         """As `Task.setup`."""
         self._tp = context.groups.tensor_parallel(self.config)
-        prototypes = self.model.settings.prototypes
+        prototypes = self.config.prototypes
         self.centers, self._next_centers = (
             {part: torch.zeros(prototypes, device=context.device) for part in _PARTS} for _ in range(2)
         )
@@ -568,7 +542,7 @@ class SelfDistillation(Task):
 
         loss = cross_entropy(samples, crop_weights(samples, self.crops.num_local))
         if self.masks_patches:
-            patches = round(NUM_GLOBAL * samples * self.model.patch_embed.num_patches * _masked_share(self.config))
+            patches = round(NUM_GLOBAL * samples * self.model.patch_embed.num_patches * masked_share(self.config))
             loss = loss + cross_entropy(patches, torch.empty(patches, 1, 1))
         return loss
 
@@ -590,29 +564,6 @@ class SelfDistillation(Task):
     def panels(cls, folder: RunFolder) -> Mapping[str, Sequence[Panel]]:
         """As `Task.panels`: the similarity of patches at several steps."""
         return {"Images": sheet(folder.picture(SIMILARITY), SIMILARITIES)}
-
-
-def _local_size(config: RunConfig, model: SelfDistillationViT) -> int:
-    """--local-crops-size; by default the multiple of the patch size that is nearest to 96."""
-    patch = model.patch_embed.patch_size[0]
-    return config.local_crops_size or max(1, round(96 / patch)) * patch
-
-
-def _coordinate_draws(config: RunConfig) -> CoordinateDraws | None:
-    """What is drawn of rotary coordinates; None for nothing."""
-    shift, jitter, rescale = config.rope_shift_coords, config.rope_jitter_coords, config.rope_rescale_coords
-    draws = CoordinateDraws(shift or 0.0, jitter or 1.0, rescale or 1.0)
-    return None if draws == CoordinateDraws() else draws
-
-
-def _masked_share(config: RunConfig) -> float:
-    """Of the global crops' patches, expected; 0 without iBOT."""
-    return config.mask_sample_probability * sum(config.mask_ratio_min_max) / 2 if config.ibot_weight else 0.0
-
-
-def _pair(values: Sequence[float]) -> tuple[float, float]:
-    low, high = values
-    return low, high
 
 
 def _sum_over(context: StepContext) -> Sum:

@@ -16,8 +16,8 @@ prototypes (K / tp of a rank where they are sharded).
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -26,6 +26,7 @@ from timm.layers import trunc_normal_
 from timm.layers.pos_embed_sincos import RotaryEmbeddingDinoV3
 from torch import nn
 
+from ds_vit.config import RunConfig
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.keyed_drop import mix_in
 from ds_vit.models.layers import (
@@ -42,27 +43,12 @@ from ds_vit.models.layers import (
 from ds_vit.models.sequential import check_sizes
 from ds_vit.models.zoo import ModelSpec, TimmViT, create_model
 from ds_vit.parallel.tensor.plans import PLANS, ShardingPlan
-from ds_vit.tasks.dino.rope import draw_coordinates
+from ds_vit.tasks.dino.rope import CoordinateDraws, draw_coordinates
 
 HEAD, TEACHER, TEACHER_HEAD = "dino_head", "teacher", "teacher_head"
 """The further towers."""
 PATCH_NORM, LOCAL_NORM = "patch_norm", "local_cls_norm"
 """Final norms in addition to timm's `norm`: of patches, and of the class and register tokens of local crops."""
-
-
-@dataclass(frozen=True)
-class HeadSettings:
-    """Settings of the projection head; the defaults are DINOv2's.
-
-    Attributes:
-        prototypes: K.
-        hidden_dim: width of its two hidden layers.
-        bottleneck_dim: E.
-    """
-
-    prototypes: int = 65536
-    hidden_dim: int = 2048
-    bottleneck_dim: int = 256
 
 
 class LastLayer(nn.Module):
@@ -92,9 +78,12 @@ PLANS[LastLayer] = ShardingPlan(
 class ProjectionHead(nn.Module):
     """The description of a head: three linear maps with GELU between them, and prototypes.
 
-    Attributes:
+    Args:
         in_dim: D.
-        settings: of the head.
+        config: the flags, with K, the width of two hidden layers and E.
+
+    Attributes:
+        config: as above.
         images_per_sample: of its layer.
     """
 
@@ -102,11 +91,10 @@ class ProjectionHead(nn.Module):
     pretrained_cfg: ClassVar[dict[str, Any]] = {"architecture": "the projection head"}
     images_per_sample: tuple[float, float] = (1.0, 1.0)
 
-    def __init__(self, in_dim: int, settings: HeadSettings) -> None:
-        """Args: as the attributes."""
+    def __init__(self, in_dim: int, config: RunConfig) -> None:
         super().__init__()
-        self.in_dim, self.settings = in_dim, settings
-        hidden, bottleneck = settings.hidden_dim, settings.bottleneck_dim
+        self.config = config
+        hidden, bottleneck = config.head_hidden_dim, config.head_bottleneck_dim
         self.mlp = nn.Sequential(
             nn.Linear(in_dim, hidden),
             nn.GELU(),
@@ -114,7 +102,7 @@ class ProjectionHead(nn.Module):
             nn.GELU(),
             nn.Linear(hidden, bottleneck),
         )
-        self.last_layer = LastLayer(settings.prototypes, bottleneck)
+        self.last_layer = LastLayer(config.prototypes, bottleneck)
 
     def get_classifier(self) -> nn.Module:
         """As timm's: it has none."""
@@ -126,7 +114,7 @@ class ProjectionHead(nn.Module):
             if isinstance(module, nn.Linear):
                 trunc_normal_(module.weight, std=0.02)
                 nn.init.zeros_(module.bias)
-        bound = self.settings.bottleneck_dim**-0.5
+        bound = self.config.head_bottleneck_dim**-0.5
         nn.init.uniform_(self.last_layer.weight, -bound, bound)
 
 
@@ -164,23 +152,17 @@ class TokenViT(nn.Module):
     images_per_sample: tuple[float, float] = (1.0, 1.0)
     reads_patches: bool = True
 
-    def untie_norm(self, name: str) -> None:
-        """Add a final norm like the model's."""
-        self.add_module(name, copy.deepcopy(self.norm))
-
 
 class SelfDistillationViT(TokenViT):
     """The same for the student, which has a mask token and describes all towers.
 
     Attributes:
         mask_token: replaces the embedding of masked patches [1, 1, D].
-        settings: of both heads.
         draws_coordinates: whether rotary positions are drawn in training (rope.py).
         added_kwargs: arguments of timm's constructor that the spec lacks.
     """
 
     further_towers: ClassVar = (HEAD, TEACHER, TEACHER_HEAD)
-    settings: HeadSettings
     draws_coordinates: bool
     added_kwargs: Mapping[str, Any]
 
@@ -196,30 +178,20 @@ class SelfDistillationViT(TokenViT):
         return {**groups, "stem": rf"{groups['stem']}|mask_token", "blocks": [*groups["blocks"], norms]}
 
 
-def create_self_distillation(
-    spec: ModelSpec,
-    settings: HeadSettings,
-    *,
-    for_training: bool = True,
-    reads_patches: bool = True,
-    untied_norms: Collection[str] = (),
-    draws_coordinates: bool = False,
-) -> SelfDistillationViT:
+def create_self_distillation(spec: ModelSpec, config: RunConfig, *, for_training: bool = True) -> SelfDistillationViT:
     """The description of student, teacher and their heads, on the meta device without memory.
 
-    The teacher has no drop-path and no dropout, and is frozen.
+    The teacher has no drop-path, no dropout and no norm of local crops, and is frozen.
 
     Args:
         spec: the backbone. Its number of classes is ignored: there is no classifier.
-        settings: of the heads.
+        config: the flags.
         for_training: as in `create_model`.
-        reads_patches: of both backbones.
-        untied_norms: of `PATCH_NORM` and `LOCAL_NORM`; the teacher, which has no local crops, only has the former.
-        draws_coordinates: of the student's rotary positions.
 
     Raises:
         UserError: as `create_model`; a head that reads more than the class token, patch dropout, overlapping patches,
-            images that are not square or no multiple of the patch size, or other positions than DINOv3's to draw.
+            images that are not square or no multiple of the patch size, local crops that cannot be told from global
+            ones, or other positions than DINOv3's to draw.
     """
     spec, added = replace(spec, num_classes=0), {}
     model = create_model(spec, for_training=for_training, classifier=False)
@@ -228,56 +200,57 @@ def create_self_distillation(
         added = {"global_pool": "token"}
         spec = replace(spec, model_kwargs={**spec.model_kwargs, **added})
         model = create_model(spec, for_training=for_training, classifier=False)
-    _check_backbone(model, spec)
-    rope = getattr(model, "rope", None)
-    if draws_coordinates and not isinstance(rope, RotaryEmbeddingDinoV3):
-        raise UserError(
-            "--rope-shift-coords, --rope-jitter-coords and --rope-rescale-coords change DINOv3's rotary positions, and "
-            f"{spec.name!r} has {'others' if rope is not None else 'none'}; take a name with dinov3, or drop the flags"
-        )
+    _check_backbone(model, spec, config)
     none = dict.fromkeys(("drop_rate", "pos_drop_rate", "patch_drop_rate", "proj_drop_rate"), 0.0)
     still = replace(spec, drop_path_rate=0.0, model_kwargs={**spec.model_kwargs, **none})
     teacher = create_model(still, for_training=for_training, classifier=False)
+    reads_patches, draws = config.ibot_weight > 0, CoordinateDraws.of(config) is not None
     mix_in(teacher, TokenViT, reads_patches=reads_patches)
-    of_student = {"settings": settings, "draws_coordinates": draws_coordinates, "added_kwargs": added}
-    mix_in(model, SelfDistillationViT, reads_patches=reads_patches, **of_student)
-    for norm in untied_norms:
-        model.untie_norm(norm)
-        if norm == PATCH_NORM:
-            teacher.untie_norm(norm)
+    mix_in(model, SelfDistillationViT, reads_patches=reads_patches, draws_coordinates=draws, added_kwargs=added)
+    if config.untie_cls_and_patch_norms:
+        for tower in (model, teacher):
+            tower.add_module(PATCH_NORM, copy.deepcopy(tower.norm))
+    if config.untie_global_and_local_cls_norm:
+        model.add_module(LOCAL_NORM, copy.deepcopy(model.norm))
     with torch.device("meta"):
         model.mask_token = nn.Parameter(torch.empty(1, 1, model.embed_dim))
-        towers = (ProjectionHead(model.embed_dim, settings), teacher, ProjectionHead(model.embed_dim, settings))
+        towers = (ProjectionHead(model.embed_dim, config), teacher, ProjectionHead(model.embed_dim, config))
     for name, tower in zip(SelfDistillationViT.further_towers, towers, strict=True):
         model.add_module(name, tower)
     for tower in towers[1:]:
         tower.requires_grad_(False)
+    _count_crops(model, config)
     return model
 
 
-def count_crops(model: SelfDistillationViT, *, num_local: int, local_size: int, masked_share: float) -> None:
+def local_size(config: RunConfig, model: TimmViT) -> int:
+    """--local-crops-size; by default the multiple of the patch size that is nearest to 96."""
+    patch = model.patch_embed.patch_size[0]
+    return config.local_crops_size or max(1, round(96 / patch)) * patch
+
+
+def masked_share(config: RunConfig) -> float:
+    """Of the global crops' patches, expected; 0 without iBOT."""
+    return config.mask_sample_probability * sum(config.mask_ratio_min_max) / 2 if config.ibot_weight else 0.0
+
+
+def _count_crops(model: SelfDistillationViT, config: RunConfig) -> None:
     """Set how many images one sample brings to each tower, for estimates of memory and time.
 
     A small crop counts by its share of a large one's tokens.
-
-    Args:
-        model: from `create_self_distillation`.
-        num_local: local crops of a sample, next to two global ones.
-        local_size: their side in pixels.
-        masked_share: expected share of the global crops' patches that are masked.
     """
-    patch, patches, prefix = model.patch_embed.patch_size, model.patch_embed.num_patches, model.num_prefix_tokens
-    tokens_of_local = prefix + (local_size // patch[0]) * (local_size // patch[1])
-    of_locals = num_local * tokens_of_local / (prefix + patches)
+    patch, patches, prefix = model.patch_embed.patch_size[0], model.patch_embed.num_patches, model.num_prefix_tokens
+    num_local = config.local_crops_number
+    of_locals = num_local * (prefix + (local_size(config, model) // patch) ** 2) / (prefix + patches)
     model.images_per_sample = 2.0 + of_locals, max(2.0, of_locals)
     model.teacher.images_per_sample = 2.0, 2.0
-    rows = 2.0 + 2.0 * patches * masked_share
+    rows = 2.0 + 2.0 * patches * masked_share(config)
     model.dino_head.images_per_sample = rows + num_local, rows + num_local
     model.teacher_head.images_per_sample = rows, rows
 
 
-def _check_backbone(model: TimmViT, spec: ModelSpec) -> None:
-    """Reject a backbone that cannot be trained this way."""
+def _check_backbone(model: TimmViT, spec: ModelSpec, config: RunConfig) -> None:
+    """Reject a backbone that cannot be trained this way, or not with these flags."""
     if model.global_pool != "token" or model.cls_token is None:
         raise UserError(
             f"--task dino reads the class token, and {spec.name!r} has global_pool {model.global_pool!r} and "
@@ -293,6 +266,20 @@ def _check_backbone(model: TimmViT, spec: ModelSpec) -> None:
     if height != width:
         raise UserError(f"--task dino takes square crops, and {spec.name!r} has images of {height} x {width}")
     check_sizes(model, spec.name, [height])
+    local = local_size(config, model)
+    if config.local_crops_number:
+        check_sizes(model, spec.name, [local], "--local-crops-size")
+    if config.untie_global_and_local_cls_norm and local == height:
+        raise UserError(
+            "--untie-global-and-local-cls-norm: local crops are recognised by their size, and both kinds have "
+            f"{local} pixels; give another --local-crops-size"
+        )
+    rope = getattr(model, "rope", None)
+    if CoordinateDraws.of(config) is not None and not isinstance(rope, RotaryEmbeddingDinoV3):
+        raise UserError(
+            "--rope-shift-coords, --rope-jitter-coords and --rope-rescale-coords change DINOv3's rotary positions, and "
+            f"{spec.name!r} has {'others' if rope is not None else 'none'}; take a name with dinov3, or drop the flags"
+        )
 
 
 class MaskedEmbed(EmbedLayer):
