@@ -120,10 +120,6 @@ class Assignment:
     of_prototypes: torch.Tensor
     tp: TensorParallel | None = None
 
-    def narrow(self, start: int, count: int) -> Assignment:
-        """The assignment of `count` rows from `start` on, of one micro-batch for example."""
-        return replace(self, rows=self.rows[start : start + count])
-
     def exact(self) -> Assignment:
         """The same with prototypes converted to the type of the logits, once for all parts."""
         return replace(self, prototypes=self.prototypes.exact())
@@ -201,35 +197,6 @@ def sinkhorn(
 
 
 @torch.no_grad()
-def mean_logits(
-    rows: torch.Tensor, prototypes: Prototypes, sum_over_ranks: Sum, counted: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The mean of the logits over the rows of all data-parallel ranks, which may have different numbers (a collective).
-
-    Logits are linear in the rows: only the sum of the rows and their number are exchanged.
-
-    Args:
-        rows: of all micro-batches [R, E].
-        prototypes: of the teacher.
-        sum_over_ranks: as `Sum`.
-        counted: which rows count, bool [R]; None for all.
-
-    Returns:
-        The mean [k], zero without any row; the number of rows of all ranks, float64 scalar.
-    """
-    if counted is None:
-        sums = rows.sum(0, dtype=torch.float64)
-        number = sums.new_full((1,), len(rows))
-    else:
-        sums = torch.where(counted[:, None], rows, 0.0).sum(0, dtype=torch.float64)
-        number = counted.sum(dim=0, keepdim=True).double()
-    sums = sum_over_ranks(torch.cat((sums, number)))
-    exact = prototypes.exact()
-    mean = (sums[:-1] / sums[-1].clamp(min=1.0)).to(exact.weight.dtype)
-    return _logits(mean, exact, 1.0), sums[-1]
-
-
-@torch.no_grad()
 def next_center(
     center: torch.Tensor,
     rows: torch.Tensor,
@@ -239,16 +206,26 @@ def next_center(
 ) -> torch.Tensor:
     """The centre of the next step: it moves by 1/10 towards the mean logits of this one (a collective).
 
+    Logits are linear in the rows: only the sum of the rows and their number are exchanged.
+
     Args:
         center: of this step [k]; unchanged, and the result where no rank has a row.
-        rows: as for `mean_logits`.
-        prototypes: as for `mean_logits`.
-        sum_over_ranks: as for `mean_logits`.
-        counted: as for `mean_logits`.
+        rows: of all micro-batches [R, E]; ranks may have different numbers of them.
+        prototypes: of the teacher.
+        sum_over_ranks: as `Sum`.
+        counted: which rows count, bool [R]; None for all.
     """
-    mean, count = mean_logits(rows, prototypes, sum_over_ranks, counted)
+    if counted is None:
+        sums = rows.sum(0, dtype=torch.float64)
+        number = sums.new_full((1,), len(rows))
+    else:
+        sums = torch.where(counted[:, None], rows, 0.0).sum(0, dtype=torch.float64)
+        number = counted.sum(dim=0, keepdim=True).double()
+    sums, number = sum_over_ranks(torch.cat((sums, number))).split([len(sums), 1])
+    exact = prototypes.exact()
+    mean = _logits((sums / number.clamp(min=1.0)).to(exact.weight.dtype), exact, 1.0)
     moved = center * CENTER_MOMENTUM + mean.to(center.dtype) * (1.0 - CENTER_MOMENTUM)
-    return torch.where(count > 0, moved, center)
+    return torch.where(number > 0, moved, center)
 
 
 class _CrossEntropy(torch.autograd.Function):

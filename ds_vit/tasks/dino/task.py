@@ -33,7 +33,7 @@ from ds_vit.data.sources.source import Source
 from ds_vit.device import send
 from ds_vit.models.layers import MAIN_TOWER, Layer
 from ds_vit.models.zoo import ModelSpec
-from ds_vit.parallel.tensor.collectives import TensorParallel, stack_over_group
+from ds_vit.parallel.tensor.collectives import stack_over_group
 from ds_vit.tasks.dino.fields import LOCAL_IMAGES, PatchMasks, crop_fields, keys_of_views
 from ds_vit.tasks.dino.flags import SETTINGS
 from ds_vit.tasks.dino.loss import (
@@ -82,9 +82,6 @@ _OF_ANY_AUGMENTATION = {"decode", "augment_on", "remode", "recount"}  # the last
 _SIZES = "its crops are of two sizes, --img-size and --local-crops-size"
 _PARTS = ("class", "patch")
 """Class tokens and masked patches: each with its own centre or Sinkhorn-Knopp."""
-_PACKED = ("rows", "weight", "lengths", "of_prototypes")
-"""The tensors of each part's assignment in a piece."""
-
 
 _Taught = dict[str, torch.Tensor]
 """The teacher's bottleneck features, by part."""
@@ -386,7 +383,8 @@ class SelfDistillation(Task):
             rows = torch.cat([noted[part] for noted in self._taught if noted])
             own = self._own(self.centers[part])
             own = next_center(own, rows, prototypes, _sum_over(context), counted.get(part))
-            self._next_centers[part].copy_(_whole(own, self._tp))
+            whole = own if self._tp is None else stack_over_group(own, self._tp).flatten()
+            self._next_centers[part].copy_(whole)
         self._taught = []
 
     def _koleo(self, context: StepContext, classes: torch.Tensor) -> torch.Tensor:
@@ -402,7 +400,7 @@ class SelfDistillation(Task):
             self._note_taught(context, taught, prototypes, 1, views.counted)
             assignments = self._assign(context, taught, prototypes, views.counted)
         else:
-            assignments = _unpacked(piece, context.schedules["teacher_temp"], self._tp)
+            assignments = self._assignments_in(piece, context.schedules["teacher_temp"])
         tokens = self._tokens(context, MAIN_TOWER, batch["images"], views, 0, masked=True)
         classes, rows = tokens[:, 0], [tokens[:, 0], self._masked_patches(tokens, views)]
         if self.crops.num_local:
@@ -444,7 +442,6 @@ class SelfDistillation(Task):
     def couple(self, context: StepContext, collected: Sequence[Mapping[str, torch.Tensor]]) -> Coupled:
         """As `Task.couple`: assignments over the global batch, and KoLeo's gradients."""
         prototypes = Prototypes(*(collected[0][name] for name in Prototypes._fields))
-        lengths = {part: [len(rows[part]) for rows in collected] for part in self._parts}
         counted = {
             part: torch.cat([rows[f"{part}/counted"] for rows in collected])
             for part in self._parts
@@ -453,12 +450,11 @@ class SelfDistillation(Task):
         taught = {part: torch.cat([rows[part] for rows in collected]) for part in self._parts}
         self._note_taught(context, taught, prototypes, len(collected), counted)
         assignments = self._assign(context, taught, prototypes, counted)
-        pieces: list[dict[str, torch.Tensor]] = [{} for _ in collected]
+        pieces: list[dict[str, torch.Tensor]] = [prototypes._asdict() for _ in collected]
         for part, assignment in assignments.items():
-            first = 0
-            for piece, length in zip(pieces, lengths[part], strict=True):
-                piece |= _packed(part, assignment.narrow(first, length))
-                first += length
+            of_micro_batches = assignment.rows.split([len(rows[part]) for rows in collected])
+            for piece, rows in zip(pieces, of_micro_batches, strict=True):
+                piece |= {f"{part}/rows": rows, f"{part}/of_prototypes": assignment.of_prototypes}
         if self.config.koleo_weight > 0:
             classes = torch.cat([rows["koleo"] for rows in collected]).requires_grad_()
             with torch.enable_grad():
@@ -469,6 +465,12 @@ class SelfDistillation(Task):
             for piece, of_micro_batch in zip(pieces, parts, strict=True):
                 piece |= {"koleo": loss.detach(), "koleo_gradient": of_micro_batch}
         return Coupled(None, pieces)
+
+    def _assignments_in(self, piece: Mapping[str, torch.Tensor], temperature: float) -> dict[str, Assignment]:
+        """The assignments in a piece of `couple`."""
+        prototypes = Prototypes(*(piece[name] for name in Prototypes._fields))
+        rest = {part: (piece[f"{part}/rows"], piece[f"{part}/of_prototypes"]) for part in self._parts}
+        return {part: Assignment(rows, prototypes, temperature, a, self._tp) for part, (rows, a) in rest.items()}
 
     def after_update(self, context: StepContext) -> None:
         """As `Task.after_update`: the centres, then the teacher."""
@@ -575,26 +577,3 @@ def _sum_over(context: StepContext) -> Sum:
         return x
 
     return total
-
-
-def _whole(own: torch.Tensor, tp: TensorParallel | None) -> torch.Tensor:
-    """The shares of all ranks: [k] -> [K] (a collective)."""
-    return own if tp is None else stack_over_group(own, tp).flatten()
-
-
-def _packed(part: str, assignment: Assignment) -> dict[str, torch.Tensor]:
-    """An assignment as tensors of a piece."""
-    tensors = (assignment.rows, *assignment.prototypes, assignment.of_prototypes)
-    return {f"{part}/{name}": tensor for name, tensor in zip(_PACKED, tensors, strict=True)}
-
-
-def _unpacked(
-    piece: Mapping[str, torch.Tensor], temperature: float, tp: TensorParallel | None
-) -> dict[str, Assignment]:
-    """The assignments in a piece."""
-    found = {}
-    for part in _PARTS:
-        if f"{part}/rows" in piece:
-            rows, weight, lengths, of_prototypes = (piece[f"{part}/{name}"] for name in _PACKED)
-            found[part] = Assignment(rows, Prototypes(weight, lengths), temperature, of_prototypes, tp)
-    return found
