@@ -16,13 +16,11 @@ of this rank where they are sharded).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 
 from ds_vit.config.augmentation import AugmentConfig
@@ -34,7 +32,7 @@ from ds_vit.device import send
 from ds_vit.models.layers import MAIN_TOWER, Layer
 from ds_vit.models.zoo import ModelSpec
 from ds_vit.parallel.tensor.collectives import stack_over_group
-from ds_vit.tasks.dino.fields import LOCAL_IMAGES, PatchMasks, crop_fields, keys_of_views
+from ds_vit.tasks.dino.fields import LOCAL_IMAGES, PatchMasks, crop_fields
 from ds_vit.tasks.dino.flags import SETTINGS
 from ds_vit.tasks.dino.loss import (
     Assignment,
@@ -46,7 +44,6 @@ from ds_vit.tasks.dino.loss import (
     crop_weights,
     koleo,
     next_center,
-    patch_weights,
     sinkhorn,
 )
 from ds_vit.tasks.dino.metrics import (
@@ -72,6 +69,7 @@ from ds_vit.tasks.dino.towers import (
     local_size,
     masked_share,
 )
+from ds_vit.tasks.dino.views import Views, fill_up, views_of
 from ds_vit.tasks.metrics import Batch, Chart, Figure, Metrics
 from ds_vit.tasks.panels import Panel, sheet
 from ds_vit.tasks.task import Coupled, Horizon, StepContext, Task, cosine, linear_warmup
@@ -85,30 +83,6 @@ _PARTS = ("class", "patch")
 
 _Taught = dict[str, torch.Tensor]
 """The teacher's bottleneck features, by part."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Views:
-    """Keys and masks of a micro-batch's crops.
-
-    Attributes:
-        keys: of the crops, int64 [B, V].
-        masks: bool [2B, N], or None without masked patches.
-        patches: places of the masked ones among the 2B * N patches of the global crops, int64 [M].
-        weights: of the masked patches in the loss, float64 [M, 1, 1]; 0 for those that fill `fixed_batch` up.
-        filled_up: whether there are such.
-    """
-
-    keys: torch.Tensor
-    masks: torch.Tensor | None
-    patches: torch.Tensor
-    weights: torch.Tensor
-    filled_up: bool = False
-
-    @property
-    def counted(self) -> dict[str, torch.Tensor]:
-        """Of the parts that are filled up, which rows count, bool [M]."""
-        return {"patch": self.weights.flatten() > 0} if self.filled_up else {}
 
 
 class SelfDistillation(Task):
@@ -260,30 +234,9 @@ class SelfDistillation(Task):
         grid, probability = self.model.patch_embed.grid_size, self.config.mask_sample_probability
         return (*crops, PatchMasks(grid, probability, self.config.mask_ratio_min_max))
 
-    def _views(self, batch: Batch) -> _Views:
-        """Keys and masks of a micro-batch's crops. Masks are on the host: it knows M without a wait."""
-        keys = keys_of_views(batch["keys"], self.crops.num_views)
-        if not self.masks_patches:
-            none = torch.empty(0, dtype=torch.int64, device=keys.device)
-            return _Views(keys, None, none, torch.empty(0, 1, 1, device=keys.device))
-        if "patches" in batch:
-            return _Views(keys, batch["masks"], batch["patches"], batch["weights"], filled_up=True)
-        return _Views(keys, *(send(tensor, keys.device) for tensor in self._drawn_masks(batch)))
-
-    def _drawn_masks(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Masks, patches and weights of `_Views` on the host."""
-        masks = batch["masks"].flatten(0, 1)
-        return masks, masks.flatten().nonzero()[:, 0], patch_weights(masks)
-
     def fixed_batch(self, batch: Batch) -> Batch:
-        """As `Task.fixed_batch`: as many masked patches as there may be; the weight of those beyond the drawn is 0."""
-        if not self.masks_patches:
-            return batch
-        masks, patches, weights = self._drawn_masks(batch)
-        missing = len(masks) * int(self.config.mask_ratio_min_max[1] * masks.shape[1]) - len(patches)
-        patches, weights = F.pad(patches, (0, missing)), F.pad(weights, (0, 0, 0, 0, 0, missing))
-        made = {"masks": masks, "patches": patches, "weights": weights}
-        return {**batch, **{name: send(tensor, batch["keys"].device) for name, tensor in made.items()}}
+        """As `Task.fixed_batch`."""
+        return fill_up(batch, self.config.mask_ratio_min_max[1]) if self.masks_patches else batch
 
     # ---- a step ----------------------------------------------------------------------------------------------------
 
@@ -304,7 +257,7 @@ class SelfDistillation(Task):
         self._taught_step = 0
 
     def _tokens(
-        self, context: StepContext, tower: str, images: torch.Tensor, views: _Views, first: int, *, masked: bool
+        self, context: StepContext, tower: str, images: torch.Tensor, views: Views, first: int, *, masked: bool
     ) -> torch.Tensor:
         """Normed tokens [B * v, S, D] of crops [B, v, 3, h, w], which are number `first` and those after it."""
         crops = slice(first, first + images.shape[1])
@@ -317,7 +270,7 @@ class SelfDistillation(Task):
         keys = views.keys[:, crops].reshape(-1)
         return context.forward(tower, inputs, {"keys": keys}, grad=tower == MAIN_TOWER)
 
-    def _masked_patches(self, tokens: torch.Tensor, views: _Views) -> torch.Tensor:
+    def _masked_patches(self, tokens: torch.Tensor, views: Views) -> torch.Tensor:
         """The masked patches among global crops' tokens [2B, S, D]: [M, D]."""
         patches = tokens[:, self.model.num_prefix_tokens :].flatten(0, 1)
         return patches.index_select(0, views.patches)
@@ -329,7 +282,7 @@ class SelfDistillation(Task):
         features, *prototypes = context.forward(tower, [torch.cat([*rows])], batch, grad=tower == HEAD)
         return [*features.split([len(tensor) for tensor in rows])], Prototypes(*prototypes)
 
-    def _teach(self, context: StepContext, batch: Batch, views: _Views) -> tuple[_Taught, Prototypes]:
+    def _teach(self, context: StepContext, batch: Batch, views: Views) -> tuple[_Taught, Prototypes]:
         """The teacher's bottleneck features of class tokens [2B, E] and masked patches [M, E], and its prototypes."""
         tokens = self._tokens(context, TEACHER, batch["images"], views, 0, masked=False)
         if context.measures:
@@ -343,7 +296,7 @@ class SelfDistillation(Task):
     def _assign(
         self, context: StepContext, taught: _Taught, prototypes: Prototypes, counted: _Taught
     ) -> dict[str, Assignment]:
-        """The assignments of class tokens and of masked patches (a collective); `counted` as of `_Views`."""
+        """The assignments of class tokens and of masked patches (a collective); `counted` as of `Views`."""
         temperature, total, tp = context.schedules["teacher_temp"], _sum_over(context), self._tp
         assignments = {
             part: sinkhorn(rows, prototypes, temperature, total, tp, counted=counted.get(part))
@@ -369,7 +322,7 @@ class SelfDistillation(Task):
             taught: bottleneck features of some micro-batches.
             prototypes: the teacher's.
             micro_batches: how many those are.
-            counted: as of `_Views`, where those are all of the step's.
+            counted: as of `Views`, where those are all of the step's.
         """
         if self.uses_sinkhorn:
             return
@@ -394,7 +347,7 @@ class SelfDistillation(Task):
 
     def step(self, context: StepContext, batch: Batch, piece: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
         """As `Task.step`. With `piece`, the value is this micro-batch's share of the loss too."""
-        config, views = self.config, self._views(batch)
+        config, views = self.config, views_of(batch, self.crops.num_views)
         if piece is None:
             taught, prototypes = self._teach(context, batch, views)
             self._note_taught(context, taught, prototypes, 1, views.counted)
@@ -430,7 +383,7 @@ class SelfDistillation(Task):
 
     def collect(self, context: StepContext, batch: Batch) -> Mapping[str, torch.Tensor]:
         """As `Task.collect`: the teacher's bottleneck features, and for KoLeo the student's class tokens."""
-        views = self._views(batch)
+        views = views_of(batch, self.crops.num_views)
         taught, prototypes = self._teach(context, batch, views)
         taught |= prototypes._asdict()  # the same ones in each micro-batch
         taught |= {f"{part}/counted": counted for part, counted in views.counted.items()}
