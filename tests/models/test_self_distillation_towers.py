@@ -5,7 +5,7 @@ import timm
 import torch
 from runs import KINDS
 
-from ds_vit.config import RunConfig
+from ds_vit.config.schema import RunConfig
 from ds_vit.models.conversions import compute_class_token
 from ds_vit.models.keyed_drop import KeyedDrop
 from ds_vit.models.keyed_init import initialise

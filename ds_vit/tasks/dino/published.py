@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_vit.config import spelling
+from ds_vit.config.flag import spelling
 from ds_vit.models.zoo import names_and_shapes
 from ds_vit.tasks.dino.towers import HEAD, ProjectionHead
 from ds_vit.tasks.foreign_names import ForeignNames, Shapes

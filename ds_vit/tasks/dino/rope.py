@@ -23,7 +23,7 @@ from timm.layers.pos_embed_sincos import RotaryEmbeddingDinoV3, _build_grid
 from torch import nn
 
 from ds_vit import randomness
-from ds_vit.config import RunConfig
+from ds_vit.config.schema import RunConfig
 from ds_vit.models.keyed_drop import mix_in
 from ds_vit.models.layers import BlockLayer, EmbedLayer, Layer
 

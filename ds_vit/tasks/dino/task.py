@@ -25,13 +25,14 @@ from torch import nn
 
 from ds_vit.config.augmentation import AugmentConfig
 from ds_vit.config.run_folder import RunFolder
+from ds_vit.config.schema import RunConfig
 from ds_vit.data.field import Field
 from ds_vit.data.settings import NUM_GLOBAL, CropConfig, ImageConfig
 from ds_vit.data.sources.source import Source
 from ds_vit.device import send
 from ds_vit.models.layers import MAIN_TOWER, Layer
 from ds_vit.models.zoo import ModelSpec
-from ds_vit.parallel.tensor.collectives import stack_over_group
+from ds_vit.tasks.dino.centers import Centers
 from ds_vit.tasks.dino.fields import LOCAL_IMAGES, PatchMasks, crop_fields
 from ds_vit.tasks.dino.flags import SETTINGS
 from ds_vit.tasks.dino.loss import (
@@ -43,7 +44,6 @@ from ds_vit.tasks.dino.loss import (
     centered,
     crop_weights,
     koleo,
-    next_center,
     sinkhorn,
 )
 from ds_vit.tasks.dino.metrics import (
@@ -243,18 +243,10 @@ class SelfDistillation(Task):
     def setup(self, context: StepContext) -> None:
         """As `Task.setup`."""
         self._tp = context.groups.tensor_parallel(self.config)
-        prototypes = self.config.prototypes
-        self.centers, self._next_centers = (
-            {part: torch.zeros(prototypes, device=context.device) for part in _PARTS} for _ in range(2)
-        )
+        parts = () if self.uses_sinkhorn else self._parts
+        self._centers = Centers(parts, self.config.prototypes, context.device, self._tp)
         self._pairs: dict[int, torch.Tensor] = {}
         self._gauges, self._gauged_step = Gauges(), 0
-        self._forget()
-
-    def _forget(self) -> None:
-        """Drop what the micro-batches of a step have left."""
-        self._taught: list[_Taught] = []
-        self._taught_step = 0
 
     def _tokens(
         self, context: StepContext, tower: str, images: torch.Tensor, views: Views, first: int, *, masked: bool
@@ -294,51 +286,26 @@ class SelfDistillation(Task):
         return dict(zip(self._parts, features, strict=False)), prototypes
 
     def _assign(
-        self, context: StepContext, taught: _Taught, prototypes: Prototypes, counted: _Taught
+        self,
+        context: StepContext,
+        taught: _Taught,
+        prototypes: Prototypes,
+        counted: _Taught,
+        micro_batches: int = 1,
     ) -> dict[str, Assignment]:
-        """The assignments of class tokens and of masked patches (a collective); `counted` as of `Views`."""
+        """The assignments of class tokens and masked patches of some micro-batches (a collective); `counted` as of
+        `Views`."""
         temperature, total, tp = context.schedules["teacher_temp"], _sum_over(context), self._tp
+        self._centers.note(context, taught, prototypes, total, counted, micro_batches)
         assignments = {
             part: sinkhorn(rows, prototypes, temperature, total, tp, counted=counted.get(part))
             if self.uses_sinkhorn
-            else centered(rows, prototypes, temperature, self._own(self.centers[part]), tp)
+            else centered(rows, prototypes, temperature, self._centers.own(part), tp)
             for part, rows in taught.items()
         }
         if context.measures:
             self._gauges.add_assignment(assignments["class"])
         return assignments
-
-    def _own(self, of_all: torch.Tensor) -> torch.Tensor:
-        """This rank's share of numbers of all prototypes: [K] -> [k]."""
-        return of_all if self._tp is None else of_all.chunk(self._tp.size)[self._tp.rank]
-
-    def _note_taught(
-        self, context: StepContext, taught: _Taught, prototypes: Prototypes, micro_batches: int, counted: _Taught
-    ) -> None:
-        """Find the next centres once the rows of a step are complete (then a collective); they count after its update.
-
-        Args:
-            context: of this rank.
-            taught: bottleneck features of some micro-batches.
-            prototypes: the teacher's.
-            micro_batches: how many those are.
-            counted: as of `Views`, where those are all of the step's.
-        """
-        if self.uses_sinkhorn:
-            return
-        if self._taught_step != context.step:  # the step before was left in its middle
-            self._forget()
-            self._taught_step = context.step
-        self._taught += [taught, *[{}] * (micro_batches - 1)]
-        if len(self._taught) < context.accumulation:
-            return
-        for part in self._parts:
-            rows = torch.cat([noted[part] for noted in self._taught if noted])
-            own = self._own(self.centers[part])
-            own = next_center(own, rows, prototypes, _sum_over(context), counted.get(part))
-            whole = own if self._tp is None else stack_over_group(own, self._tp).flatten()
-            self._next_centers[part].copy_(whole)
-        self._taught = []
 
     def _koleo(self, context: StepContext, classes: torch.Tensor) -> torch.Tensor:
         """This rank's share of KoLeo over both global crops, of class tokens [A * B, 2, D] (a collective)."""
@@ -350,7 +317,6 @@ class SelfDistillation(Task):
         config, views = self.config, views_of(batch, self.crops.num_views)
         if piece is None:
             taught, prototypes = self._teach(context, batch, views)
-            self._note_taught(context, taught, prototypes, 1, views.counted)
             assignments = self._assign(context, taught, prototypes, views.counted)
         else:
             assignments = self._assignments_in(piece, context.schedules["teacher_temp"])
@@ -401,8 +367,7 @@ class SelfDistillation(Task):
             if f"{part}/counted" in collected[0]
         }
         taught = {part: torch.cat([rows[part] for rows in collected]) for part in self._parts}
-        self._note_taught(context, taught, prototypes, len(collected), counted)
-        assignments = self._assign(context, taught, prototypes, counted)
+        assignments = self._assign(context, taught, prototypes, counted, len(collected))
         pieces: list[dict[str, torch.Tensor]] = [prototypes._asdict() for _ in collected]
         for part, assignment in assignments.items():
             of_micro_batches = assignment.rows.split([len(rows[part]) for rows in collected])
@@ -427,10 +392,7 @@ class SelfDistillation(Task):
 
     def after_update(self, context: StepContext) -> None:
         """As `Task.after_update`: the centres, then the teacher."""
-        if not self.uses_sinkhorn:
-            for part in self._parts:
-                self.centers[part].copy_(self._next_centers[part])
-        self._forget()
+        self._centers.move()
         context.update_teachers(context.schedules["teacher_momentum"])
 
     def schedules(self, step: int, horizon: Horizon) -> Mapping[str, float]:
@@ -466,14 +428,11 @@ class SelfDistillation(Task):
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """As `Task.state_dict`: the centres."""
-        return {} if self.uses_sinkhorn else {part: center.clone() for part, center in self.centers.items()}
+        return {part: center.clone() for part, center in self._centers.values.items()}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """As `Task.load_state_dict`."""
-        if not self.uses_sinkhorn:
-            for part in _PARTS:  # graphs read them where they are
-                self.centers[part].copy_(state[part])
-        self._forget()
+        self._centers.load_state_dict(state)
 
     def gauges(self, context: StepContext) -> Mapping[str, torch.Tensor]:
         """As `Task.gauges`: those of collapse, of the teacher's class tokens."""

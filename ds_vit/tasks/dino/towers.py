@@ -26,7 +26,7 @@ from timm.layers import trunc_normal_
 from timm.layers.pos_embed_sincos import RotaryEmbeddingDinoV3
 from torch import nn
 
-from ds_vit.config import RunConfig
+from ds_vit.config.schema import RunConfig
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.keyed_drop import mix_in
 from ds_vit.models.layers import (
