@@ -135,7 +135,7 @@ class InitialCheckpoint:
         path: of the file.
         newly_initialised: the classifier's parameters, if the file has none or one of another number of classes, and
             those of each of `Task.parts` that the file has nothing of. They keep their drawn values.
-        left_out: parameters of tasks' parts, such as a text tower, that the file has and the model does not.
+        left_out: tensors of tasks' parts, such as a text tower, that the file has and the model does not, by name.
         adapted: resampled tensors by name, with their shape in the file.
         tokenizer: the name of the tokenizer of the file's text tower; empty if the file does not say it.
         ignored: unused tensors of the file, with their shape: a classifier of other classes, and those that timm's
@@ -184,18 +184,14 @@ class InitialCheckpoint:
         self._begins_as = task.begins_as
         self._averages = tuple(teacher for teacher, student in task.teachers.items() if student == tower)
         others = [name for name in tensors if part_of(name) and name not in self._wanted]
-        self.left_out = tuple(name for name in others if not name.startswith(tuple(self._parts)))
-        # timm knows files by parameters of the encoder itself: the mask token of a published DINOv2.
-        self._marks = {name: tensors[name] for name in self.left_out if "." not in name}
+        self.left_out = {name: tensors.pop(name) for name in others if not name.startswith(tuple(self._parts))}
         self.tokenizer = tokenizer_name(path) if task.has_text else ""
-        shapes = {name: tensor.shape for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
+        shapes = {name: x.shape for name, x in (tensors | self.left_out).items() if isinstance(x, torch.Tensor)}
         try:
             config_of = partial(config_beside, path)
             if found := [x for names in task.foreign_names for x in names.differences(model, shapes, config_of)]:
                 raise UserError("; ".join(found))
-            self._fit(
-                model, {name: tensors[name] for name in tensors if name not in self.left_out}, resample_patch_embed
-            )
+            self._fit(model, dict(tensors), resample_patch_embed)
         except UserError as error:
             architecture = model.pretrained_cfg["architecture"]
             raise UserError(f"initial checkpoint {path} does not fit {architecture}: {error}") from error
@@ -241,9 +237,10 @@ class InitialCheckpoint:
                 f"give --model-kwargs patch_size={theirs[0]}, or have its kernels resampled by --resample-patch-embed"
             )
         if self._foreign or not self._of_timm:
-            encoder = {name: tensor for name, tensor in of_parts.items() if "." not in name}
-            self._values = _translate(model, tensors | self._marks | encoder)
-            self._values = {name: tensor for name, tensor in self._values.items() if name not in self._marks}
+            # timm knows files by parameters of the encoder itself: the mask token of a published DINOv2.
+            marks = {name: tensor for name, tensor in (of_parts | self.left_out).items() if "." not in name}
+            self._values = _translate(model, tensors | marks)
+            self._values = {name: tensor for name, tensor in self._values.items() if name not in self.left_out}
             require_tensors(self._values)
             self._values = {name: tensor for name, tensor in self._values.items() if tensor.numel()}
         else:
@@ -267,7 +264,8 @@ class InitialCheckpoint:
         ]
         if differences:
             raise UserError(
-                f"a model of {len(wanted)} tensors, in {len(differences)} places: {'; '.join(differences[:5])}"
+                f"a model of {len(wanted)} tensors, in {len(differences)} places: {'; '.join(differences[:5])}; "
+                "give the --model and --model-kwargs of the file"
             )
         used = set(wanted) - set(self.newly_initialised)
         if self._foreign:  # under other names, in the same memory

@@ -24,7 +24,7 @@ from ds_vit.models.zoo import ModelSpec, TimmViT, create_model, image_size
 from ds_vit.tasks.exports import Exported
 from ds_vit.tasks.registry import idle_flags, task_of
 from ds_vit.tasks.task import Task
-from ds_vit.weights.files import StoredWeights, open_prefixed
+from ds_vit.weights.files import StoredWeights
 from ds_vit.weights.initial_checkpoint import InitialCheckpoint, enumerate_some
 
 MODEL_FLAGS = ("model", "model_kwargs", "num_classes", "img_size")
@@ -111,15 +111,13 @@ def load_source(
         )
     names = _labels(labels, weights, model) if classifier else ()
     image, bce = _filled(model, checkpoint, values), bool(values.get("bce_loss"))
-    return Exported(model, image, names, weights.path, spec, bce=bce, head=_head_of(weights, task))
+    return Exported(model, image, names, weights.path, spec, bce=bce, head=_head_of(checkpoint, task))
 
 
-def _head_of(weights: StoredWeights, task: type[Task]) -> dict[str, torch.Tensor]:
+def _head_of(checkpoint: InitialCheckpoint, task: type[Task]) -> dict[str, torch.Tensor]:
     """The parameters of a task with a teacher that timm's model lacks; none where the files do not have them."""
-    if not task.teachers:
-        return {}
-    begins = tuple(begin for part in task.separate_files.values() for begin in part)
-    return {name: tensor for name, tensor in open_prefixed(weights.path)[0].items() if name.startswith(begins)}
+    begins = tuple(begin for part in task.separate_files.values() for begin in part) if task.teachers else ()
+    return {name: tensor for name, tensor in checkpoint.left_out.items() if name.startswith(begins)}
 
 
 def load_whole(

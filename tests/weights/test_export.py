@@ -175,7 +175,7 @@ def test_hugging_face_weights_start_a_run(tmp_path):
     (tmp_path / "with").mkdir()
     tensors = load_file(tmp_path / "hf" / "model.safetensors") | {"decoder_pred.bias": torch.zeros(3)}
     save_file(tensors, tmp_path / "with" / "model.safetensors")
-    assert InitialCheckpoint(tmp_path / "with", create_model(SPEC)).left_out == ("decoder_pred.bias",)
+    assert InitialCheckpoint(tmp_path / "with", create_model(SPEC)).left_out.keys() == {"decoder_pred.bias"}
     heads = create_model(small_spec(SPEC.name, img_size=64, num_heads=6))
     with pytest.raises(ValueError, match="it has 3 heads and the model 6; give --model-kwargs num_heads=3"):
         InitialCheckpoint(tmp_path / "hf", heads)

@@ -241,7 +241,8 @@ def test_what_does_not_fit_is_named_with_shapes(tmp_path):
     save_file(timm_model(small_spec(SPEC.name, depth=4)).state_dict(), tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="in 24 places") as caught:
         load(tmp_path / "model.safetensors")
-    assert str(caught.value).count(";") == 4, "the first five"
+    assert str(caught.value).count(";") == 5, "the first five, and what to do"
+    assert "give the --model and --model-kwargs of the file" in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ class MaskedAutoencoding(ChainTask):
         **dict.fromkeys(("img_size_schedule", "train_img_sizes"), "its decoder's positions are of one size"),
     }
     has_classes = False
-    parts: ClassVar = dict.fromkeys(("decoder_", "mask_token"), "decoder")
+    parts: ClassVar = {"decoder_": "decoder", "mask_token": "mask token"}
     separate_files: ClassVar = {"decoder": (*parts,)}
     tower_files: ClassVar = {"decoder": "decoder"}
     figures = (Figure("loss", "loss", digits=5, higher_is_better=False),)
