@@ -145,20 +145,3 @@ def ignore_in_worker(worker: int = 0) -> None:
     """
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-
-
-class Deadline:
-    """The time at which a run stops by itself.
-
-    Args:
-        end: as `time.time()`; None for never.
-        before_seconds: time reserved for saving.
-    """
-
-    def __init__(self, end: float | None, before_seconds: float) -> None:
-        self.at = None if end is None else end - before_seconds
-
-    @property
-    def passed(self) -> bool:
-        """Whether the run must stop now."""
-        return self.at is not None and time.time() >= self.at

@@ -240,8 +240,9 @@ class CheckpointManager:
             self._due = True
         seconds = self._interval.seconds
         elapsed = bool(seconds) and time.monotonic() - self._saved_at >= seconds
+        is_late = time.time() >= self.run.output.stop_at
         number, late, busy, clock = self.engine.groups.largest(
-            (self.signals.received, self.run.output.deadline.passed, self._saver.busy, elapsed and dist.get_rank() == 0)
+            (self.signals.received, is_late, self._saver.busy, elapsed and dist.get_rank() == 0)
         )
         self._collect()
         if number or late:
@@ -261,7 +262,7 @@ class CheckpointManager:
 
     def asked_to_stop(self) -> bool:
         """Whether any rank has received a signal or reached the time limit (a collective); call `boundary` next."""
-        return any(self.engine.groups.largest((self.signals.received, self.run.output.deadline.passed)))
+        return any(self.engine.groups.largest((self.signals.received, time.time() >= self.run.output.stop_at)))
 
     def end_save(self) -> None:
         """Complete the checkpoint that is being written, before this process ends with an error."""

@@ -18,7 +18,6 @@ from ds_vit.config.schema import RunConfig
 from ds_vit.config.units import Interval
 from ds_vit.data.settings import Data, ImageConfig
 from ds_vit.engine.settings import EngineSettings
-from ds_vit.fault_tolerance.signals import Deadline
 from ds_vit.launching.process import Process
 from ds_vit.models.zoo import ModelSpec, names_and_shapes
 from ds_vit.optim.settings import Optimizer, Schedule
@@ -105,14 +104,14 @@ class Output:
 
     Attributes:
         interval: between checkpoints; false for none.
-        deadline: when the run has to stop.
+        stop_at: `time.time()` at which the run saves and stops; infinite for never.
         resume: the checkpoint to resume from; None for a new run.
         log_interval: steps between rows of metrics.jsonl.
         notes: lines for people, among them the changes from the checkpoint's run.
     """
 
     interval: Interval
-    deadline: Deadline
+    stop_at: float
     resume: Resume | None
     log_interval: int
     notes: tuple[str, ...] = field(default=(), compare=False)

@@ -10,7 +10,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,7 +20,6 @@ from project import ON_CPU, ROOT, wait_until
 
 from ds_vit.checkpoint.folder import checkpoints, marked, newest
 from ds_vit.fault_tolerance import exit_codes
-from ds_vit.fault_tolerance.signals import Deadline
 from ds_vit.launching.this_host import free_port
 
 CONFIG = ["--deepspeed_config", ROOT / "ds_configs" / "cpu_zero1_fp32.json"]
@@ -150,14 +148,6 @@ def test_time_limit(ranks, tmp_path):
     assert [code for code, _, _ in results] == [exit_codes.INTERRUPTED] * 2
     assert "interrupted by the time limit after step 0; nothing was trained yet" in results[0][1]
     assert not (output / "checkpoints").exists()
-
-
-def test_deadline():
-    # Catches: a sign the wrong way round.
-    now = time.time()
-    assert not Deadline(None, 10.0).passed
-    assert not Deadline(now + 100, 50.0).passed
-    assert Deadline(now + 100, 150.0).passed
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ from ds_vit.checkpoint.folder import Checkpoint
 from ds_vit.checkpoint.snapshot import Save
 from ds_vit.config.units import Interval
 from ds_vit.data.sampler import SampleOrder
-from ds_vit.fault_tolerance.signals import Deadline, Interrupted, Signals
+from ds_vit.fault_tolerance.signals import Interrupted, Signals
 from ds_vit.monitoring.metrics import Throughput
 from ds_vit.tasks.metrics import Figure
 from ds_vit.training import checkpoint_manager, inputs
@@ -93,7 +94,7 @@ def manager(monkeypatch, tmp_path, said) -> CheckpointManager:
         config=SimpleNamespace(keep_checkpoints=2, rollback=0),
         data=SimpleNamespace(order=SampleOrder(3, 1, 0)),
         model=SimpleNamespace(task=task, saved_shapes={}),
-        output=SimpleNamespace(interval=Interval(steps=4), deadline=Deadline(None, 0.0), resume=None),
+        output=SimpleNamespace(interval=Interval(steps=4), stop_at=math.inf, resume=None),
         has_best=True,
     )
     groups = SimpleNamespace(largest=list, files=None)

@@ -25,7 +25,6 @@ from ds_vit.config.units import Interval, all_sizes
 from ds_vit.data.image_sizes import ImageSizes, size_schedule
 from ds_vit.data.sources.source import Source
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.fault_tolerance.signals import Deadline
 from ds_vit.optim.settings import Schedule
 from ds_vit.tasks.registry import find_task
 from ds_vit.training.resolve.data import resolve_batch, resolve_data
@@ -106,7 +105,7 @@ def _resolve_output(config: RunConfig, world: World, resume: Resume | None, sche
     rows = math.ceil(schedule.total_steps / LOGGED_ROWS) if schedule else 1
     return Output(
         interval=Interval.parse(config.checkpoint_interval, "--checkpoint-interval"),
-        deadline=Deadline(world.stop_at, config.stop_before_seconds or 0.0),
+        stop_at=math.inf if world.stop_at is None else world.stop_at - (config.stop_before_seconds or 0.0),
         resume=resume,
         log_interval=config.log_interval or min(MOST_LOG_INTERVAL, rows),
         notes=notes,
