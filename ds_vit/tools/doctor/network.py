@@ -67,12 +67,11 @@ def measure(rank: int, device: Any, leaders: list[int]) -> dict[str, Any]:
     small, large = (torch.zeros(n, dtype=torch.uint8, device=device) for n in (8, size))
 
     def one_way(message: torch.Tensor, a: int, b: int, times: int) -> float:
+        peer = b if rank == a else a
+
         def there_and_back() -> None:
-            for is_sender in (rank == a, rank != a):
-                if is_sender:
-                    dist.send(message, b if rank == a else a)
-                else:
-                    dist.recv(message, b if rank == a else a)
+            for pass_on in (dist.send, dist.recv) if rank == a else (dist.recv, dist.send):
+                pass_on(message, peer)
 
         return fastest(there_and_back, device, times) / 2
 
@@ -114,15 +113,15 @@ def fastest(function: Callable[[], Any], device: Any, times: int) -> float:
     """The shortest of several runs after a warm-up, in seconds."""
     from ds_vit.device import synchronize
 
-    best = float("inf")
-    for turn in range(times + 1):
+    def seconds() -> float:
         synchronize(device)
         start = time.perf_counter()
         function()
         synchronize(device)
-        if turn:
-            best = min(best, time.perf_counter() - start)
-    return best
+        return time.perf_counter() - start
+
+    seconds()
+    return min(seconds() for _ in range(times))
 
 
 if __name__ == "__main__":
