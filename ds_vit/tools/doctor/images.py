@@ -96,7 +96,7 @@ def _pairs(folder: str) -> tuple[list[_Pair], list[Problem]]:
     return pairs, found
 
 
-def _problem_of_mask(image: str, mask: str, labels: Labels | None) -> Problem | None:
+def _problem_of_mask(image: str, mask: str, labels: Labels | None) -> list[Problem]:
     try:
         found = decode_mask(Path(mask).read_bytes(), mask)
         if labels is not None:
@@ -105,8 +105,8 @@ def _problem_of_mask(image: str, mask: str, labels: Labels | None) -> Problem | 
             require_same_size(image, (opened.height, opened.width), found.shape)
     except (UserError, OSError) as error:
         kind = "broken" if isinstance(error, ImageDecodeError) else "mask"
-        return Problem(kind, mask, getattr(error, "reason", "") or str(error).removeprefix(f"{mask}: "))
-    return None
+        return [Problem(kind, mask, getattr(error, "reason", "") or str(error).removeprefix(f"{mask}: "))]
+    return []
 
 
 def _files(folder: str) -> Iterator[str]:
@@ -118,26 +118,25 @@ def _files(folder: str) -> Iterator[str]:
 def _examine(path: str | _Pair) -> tuple[int, list[Problem]]:
     """(images in the file, their problems)."""
     if isinstance(path, tuple):
-        return 0, [problem for problem in [_problem_of_mask(*path)] if problem]
+        return 0, _problem_of_mask(*path)
     if not path.lower().endswith(".tar"):
-        return 1, [problem for problem in [_problem(path, lambda: Path(path).read_bytes())] if problem]
-    found: list[Problem | None] = []
+        return 1, _problem(path, lambda: Path(path).read_bytes())
+    found: list[Problem] = []
     count = 0
     try:
         with open(path, "rb") as archive:
             for name, _, offset, size in members_of(archive, path):
                 if is_image(name):
                     count += 1
-                    read = partial(os.pread, archive.fileno(), size, offset)
-                    found.append(_problem(f"{path}: {name}", read))
+                    found += _problem(f"{path}: {name}", partial(os.pread, archive.fileno(), size, offset))
     except (OSError, UserError) as error:
         found.append(Problem("broken", path, str(error)))
-    return count, [problem for problem in found if problem]
+    return count, found
 
 
-def _problem(name: str, read: Callable[[], bytes]) -> Problem | None:
+def _problem(name: str, read: Callable[[], bytes]) -> list[Problem]:
     if os.path.splitext(name)[1].lower() in _UNREAD:
-        return Problem("unread", name)
+        return [Problem("unread", name)]
     data = b""
     try:
         data = read()
@@ -145,10 +144,10 @@ def _problem(name: str, read: Callable[[], bytes]) -> Problem | None:
             mode = image.mode
             turned = orientation(to_rgb(image)) > 1
     except Exception as error:  # whatever a decoder says of a damaged file
-        return Problem("broken", name, undecodable(name, error, len(data)).reason)
+        return [Problem("broken", name, undecodable(name, error, len(data)).reason)]
     if turned:
-        return Problem("rotated", name)
-    return Problem("scaled", name, f"mode {mode}") if describe_depth(mode) else None
+        return [Problem("rotated", name)]
+    return [Problem("scaled", name, f"mode {mode}")] if describe_depth(mode) else []
 
 
 _ADVICE = {
