@@ -69,7 +69,7 @@ from ds_vit.fault_tolerance.errors import UserError, did_you_mean, written
 from ds_vit.launching.process import Process
 from ds_vit.launching.run import add_launch_arguments, launch
 from ds_vit.tools.doctor.command import add_arguments as add_doctor_arguments
-from ds_vit.tools.doctor.command import doctor as run_doctor
+from ds_vit.tools.doctor.command import doctor
 from ds_vit.training.program import guarded, without_collection
 
 
@@ -101,9 +101,7 @@ def build_parser(*, planning: bool = True) -> argparse.ArgumentParser:
 
         plan.add_arguments(planned)
         planned.set_defaults(run=plan.plan)
-    doctor = _add(commands, "doctor", "what would keep a run from starting or slow it down")
-    add_doctor_arguments(doctor)
-    doctor.set_defaults(run=lambda arguments: run_doctor(arguments, os.environ))
+    add_doctor_arguments(_add(commands, "doctor", "what would keep a run from starting or slow it down", doctor))
     _add_report(_add(commands, "report", "a run as an HTML page, or several side by side", _report))
     _add_compare(_add(commands, "compare", "differences between runs, in settings and results", _compare))
     _add_shards(_add(commands, "shards", "WebDataset shards of class folders or captions", _shards))

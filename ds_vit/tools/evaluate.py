@@ -51,17 +51,13 @@ def main(argv: Sequence[str] | None = None, program: str = "eval.py") -> int:
     """Run `launch/eval.py` or `ds-vit eval` with these arguments; exit codes as those of `launch/train.py`."""
 
     def body(process: Process) -> int:
-        words = flags.read_words(build_parser(program, _config_of(argv)), argv, eval_only=True)
+        recipes = (recipe_of(Path(word)) for word in (sys.argv[1:] if argv is None else argv) if Path(word).exists())
+        config = flags.config_of_words(argv, next((str(recipe) for recipe in recipes if recipe), None))
+        words = flags.read_words(build_parser(program, config), argv, eval_only=True)
         evaluate_weights(words.pop("source", ""), process=process, **words)
         return exit_codes.OK
 
     return guarded(program, body, "nothing was written")
-
-
-def _config_of(argv: Sequence[str] | None) -> type[RunConfig]:
-    """The class of the settings of a command line, by the run that it names."""
-    recipes = (recipe_of(Path(word)) for word in (sys.argv[1:] if argv is None else argv) if Path(word).exists())
-    return flags.config_of_words(argv, next((str(recipe) for recipe in recipes if recipe), None))
 
 
 def build_parser(program: str, config: type[RunConfig] = RunConfig) -> flags.Parser:

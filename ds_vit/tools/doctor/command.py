@@ -9,6 +9,7 @@ srun ds-vit doctor                                    as ranks of a launcher (mp
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import socket
 import sys
@@ -69,7 +70,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
 
 
-def doctor(arguments: Namespace, environ: Mapping[str, str]) -> int:
+def doctor(arguments: Namespace, environ: Mapping[str, str] = os.environ) -> int:
     """Carry out `ds-vit doctor`.
 
     Returns:
