@@ -7,6 +7,7 @@ of drop-path, the masks and the initial weights. Losses are written out over who
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import json
 import math
@@ -215,19 +216,23 @@ def rotary_table(rows: int, width: int, shift: list[float], factor: list[float])
     return torch.cat((angles.sin(), angles.cos()), dim=1).float()
 
 
+def exact(tensor: torch.Tensor) -> torch.Tensor:
+    """float64 as it is, everything else in fp32."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
 class Head(torch.nn.Module):
     """DINO's head: logits of rows, prototypes normalised."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, hidden: int, bottleneck: int, prototypes: int) -> None:
         super().__init__()
-        sizes = [width, HEAD.head_hidden_dim, HEAD.head_hidden_dim, HEAD.head_bottleneck_dim]
-        linears = [torch.nn.Linear(*pair) for pair in itertools.pairwise(sizes)]
+        linears = [torch.nn.Linear(*pair) for pair in itertools.pairwise((width, hidden, hidden, bottleneck))]
         gelu = torch.nn.GELU
         self.mlp = torch.nn.Sequential(linears[0], gelu(), linears[1], gelu(), linears[2])
-        self.last_layer = torch.nn.Linear(HEAD.head_bottleneck_dim, HEAD.prototypes, bias=False)
+        self.last_layer = torch.nn.Linear(bottleneck, prototypes, bias=False)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return F.normalize(self.mlp(rows), dim=-1) @ F.normalize(self.last_layer.weight, dim=-1).T
+        return F.normalize(exact(self.mlp(rows)), dim=-1) @ F.normalize(exact(self.last_layer.weight), dim=-1).T
 
 
 def sinkhorn(logits: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -245,6 +250,32 @@ def koleo(features: torch.Tensor) -> torch.Tensor:
     rows = F.normalize(features, dim=-1, eps=1e-8)
     nearest = (rows @ rows.T).detach().fill_diagonal_(-1.0).argmax(1)
     return -(F.pairwise_distance(rows, rows[nearest], eps=1e-8) + 1e-8).log().mean()
+
+
+def terms(
+    targets: torch.Tensor,
+    patch_targets: torch.Tensor,
+    of_globals: torch.Tensor,
+    of_locals: torch.Tensor,
+    of_patches: torch.Tensor,
+    masks: torch.Tensor,
+    classes: torch.Tensor,
+) -> torch.Tensor:
+    """The loss of DINO, iBOT and KoLeo.
+
+    Args:
+        targets, patch_targets: the teacher's assignments of global crops [2B, K] and masked patches [M, K].
+        of_globals, of_locals, of_patches: the student's logits.
+        masks: bool [2B, N].
+        classes: the student's class tokens of global crops [2B, D].
+    """
+    crops = torch.cat((of_globals.unflatten(0, (-1, 2)), of_locals.unflatten(0, (-1, NUM_LOCAL))), dim=1)
+    crops, targets = (crops / 0.1).log_softmax(-1), targets.unflatten(0, (-1, 2))
+    pairs = [(u, v) for u in range(2) for v in range(2 + NUM_LOCAL) if u != v]
+    dino = sum(-(targets[:, u] * crops[:, v]).sum(-1).mean() for u, v in pairs) / len(pairs)
+    shares = ((1 / masks.sum(1).clamp(min=1))[:, None].expand(masks.shape)[masks] / len(masks)).to(crops.dtype)
+    ibot = -(patch_targets * (of_patches / 0.1).log_softmax(-1)).sum(-1) @ shares
+    return dino + ibot + 0.1 * sum(koleo(rows) for rows in classes.unflatten(0, (-1, 2)).unbind(1))
 
 
 def _layer_of(name: str) -> int:
@@ -275,6 +306,7 @@ def _cosine(step: int, start: float, end: float) -> float:
     return end + 0.5 * (start - end) * (1 + math.cos(math.pi * (step - 1) / STEPS))
 
 
+@functools.cache
 def _batch(folder: Path, step: int) -> tuple[torch.Tensor, ...]:
     """Global crops [B, 2, ...], local crops [B, n, ...], keys of all crops [B, 2 + n] of a step, from 0."""
     source = open_source("", str(folder), "train")
@@ -298,7 +330,10 @@ def train(folder: Path, centering: str, rejected: int = 0, variant: Variant = PL
         variant: what is trained.
     """
     weights = initial_weights(folder, variant)
-    student, head = Backbone(DROP_PATH, variant), Head(KWARGS["embed_dim"])
+    student, head = (
+        Backbone(DROP_PATH, variant),
+        Head(KWARGS["embed_dim"], HEAD.head_hidden_dim, HEAD.head_bottleneck_dim, HEAD.prototypes),
+    )
     student.load_state_dict(
         {
             name if name.startswith(("mask_token", *variant.norms)) else f"vit.{name}": tensor
@@ -338,16 +373,8 @@ def train(folder: Path, centering: str, rejected: int = 0, variant: Variant = PL
                 centers = {part: 0.9 * centers[part] + 0.1 * of_part.mean(0) for part, of_part in logits.items()}
         tokens = student(large.flatten(0, 1), of_large, masks, step, variant)
         of_locals = student(small.flatten(0, 1), of_small, None, step, variant)[:, 0]
-        of_locals = head(of_locals).unflatten(0, (GLOBAL_BATCH, NUM_LOCAL))
-        of_globals = head(tokens[:, 0]).unflatten(0, (GLOBAL_BATCH, 2))
-        crops = (torch.cat((of_globals, of_locals), dim=1) / 0.1).log_softmax(-1)
-        taught = targets["class"].unflatten(0, (GLOBAL_BATCH, 2))
-        pairs = [(u, v) for u in range(2) for v in range(2 + NUM_LOCAL) if u != v]
-        dino = sum(-(taught[:, u] * crops[:, v]).sum(-1).mean() for u, v in pairs) / len(pairs)
-        of_patches = -(targets["patch"] * (head(tokens[:, first_patch:][masks]) / 0.1).log_softmax(-1)).sum(-1)
-        shares = (1 / masks.sum(1).clamp(min=1))[:, None].expand(masks.shape)[masks] / len(masks)
-        classes = tokens[:, 0].unflatten(0, (GLOBAL_BATCH, 2))
-        loss = dino + (of_patches * shares).sum() + 0.1 * (koleo(classes[:, 0]) + koleo(classes[:, 1]))
+        students = head(tokens[:, 0]), head(of_locals), head(tokens[:, first_patch:][masks])
+        loss = terms(targets["class"], targets["patch"], *students, masks, tokens[:, 0])
         optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_([*student.parameters(), *head.parameters()], CLIP)

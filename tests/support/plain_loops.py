@@ -12,7 +12,6 @@ Shapes: B samples of a micro-batch, N patches, L tokens of a caption, E common w
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any, ClassVar, NamedTuple
 import timm
 import torch
 import torch.nn.functional as F
-from plain_dino import koleo
+from plain_dino import Head, exact, terms
 from timm.layers import GELUTanh
 from timm.models.vision_transformer import Block
 from torch import nn
@@ -36,12 +35,7 @@ DECODER = {"dim": 32, "depth": 1, "heads": 4}
 HEAD = {"prototypes": 48, "hidden": 64, "bottleneck": 16}
 LOCAL, NUM_LOCAL, MASK_RATIOS = 8, 2, (0.1, 0.5)
 TEMPERATURE = 3.0
-STUDENT_TEMPERATURE, TEACHER_TEMPERATURE, MOMENTUM, CENTER_MOMENTUM, KOLEO = 0.1, 0.07, 0.9, 0.9, 0.1
-
-
-def exact(tensor: torch.Tensor) -> torch.Tensor:
-    """float64 as it is, everything else in fp32."""
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
+TEACHER_TEMPERATURE, MOMENTUM, CENTER_MOMENTUM = 0.07, 0.9, 0.9
 
 
 def _norm(norm: nn.LayerNorm, x: torch.Tensor) -> torch.Tensor:
@@ -282,21 +276,6 @@ class Backbone(nn.Module):
         return self.vit.norm(self.vit.blocks(self.vit._pos_embed(tokens)))
 
 
-class Head(nn.Module):
-    """DINO's head: logits of rows, prototypes normalised."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        sizes = [VIT["embed_dim"], HEAD["hidden"], HEAD["hidden"], HEAD["bottleneck"]]
-        linears = [nn.Linear(*pair) for pair in itertools.pairwise(sizes)]
-        self.mlp = nn.Sequential(linears[0], nn.GELU(), linears[1], nn.GELU(), linears[2])
-        self.last_layer = nn.Linear(HEAD["bottleneck"], HEAD["prototypes"], bias=False)
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        weight = exact(self.last_layer.weight)
-        return F.normalize(exact(self.mlp(rows)), dim=-1) @ F.normalize(weight, dim=-1).T
-
-
 class SelfDistillation(PlainTask):
     """DINO with iBOT's masked patches and KoLeo; crops and masks come with the batch."""
 
@@ -304,7 +283,7 @@ class SelfDistillation(PlainTask):
 
     def __init__(self) -> None:
         super().__init__()
-        self.main, self.dino_head = Backbone(), Head()
+        self.main, self.dino_head = Backbone(), Head(VIT["embed_dim"], **HEAD)
         self.mask_token = nn.Parameter(torch.zeros(1, 1, VIT["embed_dim"]))
         self.teacher, self.teacher_head = copy.deepcopy(self.main), copy.deepcopy(self.dino_head)
         self.centers = [torch.zeros(HEAD["prototypes"]) for _ in range(2)]
@@ -342,15 +321,8 @@ class SelfDistillation(PlainTask):
         self.centers = [
             CENTER_MOMENTUM * center + (1 - CENTER_MOMENTUM) * rows.mean(0).detach() for rows, center in pairs
         ]
-        crops = torch.cat((of_globals.unflatten(0, (-1, 2)), of_locals.unflatten(0, (-1, NUM_LOCAL))), dim=1)
-        crops, targets = (crops / STUDENT_TEMPERATURE).log_softmax(-1), targets.unflatten(0, (-1, 2))
-        pairs = [(u, v) for u in range(2) for v in range(2 + NUM_LOCAL) if u != v]
-        dino = sum(-(targets[:, u] * crops[:, v]).sum(-1).mean() for u, v in pairs) / len(pairs)
         masks = batch["masks"].flatten(0, 1)
-        shares = ((1 / masks.sum(1).clamp(min=1))[:, None].expand(masks.shape)[masks] / len(masks)).to(crops.dtype)
-        ibot = -(patch_targets * (of_patches / STUDENT_TEMPERATURE).log_softmax(-1)).sum(-1) @ shares
-        spread = sum(koleo(rows) for rows in classes.unflatten(0, (-1, 2)).unbind(1))
-        return dino + ibot + KOLEO * spread
+        return terms(targets, patch_targets, of_globals, of_locals, of_patches, masks, classes)
 
 
 TASKS: dict[str, type[PlainTask]] = {

@@ -67,16 +67,14 @@ def assert_same_run(plain, output):
     assert deviation < RTOL, f"{tensor} of the teacher deviates by {deviation:.1e} of its norm"
 
 
-# Centering, layout, recomputation: each pair of values of two of them at least once.
+# Centering, layout, recomputation: each value at least once, and each way to recompute with a shared or a sharded step.
 CASES = [
     ("sinkhorn", (2, 1, 3, 4), "full"),
+    ("ema", (3, 1, 2, 4), "2"),
     ("ema", (1, 1, 0, 1), ""),
-    ("ema", (3, 1, 2, 4), ""),
     ("sinkhorn", (3, 1, 1, 1), "selective"),
-    ("ema", (1, 2, 3, 1), "2"),
-    ("sinkhorn", (1, 2, 0, 4), ""),
-    ("ema", (2, 1, 1, 4), "2"),
-    ("sinkhorn", (1, 1, 2, 4), "full"),
+    ("ema", (1, 2, 3, 1), ""),
+    ("sinkhorn", (1, 2, 0, 4), "full"),
 ]
 
 
@@ -273,9 +271,7 @@ def test_timm_has_the_features_of_the_run(ranks, tmp_path, folder):
     model = timm.create_model(DINOV3.model, num_classes=0, img_size=plain_dino.SIZE, **DINOV3.kwargs).eval()
     model.load_state_dict(load_file(str(output / "teacher.safetensors")))  # strict
     images = sorted((folder / "train" / "all").iterdir())[:3]
-    features = torch.from_numpy(embed(output, images)["features"])
-    assert features.tolist() == pytest.approx(embed(output / "teacher.safetensors", images)["features"])
-    assert features.tolist() == pytest.approx(embed(output, images, checkpoint="latest")["features"])
+    assert embed(output, images)["features"] == pytest.approx(embed(output / "teacher.safetensors", images)["features"])
     for file in ("head", "teacher_head"):
         assert {name for name in load_file(str(output / f"{file}.safetensors")) if "norm" in name} == NORMS
     assert not NORMS & load_file(str(output / "model.safetensors")).keys()

@@ -46,7 +46,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def plain(folder):
-    """The plain loop, by its centering."""
+    """The plain loop, by its centering and a step that it rejects."""
     return functools.cache(functools.partial(plain_dino.train, folder))
 
 
@@ -68,7 +68,7 @@ def assert_same_run(plain, output):
 
 # The centring, and the layout: tests/parallel/test_layouts.py has more.
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize(("centering", "layout"), [("ema", (1, 1, 0, 1)), ("sinkhorn", (2, 2, 3, 4))])
+@pytest.mark.parametrize(("centering", "layout"), [("ema", (1, 2, 0, 1)), ("sinkhorn", (3, 1, 3, 4))])
 def test_trains_as_one_plain_process(ranks, tmp_path, folder, plain, centering, layout):
     # Catches: a centre that moves before its use, a teacher that lags, schedules off by one, a factor of dp or tp.
     train(ranks, folder, tmp_path / "run", *layout, "--centering", centering)
@@ -84,12 +84,11 @@ def test_the_plain_loop_learns_and_is_clipped(plain):
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_a_rejected_step_moves_neither_teacher_nor_centre(ranks, tmp_path, folder, stage):
+def test_a_rejected_step_moves_neither_teacher_nor_centre(ranks, tmp_path, folder, plain, stage):
     """A teacher that is updated on a step that the optimizer did not take; NaN in the centre."""
-    bad, words = 6, ("--centering", "ema", "--on-nonfinite", "skip")
+    bad, words = 6, ("--centering", "ema", "--on-nonfinite", "skip", "--max-steps", 9)
     rows = train(ranks, folder, tmp_path / "run", 2, 1, stage, 1, *words, bad=[bad - 1])
-    expected = plain_dino.train(folder, "ema", rejected=bad)
-    assert_same_curve(expected.rows, [row for row in rows if row["step"] != bad], rtol=RTOL)
+    assert_same_curve(plain("ema", bad).rows[:8], [row for row in rows if row["step"] != bad], rtol=RTOL)
 
 
 # ---- evaluation and files --------------------------------------------------------------------------------------------
@@ -159,7 +158,7 @@ def test_patches_of_training_images_are_drawn_without_a_validation_split(ranks, 
     # Catches: a report without the pictures that show whether the features say anything; images that depend on the
     # layout; similarities of the last evaluation only.
     drawn, similar = [], []
-    for layout in ((1, 1, 0, 1), (3, 1, 3, 1)):
+    for layout in ((1, 1, 0, 1), (2, 1, 3, 1)):
         output = tmp_path / str(layout[0])
         train(ranks, folder, output, *layout, "--centering", "ema", "--max-steps", 6, "--eval-interval", 1)
         page = (output / "report.html").read_text()
