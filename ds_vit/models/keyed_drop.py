@@ -32,10 +32,12 @@ class KeyedDrop(nn.Module):
     Attributes:
         name: of its draws.
         rate: the share that it drops.
+        divisor: of what stays in a drop-path.
         row: for each sample of the micro-batch that runs, its hash, int64 [B], or of a drop-path its factor, fp32 [B].
         shared: what it was hashed with, and its row there.
     """
 
+    divisor: float = 1.0
     row: torch.Tensor | None = None
     shared: tuple[Together, int]
     always = False
@@ -77,15 +79,12 @@ def _mask(draws: torch.Tensor, drop_prob: float | torch.Tensor, divisor: float |
 
 
 class KeyedDropPath(KeyedDrop):
-    """Stochastic depth (Huang et al. 2016): drops a sample's residual branch; timm's `DropPath`.
-
-    Attributes:
-        divisor: of the samples that stay.
-    """
+    """Stochastic depth (Huang et al. 2016): drops a sample's residual branch; timm's `DropPath`."""
 
     def __init__(self, name: str, rate: float, scale_by_keep: bool = True) -> None:
         super().__init__(name, rate)
-        self.divisor = 1.0 - rate if scale_by_keep else 1.0
+        if scale_by_keep:
+            self.divisor = 1.0 - rate
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [B, ...] -> the same, with whole samples zeroed and (by default) the others divided by the keep rate."""
@@ -171,11 +170,7 @@ def _constants(
 
 
 def _columns(drops: Sequence[KeyedDrop], device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    settings = [
-        (drop.name, drop.rate, drop.divisor) if isinstance(drop, KeyedDropPath) else (drop.name, 0.0, 1.0)
-        for drop in drops
-    ]
-    return _constants(tuple(settings), device)
+    return _constants(tuple((drop.name, drop.rate, drop.divisor) for drop in drops), device)
 
 
 def hash_together(drops: Sequence[KeyedDrop], keys: torch.Tensor) -> torch.Tensor:

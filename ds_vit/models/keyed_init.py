@@ -14,7 +14,6 @@ import copy
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -66,6 +65,10 @@ def _normal(key: int, start: int, count: int, device: torch.device, mean: float,
     return mean + std * (radius * torch.cos(angle))
 
 
+_DRAWS = {_aten.uniform_.default: _uniform, _aten.normal_.default: _normal}
+"""With the defaults of torch's operations: 0 and 1."""
+
+
 class _KeyedDraws(TorchDispatchMode):
     """Replaces the random operations that initialisers use; any other random operation on real memory is an error."""
 
@@ -76,15 +79,6 @@ class _KeyedDraws(TorchDispatchMode):
         self.names = names
         self.times_drawn: Counter[str] = Counter()
         self.default_name: str | None = None
-
-    @contextmanager
-    def drawing_for(self, name: str) -> Iterator[None]:
-        """Inside, draws into temporary tensors belong to the parameter `name`."""
-        self.default_name = name
-        try:
-            yield
-        finally:
-            self.default_name = None
 
     def _fill(self, tensor: torch.Tensor, draw: Callable[..., torch.Tensor], *arguments: float) -> torch.Tensor:
         name = self.names.get(tensor.untyped_storage().data_ptr(), self.default_name)
@@ -105,12 +99,8 @@ class _KeyedDraws(TorchDispatchMode):
         kwargs = kwargs or {}
         if fills_nothing(func, args):
             return args[0]
-        if func is _aten.uniform_.default and not args[0].is_meta:
-            low, high = (*args[1:], *(0.0, 1.0)[len(args) - 1 :])
-            return self._fill(args[0], _uniform, low, high)
-        if func is _aten.normal_.default and not args[0].is_meta:
-            mean, std = (*args[1:], *(0.0, 1.0)[len(args) - 1 :])
-            return self._fill(args[0], _normal, mean, std)
+        if func in _DRAWS:
+            return self._fill(args[0], _DRAWS[func], *args[1:], *(0.0, 1.0)[len(args) - 1 :])
         if func is _aten.rand.default:
             out = torch.empty(args[0], **{key: value for key, value in kwargs.items() if key != "generator"})
             return out if out.is_meta else self._fill(out, _uniform, 0.0, 1.0)
@@ -176,8 +166,9 @@ def _draw_weights(model: TimmViT, layer: Layer, seed: int) -> None:
         # What only timm's constructors draw, so that its init_weights would leave it unset or at a layer's default.
         for name, module in layer.named_modules():
             if isinstance(module, RopeFrequencies):
-                with draws.drawing_for(f"{layer.prefix}{name}.freqs"):
-                    module.init_freqs()
+                draws.default_name = f"{layer.prefix}{name}.freqs"  # it draws into temporary tensors
+                module.init_freqs()
+                draws.default_name = None
             elif isinstance(module, vitamin.Stem):
                 named_apply(vitamin._init_conv, module)
             elif isinstance(module, nn.PReLU):

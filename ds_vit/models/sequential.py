@@ -55,13 +55,10 @@ class SizeSwitch:
 
     def __init__(self, layers: Sequence[Layer], patch_size: tuple[int, int]) -> None:
         self._layers, self._patch_size = layers, patch_size
-        ropes = {
-            id(layer.rope): layer.rope
-            for layer in layers
-            if not isinstance(layer, EmbedLayer) and getattr(layer, "rope", None) is not None
-        }
-        self._ropes = [*ropes.values()]
-        self._tables: dict[int, list[tuple[Any, dict[str, torch.Tensor | None]]]] = {}
+        of_blocks = (getattr(layer, "rope", None) for layer in layers if not isinstance(layer, EmbedLayer))
+        self._ropes = [*dict.fromkeys(rope for rope in of_blocks if rope is not None)]
+        self._caching = [rope for rope in self._ropes if getattr(rope, "feat_shape", None) is not None]
+        self._tables: dict[int, list[dict[str, torch.Tensor | None]]] = {}
         self._size: int | None = None
 
     def set(self, size: int) -> None:
@@ -82,19 +79,15 @@ class SizeSwitch:
                 layer.dynamic_img_size = grid != stem.grid_size
                 stem.flatten = not layer.dynamic_img_size
                 stem.output_fmt = Format.NHWC if layer.dynamic_img_size else Format.NCHW
+        for rope in self._ropes:
+            rope.grid_size = grid
         if size not in self._tables:
-            for rope in self._ropes:
-                if getattr(rope, "feat_shape", None) is None:  # a kind that caches no table
-                    rope.grid_size = grid
-                else:
-                    rope.update_feat_shape(grid)
-            self._tables[size] = [(getattr(rope, "feat_shape", None), {**rope._buffers}) for rope in self._ropes]
-        for rope, (shape, tables) in zip(self._ropes, self._tables[size], strict=True):
+            for rope in self._caching:
+                rope.update_feat_shape(grid)
+            self._tables[size] = [{**rope._buffers} for rope in self._caching]
+        for rope, tables in zip(self._caching, self._tables[size], strict=True):
+            rope.feat_shape = grid
             rope._buffers.update(tables)
-            if shape is None:
-                rope.grid_size = grid
-            else:
-                rope.feat_shape = shape
 
 
 @dataclass(eq=False)
