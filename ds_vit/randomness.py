@@ -12,10 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-import random
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
@@ -114,25 +111,12 @@ def mix_tensor(keys: torch.Tensor, value: int | torch.Tensor) -> torch.Tensor:
     return _finalise_torch((keys ^ value) + _signed(_GOLDEN))
 
 
-def uniform(keys: torch.Tensor, name: str, shape: Sequence[int] = ()) -> torch.Tensor:
-    """Uniform float32 draws in [0, 1) with 24 random bits, a pure function of (key, name, position).
-
-    Args:
-        keys: int64 sample keys, shape [B], on any device.
-        name: name of the draw.
-        shape: shape of the draw of one sample.
-
-    Returns:
-        float32 tensor of shape [B, *shape] on the device of `keys`.
-    """
-    return uniform_of(mix_tensor(keys, name_key(name)), shape)
-
-
 def uniform_of(bits: torch.Tensor, shape: Sequence[int] = ()) -> torch.Tensor:
-    """As `uniform`, of keys into which the draw's name is mixed already.
+    """Uniform float32 draws in [0, 1) with 24 random bits, a pure function of the bits and the place in the shape.
 
     Args:
-        bits: int64, of any shape where the draw of one sample is one number, else [B].
+        bits: keys into which the draw's name is mixed, int64, of any shape where the draw of one sample is one number,
+            else [B].
         shape: of the draw of one sample.
 
     Returns:
@@ -153,33 +137,6 @@ def normal(bits: torch.Tensor, shape: Sequence[int] = ()) -> torch.Tensor:
     """Standard normal float32 draws of shape [B, *shape] by Box and Muller (1958), from `normal_bits` on any device."""
     radius = torch.sqrt(-2.0 * torch.log1p(-uniform_of(bits[0], shape)))
     return radius * torch.cos((2.0 * math.pi) * uniform_of(bits[1], shape))
-
-
-def generator(*values: int | str) -> np.random.Generator:
-    """A NumPy generator that is a pure function of the values (Philox, itself counter-based)."""
-    key = mix(*(name_key(value) if isinstance(value, str) else int(value) for value in values)) & _MASK
-    return np.random.Generator(np.random.Philox(key=key))
-
-
-_global_state = threading.RLock()
-
-
-@contextmanager
-def keyed_global_rng(key: int, name: str) -> Iterator[None]:
-    """Make `random` and `numpy.random` a pure function of (key, name) inside, and restore them afterwards.
-
-    timm's and torchvision's parameter draws read the global generators; this lets us call them instead of copying them.
-    """
-    seed = mix(key, name_key(name)) & _MASK
-    with _global_state:
-        python_state, numpy_state = random.getstate(), np.random.get_state()
-        random.seed(seed)
-        np.random.seed(seed & 0xFFFFFFFF)
-        try:
-            yield
-        finally:
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)
 
 
 def permute(positions: Sequence[int] | np.ndarray, size: int, key: int) -> np.ndarray:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 
 import numpy as np
 import pytest
@@ -13,6 +12,10 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from ds_vit import randomness
+
+
+def uniform(keys: torch.Tensor, name: str, shape: tuple[int, ...] = ()) -> torch.Tensor:
+    return randomness.uniform_of(randomness.mix_tensor(keys, randomness.name_key(name)), shape)
 
 
 def normal(keys: torch.Tensor, name: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -75,12 +78,9 @@ def test_torch_mixing_equals_python_mixing(values, last):
 def test_uniform_is_the_top_24_bits(key, place):
     """Would catch a draw that is not the documented function of (key, name, position)."""
     bits = randomness.mix_tensor(torch.tensor([key]), randomness.name_key("u"))
-    assert randomness.uniform(torch.tensor([key]), "u").item() == ((bits.item() >> 40) & 0xFFFFFF) * 2.0**-24
+    assert uniform(torch.tensor([key]), "u").item() == ((bits.item() >> 40) & 0xFFFFFF) * 2.0**-24
     bits = randomness.mix_tensor(bits, place).item()
-    assert (
-        randomness.uniform(torch.tensor([key]), "u", (2, 3)).flatten()[place].item()
-        == ((bits >> 40) & 0xFFFFFF) * 2.0**-24
-    )
+    assert uniform(torch.tensor([key]), "u", (2, 3)).flatten()[place].item() == ((bits >> 40) & 0xFFFFFF) * 2.0**-24
 
 
 def test_keys_stay_the_same_across_releases():
@@ -88,7 +88,6 @@ def test_keys_stay_the_same_across_releases():
     assert randomness.mix(1, 2, 3) == -3426316478316322125
     assert randomness.name_key("drop") == 7508919393090751231
     assert randomness.permute(range(10), 10, key=7).tolist() == [1, 6, 4, 0, 9, 8, 2, 3, 5, 7]
-    assert randomness.generator(5, "x").integers(1000) == 990
 
 
 # Distributions. All of these are fixed draws: they pass always or never.
@@ -96,11 +95,11 @@ def test_keys_stay_the_same_across_releases():
 
 def test_uniform_draws_are_uniform_and_independent():
     """Would catch a bias, and a correlation between neighbouring keys, places or names."""
-    draws = randomness.uniform(MANY, "a", (4,)).double().numpy()
+    draws = uniform(MANY, "a", (4,)).double().numpy()
     assert draws.min() >= 0.0
     assert draws.max() < 1.0
     assert stats.kstest(draws.ravel(), "uniform").pvalue > 1e-3
-    other = randomness.uniform(MANY, "b", (4,)).double().numpy()
+    other = uniform(MANY, "b", (4,)).double().numpy()
     bound = 4.5 / math.sqrt(draws.size)  # 4.5 standard deviations of a correlation of independent draws
     for first, second in ((draws[1:], draws[:-1]), (draws[:, 1:], draws[:, :-1]), (draws, other)):
         assert abs(np.corrcoef(first.ravel(), second.ravel())[0, 1]) < bound * 1.2
@@ -114,7 +113,7 @@ def test_normal_draws_are_normal():
     assert 4.0 < np.abs(draws).max() < 6.0  # of 100,000
 
 
-@pytest.mark.parametrize("draw", [randomness.uniform, normal])
+@pytest.mark.parametrize("draw", [uniform, normal])
 def test_a_draw_does_not_depend_on_the_rest_of_the_batch(draw):
     """Would catch a draw that changes with the micro-batch, down to the last bit."""
     keys = MANY[:13]
@@ -125,55 +124,8 @@ def test_a_draw_does_not_depend_on_the_rest_of_the_batch(draw):
 
 def test_scalar_draws_have_no_extra_dimension():
     """Would catch a change of shape for one draw a sample."""
-    assert randomness.uniform(MANY[:3], "x").shape == (3,)
+    assert uniform(MANY[:3], "x").shape == (3,)
     assert normal(MANY[:3], "x", (2, 2)).shape == (3, 2, 2)
-
-
-def test_generators_are_functions_of_their_values():
-    """Would catch a generator that depends on anything else, or ignores one of its values."""
-    first = randomness.generator(1, "a").random(4)
-    assert np.array_equal(first, randomness.generator(1, "a").random(4))
-    assert not np.array_equal(first, randomness.generator(1, "b").random(4))
-    assert not np.array_equal(first, randomness.generator(2, "a").random(4))
-
-
-# Lending keys to libraries that read the global generators
-
-
-def test_keyed_global_rng_is_a_function_of_key_and_name():
-    """Would catch draws that depend on the process, and a process's generators that are moved by a keyed draw."""
-
-    def draw(key: int, name: str) -> tuple[float, float]:
-        with randomness.keyed_global_rng(key, name):
-            return random.random(), np.random.rand()
-
-    random.seed(1)
-    np.random.seed(1)
-    expected_outside = (random.random(), np.random.rand())
-    random.seed(1)
-    np.random.seed(1)
-    first = draw(3, "a")
-    assert (random.random(), np.random.rand()) == expected_outside
-    assert draw(3, "a") == first
-    assert draw(3, "b") != first
-    assert draw(4, "a") != first
-
-
-def test_keyed_global_rng_restores_after_an_error_and_when_nested():
-    """Would catch generators left seeded by an exception, or an outer draw disturbed by an inner one."""
-    random.seed(2)
-    expected = random.random()
-    random.seed(2)
-    with pytest.raises(RuntimeError, match="inside"), randomness.keyed_global_rng(1, "a"):
-        raise RuntimeError("inside")
-    assert random.random() == expected
-    with randomness.keyed_global_rng(1, "a"):
-        plain = [random.random(), random.random()]
-    with randomness.keyed_global_rng(1, "a"):
-        first = random.random()
-        with randomness.keyed_global_rng(2, "b"):
-            random.random()
-        assert [first, random.random()] == plain
 
 
 # The permutation

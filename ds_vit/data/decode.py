@@ -28,7 +28,6 @@ from PIL import ExifTags, Image, ImageOps, TiffImagePlugin
 from ds_vit.device import decodes_jpeg
 from ds_vit.fault_tolerance.errors import UserError, first_line, is_out_of_memory
 
-DECODERS = ("exact", "fast")
 Box = tuple[int, int, int, int]
 """(top, left, height, width) in pixels."""
 
@@ -276,7 +275,7 @@ def open_image(
     Args:
         data: the file's bytes, or pixels that are decoded already.
         name: the file's name, for messages.
-        how: one of `DECODERS`.
+        how: "exact" or "fast".
         whole: decode all of a file, also what lies below the rows that are asked for and may be damaged.
         exif_rotation: whether EXIF's orientation is applied; Pillow decodes the files that it turns.
 

@@ -95,6 +95,11 @@ def their_model(model, layers):
     return reference.train()
 
 
+def noise_of(keys: torch.Tensor, num_patches: int) -> torch.Tensor:
+    """The draws [B, N] by which patches are masked."""
+    return randomness.uniform_of(randomness.mix_tensor(keys, randomness.name_key("mask")), (num_patches,))
+
+
 def relative_errors(norm_pix_loss: bool) -> dict[str, float]:
     """The largest difference from transformers over the largest value: of the loss and of every gradient."""
     settings = SETTINGS.model_copy(update={"norm_pix_loss": norm_pix_loss})
@@ -102,7 +107,7 @@ def relative_errors(norm_pix_loss: bool) -> dict[str, float]:
     layers = layers_of(model)
     ours, theirs = SequentialViT(layers), their_model(model, layers)
     pixels, keys = batch_of(model)
-    noise = randomness.uniform(keys, "mask", (model.patch_embed.num_patches,))
+    noise = noise_of(keys, model.patch_embed.num_patches)
     loss = loss_of(model)(ours(pixels, keys), pixels, keys)
     loss.backward()
     expected = theirs(pixels, noise=noise).loss
@@ -142,8 +147,7 @@ def test_the_mask_is_a_function_of_the_key():
     shares = mask.float().mean(dim=0)
     assert float((shares - 0.75).abs().max()) < 5 * math.sqrt(0.75 * 0.25 / 400)
     # By the paper's way, from the noise itself.
-    noise = randomness.uniform(keys, "mask", (196,))
-    ranks = noise.argsort(dim=1, stable=True).argsort(dim=1)
+    ranks = noise_of(keys, 196).argsort(dim=1, stable=True).argsort(dim=1)
     assert torch.equal(mask, ranks >= 49)
     for ratio, patches in ((0.6, 196), (0.9, 256), (0.3, 10)):
         assert int((~masked_patches(keys[:1], patches, ratio)).sum()) == int(patches * (1 - ratio))

@@ -506,5 +506,4 @@ _FAMILIES: dict[str, Callable[[torch.Tensor, Sequence[Operation], np.ndarray], N
     **dict.fromkeys(("Brightness", "Contrast", "Color", "Sharpness"), _blend),
     **{"Hue": _hue, "GaussianBlur": _box_blur, "KernelBlur": _kernel_blur},
 }
-OPERATIONS = frozenset((*_FLIPS, *_FAMILIES))
-"""By the names of `Operation`, except AugMix."""
+"""By the names of `Operation`, except AugMix and those of `_FLIPS`."""

@@ -51,12 +51,13 @@ def shielded() -> Iterator[None]:
 
     Saving and restoring them costs more than most draws, so that one shield is around all draws of a batch.
     """
-    torch_state = torch.get_rng_state()
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
-        with randomness.keyed_global_rng(0, "shield"):
-            yield
+        yield
     finally:
-        torch.set_rng_state(torch_state)
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
 
 
 def seed_generators(key: int, name: str, *, torch_only: bool = False) -> None:
