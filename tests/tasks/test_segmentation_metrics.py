@@ -8,11 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from curves import train_in
-from oracle import kwargs_words
 from PIL import Image
-from project import write_config
-from runs import resolved
 
 from ds_vit.config.run_folder import RunFolder
 from ds_vit.data.field import Field, finished
@@ -23,19 +19,9 @@ from ds_vit.data.settings import ImageConfig
 from ds_vit.data.sources.masks import default_palette
 from ds_vit.data.sources.source import Source
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.models.keyed_init import initialise
-from ds_vit.models.layers import take_apart
-from ds_vit.models.sequential import SequentialViT
 from ds_vit.tasks.segmentation import windows as rating
 from ds_vit.tasks.segmentation.metrics import MeanIoU, iou_panels, write_iou
-from ds_vit.tasks.segmentation.windows import (
-    Canvas,
-    WholeMask,
-    Windows,
-    classes_at,
-    extent,
-    stitched,
-)
+from ds_vit.tasks.segmentation.windows import Canvas, WholeMask, Windows, classes_at, extent, stitched
 
 HALF = (0.5, 0.5, 0.5)
 IMAGE = ImageConfig(img_size=(24, 32), mean=HALF, std=HALF)
@@ -132,9 +118,10 @@ def lengths_of(stride, size, window):
     return canvas, starts
 
 
-def expected_counts(stride, model=logits_of, window=IMAGE.img_size):
+def expected_counts(stride):
     """[C][C] pixels by class and prediction, and the number of images."""
-    (h, w), source, counts, images = window, Pairs(), np.zeros((CLASSES, CLASSES), dtype=int), 0
+    source, counts, images = Pairs(), np.zeros((CLASSES, CLASSES), dtype=int), 0
+    h, w = window = IMAGE.img_size
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in (IMAGE.mean, IMAGE.std))
     for index, size in enumerate(SIZES):
         if index == BAD:
@@ -146,7 +133,7 @@ def expected_counts(stride, model=logits_of, window=IMAGE.img_size):
         total, times = torch.zeros(CLASSES, high, wide), torch.zeros(high, wide)
         for top in tops:
             for left in lefts:
-                logits = model(pixels[None, :, top : top + h, left : left + w])
+                logits = logits_of(pixels[None, :, top : top + h, left : left + w])
                 total[:, top : top + h, left : left + w] += F.interpolate(logits, window, mode="bilinear")[0]
                 times[top : top + h, left : left + w] += 1
         assert times.min() >= 1
@@ -186,43 +173,6 @@ def test_mean_iou_is_a_plain_count(ranks, plain, world):
     assert 5 < mean_iou(counts) < 95
     if world > 1:  # the check can tell a mean of the ranks' figures
         assert np.mean([own["miou"] for *_, own in found]) != pytest.approx(mean_iou(counts), abs=0.1)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """The images and masks as files."""
-    made, source = tmp_path_factory.mktemp("pairs"), Pairs()
-    for split in ("train", "val"):
-        for part in ("images", "masks"):
-            (made / split / part).mkdir(parents=True)
-        for index in range(len(source)):
-            (made / split / "images" / f"{index}.png").write_bytes(source.entry("image", index))
-            mask = Image.fromarray(source.entry("mask", index).astype(np.uint8))  # -1 becomes 255
-            mask.save(made / split / "masks" / f"{index}.png")
-    return made
-
-
-@pytest.mark.parametrize(("world", "words"), [(1, ["-vb", 8]), (3, ["-vb", 1]), (2, ["-vb", 3, "--pp", 2])])
-def test_a_real_model_is_rated_as_plainly(ranks, folder, tmp_path, world, words):
-    """Windows of another size or order than the model takes, or lost between two stages of a pipeline."""
-    model = ["--model", "vit_tiny_patch16_224", *kwargs_words({"patch_size": 8, "embed_dim": 24, "depth": 2})]
-    argv = [
-        *("--deepspeed_config", write_config(tmp_path / "zero1.json"), "--task", "segmentation", "--data-dir", folder)
-    ]
-    argv += [*model, "--img-size", 24, "--mean", *HALF, "--std", *HALF, "--num-classes", CLASSES]
-    argv += ["--on-bad-image", "skip", "--workers", 0, "--eval-only", "--output", tmp_path / "run", *words]
-    plan = resolved(argv, world)
-    layers = take_apart(plan.model.whole)
-    initialise(plan.model.whole, layers, seed=plan.config.seed, device="cpu")
-    with torch.no_grad():
-        counts, images = expected_counts(None, SequentialViT(layers).eval(), (24, 24))
-    assert (counts.sum(0) > 100).sum() > 1, "the model predicts one class everywhere"
-    [row] = [row for row in train_in(ranks, world, argv) if row["kind"] == "eval"]
-    # A pixel whose logits are equal up to rounding may change its class.
-    assert (row["miou"], row["images"]) == (pytest.approx(mean_iou(counts), abs=0.02), images)
-    assert row["pixel_accuracy"] == pytest.approx(100 * np.trace(counts) / counts.sum(), abs=0.02)
-    with Image.open(tmp_path / "run" / "segmentation.png") as picture:
-        assert np.asarray(picture)[100, 196 + 100].tolist() in default_palette(CLASSES).tolist()
 
 
 def overwritten(logits, canvas, img_size):
