@@ -20,7 +20,7 @@ from ds_vit.config.schema import RunConfig
 from ds_vit.data.sources.source import Source
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.parallel.groups import Groups
-from ds_vit.tasks.metrics import Batch, Figure, Metrics
+from ds_vit.tasks.metrics import Batch, Figure, Means, Metrics
 
 TEMPERATURE = 0.07
 _NUMBERS_AT_ONCE = 1 << 23  # 64 MiB in float64
@@ -79,12 +79,11 @@ class FeatureBank:
         return zip(*(part.split(size) for part in parts), strict=True)
 
 
-class _Top1(Metrics):
+class _Top1(Means):
     """Top-1 accuracy of the classes that `predict` gives."""
 
     def __init__(self, name: str, bank: FeatureBank, groups: Groups) -> None:
-        super().__init__(2, bank.features.device)  # right, images
-        self.name = name
+        super().__init__(bank.features.device, name)
         self.bank = bank
         self.groups = groups
 
@@ -94,13 +93,7 @@ class _Top1(Metrics):
 
     def update(self, outputs: torch.Tensor, batch: Batch) -> None:
         """As `Metrics.update`, of features [Q, D] and class numbers."""
-        right = self.predict(outputs) == batch["targets"]
-        self.sums += (torch.stack([right, torch.ones_like(right)], dim=1) & batch["valid"][:, None]).double().sum(0)
-
-    def compute(self) -> dict[str, float]:
-        """As `Metrics.compute`."""
-        right, images = self.sums.tolist()
-        return {self.name: 100.0 * right / max(images, 1), "images": int(images)}
+        self.count([100.0 * (self.predict(outputs) == batch["targets"])], batch)
 
 
 def _unit(features: torch.Tensor) -> torch.Tensor:

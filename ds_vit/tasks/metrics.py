@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -121,3 +121,27 @@ class Metrics(ABC):
     def pictures(self) -> dict[str, torch.Tensor]:
         """Pictures of what was counted, by name: uint8 [3, height, width]."""
         return {}
+
+
+class Means(Metrics):
+    """Means over the samples of an evaluation.
+
+    Args:
+        device: where the sums are kept.
+        names: of the figures.
+    """
+
+    def __init__(self, device: torch.device, *names: str) -> None:
+        super().__init__(len(names) + 1, device)  # of each figure; images
+        self._names = names
+
+    def count(self, values: Sequence[torch.Tensor], batch: Batch) -> None:
+        """Add the values of each figure, a tensor [B] for each name, where `batch["valid"]`."""
+        rows = torch.stack([each.double() for each in (*values, torch.ones_like(values[0]))], dim=1)
+        self.sums += torch.where(batch["valid"][:, None], rows, 0.0).sum(0)
+
+    def compute(self) -> dict[str, float]:
+        """As `Metrics.compute`."""
+        *sums, images = self.sums.tolist()
+        means = {name: total / max(images, 1) for name, total in zip(self._names, sums, strict=True)}
+        return {**means, "images": int(images)}

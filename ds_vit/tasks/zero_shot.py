@@ -22,7 +22,7 @@ from ds_vit.data.sources.combined import mixed
 from ds_vit.data.sources.datasets import open_source
 from ds_vit.data.sources.source import Source
 from ds_vit.fault_tolerance.errors import UserError, did_you_mean, first_line, read_text, stripped_lines
-from ds_vit.tasks.metrics import Batch, Figure, Metrics
+from ds_vit.tasks.metrics import Batch, Figure, Means
 from ds_vit.tasks.retrieval import places_of_partners
 
 ZERO_SHOT = (
@@ -55,7 +55,8 @@ def open_zero_shot(name: str, templates: str, data_dir: str | None = None) -> Ze
         found = "several labels" if source.multi_label else "captions only"
         raise UserError(f"--zeroshot {name} needs one class an image, and these have {found}")
     source, words = _named_by_file(name, source)
-    return ZeroShotData(source, write_prompts(words, read_templates(templates)))
+    sentences = read_templates(templates)
+    return ZeroShotData(source, tuple(template(word) for word in words for template in sentences))
 
 
 def _open_split(name: str, data_dir: str | None) -> Source:
@@ -96,11 +97,6 @@ def _named_by_file(name: str, source: Source) -> tuple[Source, tuple[str, ...]]:
     if unknown := {*source.class_names} - {*numbers}:
         raise UserError(f"{file} names {len(words)} classes, and the images have the class {max(unknown)}")
     return mixed([source], (), numbers), words
-
-
-def write_prompts(names: Sequence[str], templates: Sequence[Template]) -> tuple[str, ...]:
-    """C · T sentences, those of the first class first."""
-    return tuple(template(name) for name in names for template in templates)
 
 
 def class_words(names: Sequence[str]) -> tuple[str, ...]:
@@ -151,7 +147,7 @@ def _of_open_clip(name: str) -> Sequence:
     return getattr(zero_shot_metadata, name)
 
 
-class ZeroShotAccuracy(Metrics):
+class ZeroShotAccuracy(Means):
     """Top-1 and top-5 in percent. The logit scale is positive and decides nothing; of equal classes the first counts.
 
     Args:
@@ -159,18 +155,11 @@ class ZeroShotAccuracy(Metrics):
     """
 
     def __init__(self, classes: torch.Tensor) -> None:
-        super().__init__(3, classes.device)  # right at 1, right at 5, images
+        super().__init__(classes.device, *(figure.name for figure in ZERO_SHOT))
         self.classes = F.normalize(classes.double(), dim=1)
         self._numbers = torch.arange(len(classes), device=classes.device)
 
     def update(self, outputs: torch.Tensor, batch: Batch) -> None:
         """Normalised features of images float32 [B, E]; targets int64 [B]."""
         places = places_of_partners(outputs.double(), batch["targets"], self.classes, self._numbers)
-        rows = torch.stack((places < 1, places < 5, torch.ones_like(batch["valid"])), dim=1)
-        self.sums += (rows & batch["valid"][:, None]).double().sum(0)
-
-    def compute(self) -> dict[str, float]:
-        """As `Metrics.compute`."""
-        *right, images = self.sums.tolist()
-        found = {figure.name: 100.0 * count / max(images, 1) for figure, count in zip(ZERO_SHOT, right, strict=True)}
-        return {**found, "images": int(images)}
+        self.count((100.0 * (places < 1), 100.0 * (places < 5)), batch)

@@ -24,7 +24,7 @@ from ds_vit.data.sources.source import Source
 from ds_vit.parallel.tensor.collectives import TensorParallel
 from ds_vit.tasks.classification.losses import LossRule, build_loss, class_parallel_loss
 from ds_vit.tasks.distillation.flags import SETTINGS
-from ds_vit.tasks.metrics import Batch, Figure, Metrics
+from ds_vit.tasks.metrics import Batch, Figure, Means, Metrics
 from ds_vit.tasks.panels import Panel, class_name, heat_map, save_samples, sheet, table
 from ds_vit.tasks.task import ChainTask, Loss
 
@@ -106,7 +106,7 @@ class Classification(ChainTask):
         }
 
 
-class Accuracy(Metrics):
+class Accuracy(Means):
     """Top-1 and top-5 in percent and the mean loss, in nats: timm's, whatever the training loss is.
 
     It is the softmax cross-entropy of class numbers, without smoothing. timm has no multi-hot targets: theirs is the
@@ -122,7 +122,7 @@ class Accuracy(Metrics):
     most_noted = 200_000
 
     def __init__(self, device: torch.device, *, bce: bool = False, noted: bool = False) -> None:
-        super().__init__(4, device)  # right at 1, right at 5, loss, images
+        super().__init__(device, "top1", "top5", "loss")
         self._bce = bce
         self._noted = noted
 
@@ -149,14 +149,7 @@ class Accuracy(Metrics):
             losses = F.binary_cross_entropy_with_logits(logits, targets, reduction="none").mean(1)
         if self.by_sample is not None:
             self._note(self.by_sample, logits, batch)
-        rows = torch.stack([hits[:, 0], hits.any(1), losses, torch.ones_like(losses)], dim=1).double()
-        self.sums += torch.where(batch["valid"][:, None], rows, 0.0).sum(0)
-
-    def compute(self) -> dict[str, float]:
-        """As `Metrics.compute`."""
-        top1, top5, loss, images = self.sums.tolist()
-        rows = max(images, 1)
-        return {"top1": 100.0 * top1 / rows, "top5": 100.0 * top5 / rows, "loss": loss / rows, "images": int(images)}
+        self.count((100.0 * hits[:, 0], 100.0 * hits.any(1), losses), batch)
 
 
 # ---- the report: the prediction of each validation image, and what is confused ---------------------------------------

@@ -22,7 +22,7 @@ from ds_vit.parallel.tensor.collectives import TensorParallel
 from ds_vit.tasks.mae.flags import SETTINGS
 from ds_vit.tasks.mae.loss import MaskedPatchLoss
 from ds_vit.tasks.mae.towers import MaskedAutoencoder, create_autoencoder
-from ds_vit.tasks.metrics import Batch, Figure, Metrics
+from ds_vit.tasks.metrics import Batch, Figure, Means, Metrics
 from ds_vit.tasks.panels import Panel, pictures
 from ds_vit.tasks.task import ChainTask, Loss
 
@@ -96,7 +96,7 @@ class MaskedAutoencoding(ChainTask):
         return {"Images": pictures(folder, _PICTURES)}
 
 
-class Reconstruction(Metrics):
+class Reconstruction(Means):
     """The mean reconstruction loss over samples, each under the one mask that its key gives it; a picture of a few.
 
     Args:
@@ -108,7 +108,7 @@ class Reconstruction(Metrics):
     num_shown = 8
 
     def __init__(self, device: torch.device, loss: MaskedPatchLoss, image: ImageConfig) -> None:
-        super().__init__(2, device)  # loss, images
+        super().__init__(device, "loss")
         self._loss = loss
         self._image = image
         # An image and its prediction.
@@ -122,9 +122,7 @@ class Reconstruction(Metrics):
 
     def update(self, outputs: torch.Tensor, batch: Batch) -> None:
         """Predictions fp32 [B, N, P] of N patches."""
-        losses = self._loss.per_sample(outputs, batch["pixels"], batch["keys"])
-        rows = torch.stack([losses, torch.ones_like(losses)], dim=1).double()
-        self.sums += torch.where(batch["valid"][:, None], rows, 0.0).sum(0)
+        self.count([self._loss.per_sample(outputs, batch["pixels"], batch["keys"])], batch)
         places, rows = ((self._shown[:, None] == batch["keys"]) & batch["valid"]).nonzero(as_tuple=True)
         images = batch["pixels"][rows]
         self.pixels[places] = torch.stack((images, self._loss.painted(outputs[rows], images)), dim=1)
@@ -140,8 +138,3 @@ class Reconstruction(Metrics):
         enlarged = F.interpolate(panels, scale_factor=max(1, _PANEL // panels.shape[-1]))
         grid = make_grid(enlarged, nrow=4, padding=4, pad_value=1.0)
         return {"reconstruction": (grid * 255.0).round().to(torch.uint8)}
-
-    def compute(self) -> dict[str, float]:
-        """As `Metrics.compute`."""
-        loss, images = self.sums.tolist()
-        return {"loss": loss / max(images, 1), "images": int(images)}
