@@ -33,6 +33,7 @@ from tp_models import (
 )
 from vits import small_spec
 
+from ds_vit.config.schema import RunConfig
 from ds_vit.models.checkpointing import CheckpointFunction, recompute_all, recompute_selectively
 from ds_vit.models.sequential import SequentialViT
 from ds_vit.models.zoo import ModelSpec, create_model, supported_names
@@ -40,7 +41,7 @@ from ds_vit.parallel.tensor.class_parallel import gather_logits
 from ds_vit.parallel.tensor.collectives import TensorParallel
 from ds_vit.parallel.tensor.plans import PLANS
 from ds_vit.parallel.tensor.shard import check_degree, legal_degrees, shard_layer
-from ds_vit.tasks.classification.losses import LossRule, build_loss, class_parallel_loss
+from ds_vit.tasks.classification.losses import build_loss, class_parallel_loss
 from ds_vit.tasks.mae.flags import MaskedAutoencoderSettings
 from ds_vit.tasks.mae.towers import create_autoencoder
 
@@ -100,7 +101,7 @@ def test_types_in_half_precision(ranks):
 LABELS = torch.tensor([1, 9])
 BLOCKS = ("packed SwiGLU", "parallel scaling, bias", "learned rotary frequencies")
 MODELS = {**HEADS, **{kind: KINDS[kind] for kind in BLOCKS}}
-LOSS = {"soft_targets": False, "smoothing": 0.1, "bce": False}
+LOSS = RunConfig(smoothing=0.1)
 
 
 def compare_model(kind: str, interval: int, sequence_parallel: bool, class_parallel: bool) -> None:
@@ -121,8 +122,8 @@ def compare_model(kind: str, interval: int, sequence_parallel: bool, class_paral
     def all_classes(logits: torch.Tensor) -> torch.Tensor:
         return gather_logits(logits, NUM_CLASSES, tp) if class_parallel else logits.detach()
 
-    loss = build_loss(LossRule(**LOSS))
-    own_loss = class_parallel_loss(LossRule(**LOSS), tp, NUM_CLASSES) if class_parallel else loss
+    loss = build_loss(LOSS)
+    own_loss = class_parallel_loss(LOSS, tp, NUM_CLASSES) if class_parallel else loss
     logits, own_logits = whole(x, keys), own(own_x, keys)
     loss(logits, LABELS).backward()
     own_loss(own_logits, LABELS).backward()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,22 +13,22 @@ import torch.nn.functional as F
 from tp_models import from_all_ranks, tensor_parallel
 
 from ds_vit.parallel.tensor.class_parallel import gather_logits, log_softmax, own_classes, pays
-from ds_vit.tasks.classification.losses import LossRule, build_loss, class_parallel_loss
+from ds_vit.tasks.classification.losses import build_loss, class_parallel_loss
 from ds_vit.tasks.distillation.task import hard_loss, soft_loss
 
 SAMPLES = 6
-SMOOTHED = {"soft_targets": False, "smoothing": 0.1, "bce": False}
+SMOOTHED = {"active": False, "smoothing": 0.1, "bce_loss": False, "bce_sum": False, "bce_target_thresh": None}
 SWITCHES = {
     "multi_label": (False, True),
-    "soft_targets": (False, True),
+    "active": (False, True),
     "smoothing": (0.0, 0.2),
-    "bce": (False, True),
+    "bce_loss": (False, True),
     "bce_sum": (False, True),
     # Between what 0.2 of smoothing makes of a target once (0.1 of 0) and twice (0.18), and of 1 (0.9 and 0.82).
     "bce_target_thresh": (None, 0.15, 0.85),
 }
 PRODUCT = [dict(zip(SWITCHES, values, strict=True)) for values in itertools.product(*SWITCHES.values())]
-PRODUCT = [settings for settings in PRODUCT if settings["bce"] or not settings["multi_label"]]  # as Classification
+PRODUCT = [settings for settings in PRODUCT if settings["bce_loss"] or not settings["multi_label"]]  # as Classification
 
 
 def loss_and_gradient(build, logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -51,10 +52,10 @@ def compare_losses(num_classes: int, level: float) -> None:
     numbers = torch.randint(0, num_classes, (SAMPLES,), generator=generator)
     multi_hot = torch.randint(0, 2, (SAMPLES, num_classes), generator=generator).float()
     soft = torch.rand(SAMPLES, num_classes, generator=generator)  # not normalised, and on all sides of the thresholds
-    for settings in PRODUCT if not level else [one for one in PRODUCT if not one["bce"]]:
-        targets = soft if settings["soft_targets"] else multi_hot if settings["multi_label"] else numbers
-        sharded = partial(class_parallel_loss, LossRule(**settings), tp, num_classes)
-        expected = loss_and_gradient(partial(build_loss, LossRule(**settings)), logits, targets)
+    for settings in PRODUCT if not level else [one for one in PRODUCT if not one["bce_loss"]]:
+        targets = soft if settings["active"] else multi_hot if settings["multi_label"] else numbers
+        sharded = partial(class_parallel_loss, SimpleNamespace(**settings), tp, num_classes)
+        expected = loss_and_gradient(partial(build_loss, SimpleNamespace(**settings)), logits, targets)
         found = loss_and_gradient(sharded, padded[:, own], targets)
         assert len(set(from_all_ranks(found[0].item()))) == 1, f"the ranks' losses differ: {settings}"
         whole = torch.zeros_like(padded)
@@ -93,7 +94,7 @@ def bytes_moved(bce: bool, num_classes: int) -> int:
     dist.all_gather_into_tensor = counting(dist.all_gather_into_tensor, 1)
     logits = torch.randn(SAMPLES, num_classes // tp.size, requires_grad=True)
     targets = torch.zeros(SAMPLES, dtype=torch.int64)
-    class_parallel_loss(LossRule(**SMOOTHED | {"bce": bce}), tp, num_classes)(logits, targets).backward()
+    class_parallel_loss(SimpleNamespace(**SMOOTHED | {"bce_loss": bce}), tp, num_classes)(logits, targets).backward()
     return moved
 
 
@@ -108,7 +109,7 @@ def test_what_is_moved_does_not_grow_with_the_classes(ranks):
 def nan_loss() -> tuple[float, bool]:
     tp = tensor_parallel()
     logits = torch.full((2, 5), torch.inf if tp.rank == 1 else 0.0, requires_grad=True)
-    loss = class_parallel_loss(LossRule(**SMOOTHED | {"smoothing": 0.0}), tp, 10)(logits, torch.tensor([0, 1]))
+    loss = class_parallel_loss(SimpleNamespace(**SMOOTHED | {"smoothing": 0.0}), tp, 10)(logits, torch.tensor([0, 1]))
     loss.backward()
     return loss.item(), bool(logits.grad.isnan().any())
 

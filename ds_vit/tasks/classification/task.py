@@ -22,7 +22,7 @@ from ds_vit.data.fields import LabelField
 from ds_vit.data.settings import ImageConfig
 from ds_vit.data.sources.source import Source
 from ds_vit.parallel.tensor.collectives import TensorParallel
-from ds_vit.tasks.classification.losses import LossRule, build_loss, class_parallel_loss
+from ds_vit.tasks.classification.losses import build_loss, class_parallel_loss
 from ds_vit.tasks.distillation.flags import SETTINGS
 from ds_vit.tasks.metrics import Batch, Figure, Means, Metrics
 from ds_vit.tasks.panels import Panel, class_name, heat_map, save_samples, sheet, table
@@ -75,16 +75,7 @@ class Classification(ChainTask):
 
     def loss(self, tp: TensorParallel | None) -> Loss:
         """As `Task.loss`; see `build_loss`."""
-        config = self.config
-        rule = LossRule(
-            soft_targets=config.active,
-            smoothing=config.smoothing,
-            bce=config.bce_loss,
-            bce_sum=config.bce_sum,
-            bce_target_thresh=config.bce_target_thresh,
-            multi_label=self.source.multi_label,
-        )
-        loss = build_loss(rule) if tp is None else class_parallel_loss(rule, tp, self.num_classes)
+        loss = build_loss(self.config) if tp is None else class_parallel_loss(self.config, tp, self.num_classes)
         return lambda logits, batch: loss(logits, batch["targets"])
 
     def metrics(self, device: torch.device) -> Metrics:
