@@ -121,6 +121,17 @@ def upright(image: Image.Image) -> Image.Image:
     return ImageOps.exif_transpose(image)
 
 
+@contextlib.contextmanager
+def readable(name: str, num_bytes: int | None = None) -> Iterator[None]:
+    """For the block, what a decoder says of a damaged file is an `ImageDecodeError` that names it."""
+    try:
+        yield
+    except Exception as error:  # Pillow's plugins raise OSError, SyntaxError, struct.error, ... on damaged files
+        if is_out_of_memory(error):
+            raise
+        raise undecodable(name, error, num_bytes) from error
+
+
 def decode(data: bytes, name: str) -> Image.Image:
     """Decode an encoded image whole by Pillow, to RGB.
 
@@ -131,13 +142,8 @@ def decode(data: bytes, name: str) -> Image.Image:
     Raises:
         ImageDecodeError: the bytes are no image, a truncated or damaged one, or one of pixels of an unknown range.
     """
-    try:
-        with Image.open(io.BytesIO(data)) as image:
-            return to_rgb(image)
-    except Exception as error:  # Pillow's plugins raise OSError, SyntaxError, struct.error, ... on damaged files
-        if is_out_of_memory(error):
-            raise
-        raise undecodable(name, error, num_bytes=len(data)) from error
+    with readable(name, len(data)), Image.open(io.BytesIO(data)) as image:
+        return to_rgb(image)
 
 
 @dataclass

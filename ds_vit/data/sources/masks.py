@@ -26,7 +26,7 @@ import numpy as np
 from PIL import Image
 
 from ds_vit.data.augment.steps import Size
-from ds_vit.data.decode import ImageDecodeError, undecodable
+from ds_vit.data.decode import ImageDecodeError, readable
 from ds_vit.data.sources.combined import Subset
 from ds_vit.data.sources.folders import FileSource, read_table, require_utf8, walk
 from ds_vit.data.sources.hugging_face import open_hugging_face
@@ -41,7 +41,7 @@ from ds_vit.data.sources.source import (
     shortened,
     synonyms_of,
 )
-from ds_vit.fault_tolerance.errors import UserError, is_out_of_memory
+from ds_vit.fault_tolerance.errors import UserError
 
 _LAYOUTS = "DIR/train/images and DIR/train/masks, or DIR/images/train and DIR/masks/train (and val for train)"
 _COLUMNS = ("mask", "annotation", "label", "segmentation", "seg_map")
@@ -84,7 +84,9 @@ def decode_mask(data: bytes, name: str) -> np.ndarray:
         ImageDecodeError: it is damaged.
         UserError: it has several channels, or values that are no whole numbers.
     """
-    values: np.ndarray = _read(io.BytesIO(data), name, np.load, np.asarray)
+    file, is_array = io.BytesIO(data), data.startswith(np.lib.format.MAGIC_PREFIX)
+    with readable(name):
+        values = np.load(file) if is_array else np.asarray(Image.open(file))
     values = values.view(np.uint8) if values.dtype == bool else values
     if values.ndim != 2 or values.dtype.kind not in "ui":
         rule = "a mask has one whole number per pixel: save class numbers, not colours, as PNG (palette or grey)"
@@ -98,29 +100,14 @@ def size_of_mask(file: BinaryIO, name: str) -> Size:
     Raises:
         ImageDecodeError: the header is damaged.
     """
-    return _read(file, name, _shape_of_array, lambda image: image.size[::-1])
-
-
-def _shape_of_array(file: BinaryIO) -> Size:
-    np.lib.format.read_magic(file)
-    height, width = np.lib.format.read_array_header_1_0(file)[0][:2]
-    return height, width
-
-
-def _read(
-    file: BinaryIO, name: str, of_array: Callable[[BinaryIO], Any], of_image: Callable[[Image.Image], Any]
-) -> Any:
-    try:
-        if file.read(len(np.lib.format.MAGIC_PREFIX)) == np.lib.format.MAGIC_PREFIX:
-            file.seek(0)
-            return of_array(file)
+    with readable(name):
+        is_array = file.read(len(np.lib.format.MAGIC_PREFIX)) == np.lib.format.MAGIC_PREFIX
         file.seek(0)
-        with Image.open(file) as image:
-            return of_image(image)
-    except Exception as error:  # Pillow's plugins raise OSError, SyntaxError, struct.error, ... on damaged files
-        if is_out_of_memory(error):
-            raise
-        raise undecodable(name, error) from error
+        if not is_array:
+            return Image.open(file).size[::-1]
+        np.lib.format.read_magic(file)
+        height, width = np.lib.format.read_array_header_1_0(file)[0][:2]
+        return height, width
 
 
 class Labels:
