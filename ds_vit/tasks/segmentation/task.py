@@ -40,7 +40,7 @@ from ds_vit.tasks.segmentation.flags import SETTINGS
 from ds_vit.tasks.segmentation.metrics import FIGURES, PICTURES, MeanIoU, iou_panels, write_iou
 from ds_vit.tasks.segmentation.predictions import predict_masks, write_labels
 from ds_vit.tasks.segmentation.scenes import open_scenes
-from ds_vit.tasks.segmentation.towers import HEAD, Segmenter, create_segmenter
+from ds_vit.tasks.segmentation.towers import HEAD, Segmenter, create_segmenter, grid_of_logits
 from ds_vit.tasks.segmentation.windows import WholeMask, Windows, extent
 from ds_vit.tasks.task import Coupled, StepContext, Task
 
@@ -186,8 +186,8 @@ class Segmentation(Task):
 
     def loss_on_meta(self, layers: Sequence[Layer], samples: int) -> torch.Tensor:
         """As `Task.loss_on_meta`: the upsampled logits, and in the backward pass three tensors of their size."""
-        grid = (side * self.model.upsampling for side in self.model.grid_size)
-        logits = torch.empty(samples, self.num_classes, *grid, device="meta", requires_grad=True)
+        patches = torch.empty(samples, math.prod(self.model.grid_size), self.model.embed_dim, device="meta")
+        logits = grid_of_logits(self.model.seg_head, patches, self.model.grid_size).detach().requires_grad_()
         masks = torch.empty(samples, *self.image.img_size, dtype=torch.int64, device="meta")
         loss = F.cross_entropy(upsampled(logits, masks.shape[-2:]), masks, reduction="none").sum()
         loss.backward()

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
 
 import torch
 from timm.layers import LayerNorm2d
@@ -30,14 +29,13 @@ from ds_vit.models.layers import (
 )
 from ds_vit.models.zoo import ModelSpec, TimmViT, create_model, require_all_patches
 
-HeadKind = Literal["linear", "conv"]
 HEAD = "seg_head."
 """How the names of the head's parameters begin."""
 _CONV_WIDTH = 256
 
 
-def make_head(kind: HeadKind, width: int, num_classes: int) -> nn.Module:
-    """A head of tokens of this width; "conv" makes the grid four times as fine."""
+def make_head(kind: str, width: int, num_classes: int) -> nn.Module:
+    """The head of --seg-head on tokens of this width; "conv" makes the grid four times as fine."""
     if kind == "linear":
         return nn.Linear(width, num_classes)
     layers: list[nn.Module] = []
@@ -76,24 +74,10 @@ class Segmenter(_PixelHead):
     """Mixed in before the class of a timm ViT by `create_segmenter`: called on images [B, 3, h, w], it gives logits.
 
     Attention pooling is kept so that files of the backbone fit, but nothing reaches it: it is not trained.
-
-    Attributes:
-        upsampling: how many times as fine as the patches the grid of the logits is.
     """
 
-    upsampling: int
 
-    def add_head(self, kind: HeadKind, num_classes: int) -> None:
-        """Add the head to a model from `create_model` without a classifier."""
-        self.num_classes = num_classes
-        self.grid_size = self.patch_embed.grid_size
-        self.upsampling = 1 if kind == "linear" else 4
-        self.seg_head = make_head(kind, self.embed_dim, num_classes)
-        if self.attn_pool is not None:
-            self.attn_pool.requires_grad_(False)
-
-
-def create_segmenter(spec: ModelSpec, head: HeadKind, *, for_training: bool = True) -> TimmViT:
+def create_segmenter(spec: ModelSpec, head: str, *, for_training: bool = True) -> TimmViT:
     """The description of a `Segmenter`, on the meta device its structure, names and shapes without memory.
 
     `take_apart`, `initialise`, `layer_flops`, `check_degree` and `shard_layer` accept it and its layers like timm's.
@@ -109,8 +93,11 @@ def create_segmenter(spec: ModelSpec, head: HeadKind, *, for_training: bool = Tr
     model = create_model(replace(spec, num_classes=0), for_training=for_training, classifier=False)
     require_all_patches(model, spec.name)
     mix_in(model, Segmenter)
+    model.num_classes, model.grid_size = spec.num_classes, model.patch_embed.grid_size
     with torch.device("meta"):
-        model.add_head(head, spec.num_classes)
+        model.seg_head = make_head(head, model.embed_dim, spec.num_classes)
+    if model.attn_pool is not None:
+        model.attn_pool.requires_grad_(False)
     return model
 
 
