@@ -398,7 +398,7 @@ def test_weights_of_a_classifier_start_a_segmenter(ranks, folder, tmp_path):
         (["--mixup", 0.8], "masks of two images cannot be mixed"),
         (["--slide-stride", 17], "must be at most 16"),
         (["--scale-range", 1, 2], "with --no-aug"),
-        (["--img-size", 18], "use --img-size 16"),
+        (["--img-size", 18], "the nearest is 16"),
         (["--class-weights", "missing.txt"], "neither balanced nor a file of numbers"),
         (["--model-kwargs", "patch_drop_rate=0.5"], "leaves patches out"),
     ],
