@@ -85,7 +85,7 @@ LIMITS = (
     {"bf16 ZeRO-1": (0.9, 0, 0.83), "bf16 ZeRO-2": (0.9, 0, 0.92), "bf16 ZeRO-3": (0.94, 0, 0.92)},
 )
 COUNTED = [
-    pytest.param(row, case, marks=() if "fp32" in case else pytest.mark.slow)
+    pytest.param(row, case, marks=() if row == 1 else pytest.mark.slow)
     for row, cases in enumerate(LIMITS)
     for case in cases
 ]
@@ -170,20 +170,22 @@ def test_a_step_stays_within_its_counts(counted, row, case):
     assert ratio["operations"] == pytest.approx(ours["counts"]["operations"] / plain["counts"]["operations"])
 
 
+@pytest.mark.slow
 def test_ours_and_its_peers_take_turns_on_two_ranks(ranks, tmp_path):
     """A peer that trains something else, a side that is not measured, two ranks that both speak."""
     configs = [config_of(tmp_path / f"zero{stage}.json", f"bf16 ZeRO-{stage}") for stage in (1, 3)]
-    words = [*WORDS, "--model", "test_vit", "--img-size", 32, "--turns", 2]
+    words = [*WORDS, "--model", "test_vit", "--model-kwargs", "depth=2", "--img-size", 32, "--turns", 2]
     result, graphs = compared_with_compiled(ranks, 2, ("ddp", "fsdp2"), "--deepspeed_config", *configs, *words)
-    assert graphs == 2 * 6, "a rate of drop-path is a constant in a graph of timm's blocks"
+    assert graphs == 2 * 2, "a rate of drop-path is a constant in a graph of timm's blocks"
     assert (result["global_batch"], result["layout"], result["precision"]) == (8, "pp 1 x dp 2 x tp 1", "bf16")
     assert list(result["peers"]) == ["ddp", "fsdp2", "ddp-compiled", "fsdp2-compiled"]
     assert list(result["ours"]) == ["zero1", "zero3"]
     for side in (*result["peers"].values(), *result["ours"].values()):
         assert side["images_per_second"] == pytest.approx(8 / min(side["seconds"]))
         assert len(side["seconds"]) == 2
-        assert side["counts"]["operations"] > 150
-        assert side["counts"]["by_name"].get("addmm", 0) + side["counts"]["by_name"].get("mm", 0) > 40
+        assert side["counts"]["operations"] > 75
+        products = side["counts"]["by_name"].get("addmm", 0) + side["counts"]["by_name"].get("mm", 0)
+        assert products >= 3 * (2 * 4 + 1), "forward and both gradients of two blocks and a head"
     for name, ratios in result["ratios"].items():
         for peer, ratio in ratios.items():
             assert ratio["low"] <= ratio["high"]
@@ -209,6 +211,7 @@ PAIRS = ["--task", "clip", "--model", "test_vit", "-b", "4", "--context-length",
 PAIRS += ["--text-width", "32", "--text-depth", "2", "--text-heads", "2", "--embed-dim", "16"]
 
 
+@pytest.mark.slow
 def test_pairs_are_compared_with_open_clip(ranks, tmp_path):
     # Catches: a peer with other towers, or one that sees a part of the global batch.
     pytest.importorskip("open_clip")
@@ -231,10 +234,11 @@ def test_open_clips_towers_are_ours(tmp_path, task):
 
 
 CROPS = ["--task", "dino", "--ibot-weight", "0", "--koleo-weight", "0", "--model", "test_vit", "-b", "2"]
-CROPS += ["--img-size", "32", "--local-crops-number", "2", "--local-crops-size", "16"]
+CROPS += ["--model-kwargs", "depth=2", "--img-size", "32", "--local-crops-number", "2", "--local-crops-size", "16"]
 CROPS += ["--prototypes", "64", "--head-hidden-dim", "32", "--head-bottleneck-dim", "16"]
 
 
+@pytest.mark.slow
 def test_crops_are_compared_with_lightly(ranks, tmp_path):
     # Catches: a schedule that is not set, a peer that sees other crops or a part of the batch.
     pytest.importorskip("lightly")
