@@ -6,7 +6,7 @@ import csv
 import json
 import pickle
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -156,69 +156,41 @@ def test_the_index_of_captions(tmp_path, monkeypatch):
 
 # Pairs that do not match
 
-MISMATCHES = {
-    "folder": [
-        (
-            lambda root: [path.unlink() for path in (root / "folder/train").glob("*/*.txt")],
-            r"14 images, 14 without a caption \(cat/00.png, .*\)",
-        ),
-        (
-            lambda root: [(root / f"folder/train/dog/{n}.png").unlink() for n in ("03", "05")],
-            r"12 images, 2 captions without an image \(dog/03.txt, dog/05.txt\); add what is missing",
-        ),
-        (
-            lambda root: shutil.rmtree(root / "folder/train/cat") or shutil.rmtree(root / "folder/train/dog"),
-            "no images",
-        ),
-    ],
-    "csv": [
-        (
-            lambda root: (root / "folder/train/dog/03.png").unlink(),
-            r"train.csv: 13 images, 1 captions without an image \(dog/03.png\)",
-        ),
-        (
-            lambda root: (root / "folder/train/train.csv").write_text("image;text\na.png\n"),
-            "train.csv, line 2: 1 columns in place of the 2 of the header",
-        ),
-        (
-            lambda root: (root / "folder/train/train.csv").write_bytes(b"image;text\ncat/00.png;caf\xe9\n"),
-            r"train.csv, line 2, column 4 of its text: not UTF-8; if it is Latin-1, convert the file: iconv -f LATIN1",
-        ),
-        (
-            lambda root: (root / "folder/train/train.csv").write_text("image;text;text\ncat/00.png;a;b\n"),
-            "has two columns text",
-        ),
-        (lambda root: (root / "folder/train/train.csv").write_text("image;text\n"), "lists no images"),
-        (
-            lambda root: (root / "folder/train/train.csv").write_text("filepath,title\n"),
-            r"has no column image; the columns by the separator ';' are filepath,title; give --csv-img-key, or --csv-s",
-        ),
-    ],
-    "txt": [
-        (
-            lambda root: write_shard(root / "txt/train-000.tar", {"a.png": b"", "b/c.txt": b"x", "b/c.cls": b"1"}),
-            r"train-000.tar: 1 images, 1 without a caption \(a\) and 1 captions without an image \(b/c\)",
-        ),
-    ],
-    "json key": [
-        (
-            lambda root: write_shard(root / "key/train-000.tar", {"a.png": b"", "a.json": b'{"said": 3}'}),
-            "a.json: said is neither a text nor a list of texts",
-        ),
-        (
-            lambda root: write_shard(root / "key/train-000.tar", {"a.png": b"", "a.json": b'{"caption": "x"}'}),
-            r"1 images, 1 without a caption \(a\)",
-        ),
-    ],
-}
+
+def _without(*patterns: str) -> Callable[[Path], object]:
+    return lambda root: [path.unlink() for one in patterns for path in (root / "folder" / "train").glob(one)]
 
 
-@pytest.mark.parametrize(
-    ("form", "number"), [(form, n) for form, cases in MISMATCHES.items() for n in range(len(cases))]
-)
-def test_pairs_that_do_not_match_are_named(tmp_path, form, number):
+def _table(text: bytes) -> Callable[[Path], object]:
+    return lambda root: (root / "folder" / "train" / "train.csv").write_bytes(text)
+
+
+def _shard(folder: str, files: dict[str, bytes]) -> Callable[[Path], object]:
+    return lambda root: write_shard(root / folder / "train-000.tar", {"a.png": b"", **files})
+
+
+LATIN_1 = "not UTF-8; if it is Latin-1, convert the file: iconv -f LATIN1"
+SEPARATED = "the columns by the separator ';' are filepath,title; give --csv-img-key, or --csv-s"
+BARE = r"train-000.tar: 1 images, 1 without a caption \(a\)"
+MISMATCHES = [
+    ("folder", _without("*/*.txt"), r"14 images, 14 without a caption \(cat/00.png, .*\)"),
+    ("folder", _without("dog/03.png", "dog/05.png"), r"12 images, 2 captions .* \(dog/03.txt, dog/05.txt\); add what"),
+    ("folder", _without("*/*"), "no images"),
+    ("csv", _without("dog/03.png"), r"train.csv: 13 images, 1 captions without an image \(dog/03.png\)"),
+    ("csv", _table(b"image;text\na.png\n"), "train.csv, line 2: 1 columns in place of the 2 of the header"),
+    ("csv", _table(b"image;text\ncat/00.png;caf\xe9\n"), f"train.csv, line 2, column 4 of its text: {LATIN_1}"),
+    ("csv", _table(b"image;text;text\ncat/00.png;a;b\n"), "has two columns text"),
+    ("csv", _table(b"image;text\n"), "lists no images"),
+    ("csv", _table(b"filepath,title\n"), f"has no column image; {SEPARATED}"),
+    ("txt", _shard("txt", {"b/c.txt": b"x", "b/c.cls": b"1"}), rf"{BARE} and 1 captions without an image \(b/c\)"),
+    ("json key", _shard("key", {"a.json": b'{"said": 3}'}), "a.json: said is neither a text nor a list of texts"),
+    ("json key", _shard("key", {"a.json": b'{"caption": "x"}'}), BARE),
+]
+
+
+@pytest.mark.parametrize(("form", "change", "message"), MISMATCHES)
+def test_pairs_that_do_not_match_are_named(tmp_path, form, change, message):
     """Would catch a run that hangs or trains on pairs that are none, and an error that names no file."""
-    change, message = MISMATCHES[form][number]
     write_form(tmp_path, form, IMAGES, TEXTS)
     change(tmp_path)
     with pytest.raises(UserError, match=message) as error:
@@ -229,16 +201,10 @@ def test_pairs_that_do_not_match_are_named(tmp_path, form, number):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        (
-            CaptionKeys("picture", "title"),
-            "has no column title, as --csv-caption-key says; it has picture, said, number",
-        ),
+        (CaptionKeys("picture", "title"), "no column title, as --csv-caption-key says; it has picture, said, number"),
         (CaptionKeys("picture", "number"), "the column number is of int64, not of texts or lists of texts"),
         (CaptionKeys("image"), "has no column image, as --csv-img-key says"),
-        (
-            CaptionKeys("picture"),
-            r"has no column of captions by none of the names caption, .*: name it by --csv-caption",
-        ),
+        (CaptionKeys("picture"), "no column of captions by none of the names caption, .*: name it by --csv-caption"),
     ],
 )
 def test_columns_that_are_not_there(forms, keys, message):
