@@ -28,7 +28,8 @@ from ds_vit.config.flag import Scope
 from ds_vit.config.outside import config_class, source_changes
 from ds_vit.config.run_folder import RunFolder, write_json
 from ds_vit.config.schema import LAYOUT_FLAGS, RunConfig
-from ds_vit.data.sources.source import TRAIN_NAMES, VAL_NAMES, Source
+from ds_vit.data.sources.listing import TRAIN_NAMES, VAL_NAMES
+from ds_vit.data.sources.source import Source
 from ds_vit.engine.start import quiet_deepspeed
 from ds_vit.fault_tolerance import exit_codes
 from ds_vit.fault_tolerance.errors import UserError

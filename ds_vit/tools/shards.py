@@ -30,9 +30,9 @@ from ds_vit.data.decode import ORIENTATION, ImageDecodeError, decode, orientatio
 from ds_vit.data.sources.captions import CaptionKeys
 from ds_vit.data.sources.datasets import open_source
 from ds_vit.data.sources.folders import FolderSource
+from ds_vit.data.sources.listing import TRAIN_NAMES, VAL_NAMES
 from ds_vit.data.sources.pairs import TextFileSource
 from ds_vit.data.sources.shards import CLASSES_FILE, DOT, DOT_OF_SUFFIX, PLAN_FILE, make_index, shard_name
-from ds_vit.data.sources.source import TRAIN_NAMES, VAL_NAMES
 from ds_vit.data.sources.tars import TarSource
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.rank import begin_child

@@ -21,8 +21,9 @@ from ds_vit.data.sampler import Share
 from ds_vit.data.settings import ImageConfig
 from ds_vit.data.sources import masks
 from ds_vit.data.sources.combined import hold_out, mixed
+from ds_vit.data.sources.listing import NoSuchSplit
 from ds_vit.data.sources.masks import Labels, decode_mask, default_palette, size_of_mask
-from ds_vit.data.sources.source import NoSuchSplit, Source
+from ds_vit.data.sources.source import Source
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.tasks.segmentation.task import Segmentation
 

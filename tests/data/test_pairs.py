@@ -26,7 +26,8 @@ from ds_vit.data.settings import ImageConfig
 from ds_vit.data.sources import shards
 from ds_vit.data.sources.captions import CaptionKeys
 from ds_vit.data.sources.datasets import open_source
-from ds_vit.data.sources.source import NoSuchSplit, Source
+from ds_vit.data.sources.listing import NoSuchSplit
+from ds_vit.data.sources.source import Source
 from ds_vit.data.text import build_tokenizer
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.tasks.classification.task import Classification

@@ -23,7 +23,7 @@ from timm.utils.misc import natural_key as timm_key
 from ds_vit.data.sources.captions import CaptionKeys
 from ds_vit.data.sources.datasets import open_source
 from ds_vit.data.sources.folders import find_images
-from ds_vit.data.sources.source import natural_key
+from ds_vit.data.sources.listing import natural_key
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.tools.doctor.images import _files as doctors_files
 

@@ -21,7 +21,8 @@ from ds_vit.config.flag import Settings, flag
 from ds_vit.data.augment.steps import uniform
 from ds_vit.data.decode import decode
 from ds_vit.data.fields import ImageField
-from ds_vit.data.sources.source import NoSuchSplit, Source, synonyms_of
+from ds_vit.data.sources.listing import NoSuchSplit, synonyms_of
+from ds_vit.data.sources.source import Source
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.keyed_drop import mix_in
 from ds_vit.models.layers import Layer, take_apart

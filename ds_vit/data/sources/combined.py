@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from ds_vit import randomness
-from ds_vit.data.sources.source import Source, shortened
+from ds_vit.data.sources.listing import shortened
+from ds_vit.data.sources.source import Source
 from ds_vit.fault_tolerance.errors import UserError
 
 _PART = re.compile(r"(?P<split>.*)\[:(?P<percent>\d+(\.\d+)?)%\]")

@@ -20,9 +20,10 @@ from ds_vit.data.sources.captions import CaptionKeys, Captions
 from ds_vit.data.sources.combined import first_part, part_of
 from ds_vit.data.sources.folders import open_folder
 from ds_vit.data.sources.hugging_face import open_hugging_face
+from ds_vit.data.sources.listing import TRAIN_NAMES, VAL_NAMES, shortened
 from ds_vit.data.sources.pairs import open_pairs, open_table
 from ds_vit.data.sources.shards import open_shards
-from ds_vit.data.sources.source import TRAIN_NAMES, VAL_NAMES, ArraySource, Source, shortened
+from ds_vit.data.sources.source import ArraySource, Source
 from ds_vit.fault_tolerance.errors import UserError, did_you_mean, first_line
 
 # timm's torch/ names of fixed data sets; torch/inaturalist (needs a target type) and torch/image_folder

@@ -19,13 +19,11 @@ import numpy as np
 
 from ds_vit.data.decode import undecodable
 from ds_vit.data.sources.captions import NOT_UTF_8
-from ds_vit.data.sources.source import (
+from ds_vit.data.sources.listing import (
     LABELS_FILE,
     TRAIN_NAMES,
     VAL_NAMES,
     WITHOUT_CLASSES,
-    ArraySource,
-    Source,
     class_name,
     described_counts,
     hidden,
@@ -39,6 +37,7 @@ from ds_vit.data.sources.source import (
     suffix_counts,
     synonyms_of,
 )
+from ds_vit.data.sources.source import ArraySource, Source
 from ds_vit.data.sources.tars import TarSource
 from ds_vit.fault_tolerance.errors import LATIN_1, UserError
 

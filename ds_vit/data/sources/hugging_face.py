@@ -19,17 +19,8 @@ import numpy as np
 
 from ds_vit.data.decode import undecodable
 from ds_vit.data.sources.captions import CaptionKeys, Captions, clean_captions
-from ds_vit.data.sources.source import (
-    TRAIN_NAMES,
-    VAL_NAMES,
-    ArraySource,
-    below_common_folder,
-    check_labels,
-    class_name,
-    in_natural_order,
-    no_such_split,
-    synonyms_of,
-)
+from ds_vit.data.sources.listing import TRAIN_NAMES, VAL_NAMES, class_name, in_natural_order, no_such_split, synonyms_of
+from ds_vit.data.sources.source import ArraySource, below_common_folder, check_labels
 from ds_vit.fault_tolerance.errors import UserError, first_line
 
 _FORMS = ("{}/*.arrow", "{}/*.parquet", "{}-*.arrow", "{}-*.parquet", "data/{}-*.parquet", "{}.arrow", "{}.parquet")

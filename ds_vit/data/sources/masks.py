@@ -30,17 +30,17 @@ from ds_vit.data.decode import ImageDecodeError, readable
 from ds_vit.data.sources.combined import Subset
 from ds_vit.data.sources.folders import FileSource, read_table, require_utf8, walk
 from ds_vit.data.sources.hugging_face import open_hugging_face
-from ds_vit.data.sources.source import (
+from ds_vit.data.sources.listing import (
     IMAGE_EXTENSIONS,
     LABELS_FILE,
     SUPPORTED,
-    Source,
     hidden,
     in_natural_order,
     no_such_split,
     shortened,
     synonyms_of,
 )
+from ds_vit.data.sources.source import Source
 from ds_vit.fault_tolerance.errors import UserError
 
 _LAYOUTS = "DIR/train/images and DIR/train/masks, or DIR/images/train and DIR/masks/train (and val for train)"

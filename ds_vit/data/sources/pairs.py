@@ -11,7 +11,7 @@ import numpy as np
 
 from ds_vit.data.sources.captions import CaptionKeys, Captions, caption_lines, check_matches, clean_captions
 from ds_vit.data.sources.folders import FileSource, find_split, read_table, require_utf8, walk
-from ds_vit.data.sources.source import (
+from ds_vit.data.sources.listing import (
     TRAIN_NAMES,
     NoSuchSplit,
     hidden,

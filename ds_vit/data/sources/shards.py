@@ -26,10 +26,9 @@ import numpy as np
 
 from ds_vit.config.run_folder import written_whole
 from ds_vit.data.sources.captions import CaptionKeys, Captions, caption_lines, check_matches, clean_captions
-from ds_vit.data.sources.source import (
+from ds_vit.data.sources.listing import (
     IMAGE_EXTENSIONS,
     SUPPORTED,
-    check_labels,
     class_name,
     hidden,
     in_natural_order,
@@ -37,6 +36,7 @@ from ds_vit.data.sources.source import (
     number_classes,
     synonyms_of,
 )
+from ds_vit.data.sources.source import check_labels
 from ds_vit.data.sources.tars import PackedSource
 from ds_vit.fault_tolerance.errors import UserError, read_text
 

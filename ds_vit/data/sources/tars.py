@@ -10,7 +10,8 @@ from typing import IO, BinaryIO
 
 import numpy as np
 
-from ds_vit.data.sources.source import ArraySource, hidden, list_images, number_classes
+from ds_vit.data.sources.listing import hidden, list_images, number_classes
+from ds_vit.data.sources.source import ArraySource
 from ds_vit.fault_tolerance.errors import UserError
 
 _MOST_OPEN = 256  # files; a process may have 1,024 on most systems

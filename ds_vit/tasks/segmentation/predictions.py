@@ -18,8 +18,9 @@ from PIL import Image, ImageDraw, ImageFont
 import ds_vit.data
 from ds_vit.data.decode import decode, upright
 from ds_vit.data.fields import normalised
+from ds_vit.data.sources.listing import LABELS_FILE
 from ds_vit.data.sources.masks import default_palette, find_labels
-from ds_vit.data.sources.source import LABELS_FILE, Source
+from ds_vit.data.sources.source import Source
 from ds_vit.tasks.exports import Exported, MaskPredictor, Predict
 from ds_vit.tasks.segmentation.windows import canvas_of, predicted_classes, windows_of
 

@@ -11,8 +11,9 @@ from PIL import Image
 
 from ds_vit import randomness
 from ds_vit.data.sources.datasets import DigitsSource
+from ds_vit.data.sources.listing import TRAIN_NAMES, VAL_NAMES
 from ds_vit.data.sources.masks import IGNORED, default_palette, pixels_of_classes
-from ds_vit.data.sources.source import TRAIN_NAMES, VAL_NAMES, Source
+from ds_vit.data.sources.source import Source
 from ds_vit.fault_tolerance.errors import UserError
 
 _NUM_TRAIN, _NUM_VAL = 1000, 200

@@ -19,8 +19,8 @@ from rich.progress import track
 
 from ds_vit.data.decode import ImageDecodeError, describe_depth, orientation, to_rgb, undecodable
 from ds_vit.data.sources.folders import walk
+from ds_vit.data.sources.listing import IMAGE_EXTENSIONS, LABELS_FILE, hidden, is_image
 from ds_vit.data.sources.masks import Labels, decode_mask, find_labels, find_splits, pair_files, require_same_size
-from ds_vit.data.sources.source import IMAGE_EXTENSIONS, LABELS_FILE, hidden, is_image
 from ds_vit.data.sources.tars import members_of
 from ds_vit.fault_tolerance import exit_codes
 from ds_vit.fault_tolerance.errors import UserError

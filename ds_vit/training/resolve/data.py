@@ -15,16 +15,9 @@ from ds_vit.data.settings import Data, Workers
 from ds_vit.data.sources.captions import CaptionKeys
 from ds_vit.data.sources.combined import hold_out, mixed, part_of
 from ds_vit.data.sources.datasets import open_source
+from ds_vit.data.sources.listing import TRAIN_NAMES, NoSuchSplit, described_counts, is_image, shortened
 from ds_vit.data.sources.shards import FIRST_DOT
-from ds_vit.data.sources.source import (
-    TRAIN_NAMES,
-    NoSuchSplit,
-    Source,
-    described_counts,
-    headers_of_some,
-    is_image,
-    shortened,
-)
+from ds_vit.data.sources.source import Source, headers_of_some
 from ds_vit.engine.settings import EngineSettings
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.parallel.layout import Layout
