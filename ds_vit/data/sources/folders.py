@@ -18,25 +18,8 @@ from pathlib import Path
 import numpy as np
 
 from ds_vit.data.decode import undecodable
+from ds_vit.data.sources import listing
 from ds_vit.data.sources.captions import NOT_UTF_8
-from ds_vit.data.sources.listing import (
-    LABELS_FILE,
-    TRAIN_NAMES,
-    VAL_NAMES,
-    WITHOUT_CLASSES,
-    class_name,
-    described_counts,
-    hidden,
-    images_among,
-    in_natural_order,
-    is_image,
-    list_images,
-    no_such_split,
-    number_classes,
-    shortened,
-    suffix_counts,
-    synonyms_of,
-)
 from ds_vit.data.sources.source import ArraySource, Source
 from ds_vit.data.sources.tars import TarSource
 from ds_vit.fault_tolerance.errors import LATIN_1, UserError
@@ -47,9 +30,9 @@ def open_folder(data_dir: str, split: str, classes: Sequence[str] | None, allow_
     location = find_split(data_dir, split, or_whole=not labelled)
     if os.path.isfile(location):
         return TarSource(location, [location], labelled=labelled)
-    if os.path.isfile(os.path.join(location, LABELS_FILE)):
+    if os.path.isfile(os.path.join(location, listing.LABELS_FILE)):
         return MultiLabelSource(location, classes)
-    entries = [os.path.join(location, name) for name in sorted(os.listdir(location)) if not hidden(name)]
+    entries = [os.path.join(location, name) for name in sorted(os.listdir(location)) if not listing.hidden(name)]
     tars = [path for path in entries if path.lower().endswith(".tar")]
     if tars and any(map(os.path.isdir, entries)):
         raise UserError(f"{location} holds class folders and {len(tars)} tar files; move one kind elsewhere")
@@ -73,39 +56,39 @@ def find_split(data_dir: str, split: str, *, or_whole: bool = False) -> str:
         raise UserError(f"--data-dir {data_dir} is a file; pass the folder that holds <split>/ or <split>.tar")
     if not os.path.isdir(data_dir):
         raise UserError(f"--data-dir {data_dir} does not exist")
-    for name in synonyms_of(split):
+    for name in listing.synonyms_of(split):
         path = os.path.join(data_dir, name)
         if os.path.isdir(path):
             return path
         if os.path.isfile(f"{path}.tar"):
             return f"{path}.tar"
-    inside = [name for name in os.listdir(data_dir) if not hidden(name)]
-    has_splits = {posixpath.splitext(name)[0] for name in inside} & {*TRAIN_NAMES, *VAL_NAMES, "test"}
-    if or_whole and split in TRAIN_NAMES and not has_splits:
+    inside = [name for name in os.listdir(data_dir) if not listing.hidden(name)]
+    has_splits = {posixpath.splitext(name)[0] for name in inside} & {*listing.TRAIN_NAMES, *listing.VAL_NAMES, "test"}
+    if or_whole and split in listing.TRAIN_NAMES and not has_splits:
         return data_dir
     parent, own = os.path.split(os.path.normpath(data_dir))
     hint = f"a split has a folder for each class: {split}/<class>/<image>"
-    if own in (*TRAIN_NAMES, *VAL_NAMES):
+    if own in (*listing.TRAIN_NAMES, *listing.VAL_NAMES):
         hint = f"give the folder above it, {parent or '.'}"
-    elif (of_classes := _holds_classes(data_dir)) or (or_whole and any(map(is_image, inside))):
+    elif (of_classes := _holds_classes(data_dir)) or (or_whole and any(map(listing.is_image, inside))):
         if not own.strip("."):
             parent, own = os.path.normpath(os.path.join(data_dir, "..")), Path(data_dir).resolve().name
-        words = ["--data-dir", parent or ".", "--train-split" if split in TRAIN_NAMES else "--val-split", own]
+        words = ["--data-dir", parent or ".", "--train-split" if split in listing.TRAIN_NAMES else "--val-split", own]
         hint = f"it holds {'class folders' if of_classes else 'images'} and no splits: {shlex.join(words)}"
-        if split in TRAIN_NAMES:
+        if split in listing.TRAIN_NAMES:
             hint += " --val-fraction 0.1 trains on nine tenths of each class"
-    elif any(map(is_image, inside)):
-        hint = f"its images are in no folders; {WITHOUT_CLASSES}"
+    elif any(map(listing.is_image, inside)):
+        hint = f"its images are in no folders; {listing.WITHOUT_CLASSES}"
     elif tars := sum(name.endswith(".tar") for name in inside):
         hint = f"for its {tars} tar files as WebDataset shards: --dataset wds/{data_dir}"
-    raise no_such_split(data_dir, split, f"{split}/ and no {split}.tar", f"; {hint}")
+    raise listing.no_such_split(data_dir, split, f"{split}/ and no {split}.tar", f"; {hint}")
 
 
 def _holds_classes(folder: str) -> bool:
     """Whether a folder holds folders of images, none of them named as a split."""
-    inside = [path for path in Path(folder).iterdir() if path.is_dir() and not hidden(path.name)]
-    has_split = any(path.name in (*TRAIN_NAMES, *VAL_NAMES) for path in inside)
-    return not has_split and any(is_image(name) for path in inside for name in os.listdir(path))
+    inside = [path for path in Path(folder).iterdir() if path.is_dir() and not listing.hidden(path.name)]
+    has_split = any(path.name in (*listing.TRAIN_NAMES, *listing.VAL_NAMES) for path in inside)
+    return not has_split and any(listing.is_image(name) for path in inside for name in os.listdir(path))
 
 
 def walk(root: str) -> list[str]:
@@ -130,7 +113,7 @@ def walk(root: str) -> list[str]:
             around |= {(status.st_dev, status.st_ino)}
             for entry in entries:
                 path = posixpath.join(relative, entry.name)
-                if hidden(entry.name):
+                if listing.hidden(entry.name):
                     paths.append(path)
                     continue
                 link = entry.is_symlink()  # only a link needs a stat, which is slow on a shared file system
@@ -138,7 +121,7 @@ def walk(root: str) -> list[str]:
                     pending.append((path, around))
                 elif not os.path.exists(entry.path) or os.path.isfile(entry.path) if link else entry.is_file():
                     paths.append(path)  # a broken link fails where it is read
-                elif is_image(path):
+                elif listing.is_image(path):
                     raise UserError(f"{entry.path} is a pipe, a socket or a device, not a file; remove or rename it")
     return paths
 
@@ -193,7 +176,7 @@ def find_images(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
         if not os.path.isdir(path):
             found.append(path)
             continue
-        found += [os.path.join(path, name) for name in images_among(walk(path), path)]
+        found += [os.path.join(path, name) for name in listing.images_among(walk(path), path)]
     return found
 
 
@@ -211,16 +194,15 @@ class FolderSource(FileSource):
 
     def __init__(self, root: str, *, allow_empty: bool = False, labelled: bool = True) -> None:
         folders = {path: posixpath.dirname(path) for path in walk(root)}
-        images, classes, self.left_out = list_images(folders, root, labelled=labelled)
+        images, classes, self.left_out = listing.list_images(folders, root, labelled=labelled)
         empty = _empty_classes(root, images) if labelled or (allow_empty and classes[0]) else []
         if empty and not allow_empty:
             inside = [path for path in folders if path.startswith(tuple(f"{folder}/" for folder in empty))]
-            raise UserError(
-                f"{root}: {len(empty)} class folders without images: {shortened(empty)} (files in there: "
-                f"{described_counts(suffix_counts(inside))}); remove them, or pass --allow-empty-classes"
-            )
+            found = listing.described_counts(listing.suffix_counts(inside))
+            counted = f"{len(empty)} class folders without images: {listing.shortened(empty)} (files in there: {found})"
+            raise UserError(f"{root}: {counted}; remove them, or pass --allow-empty-classes")
         # The empty ones are in the list for their names only.
-        self.class_names, numbers = number_classes([*classes, *map(posixpath.basename, empty)])
+        self.class_names, numbers = listing.number_classes([*classes, *map(posixpath.basename, empty)])
         super().__init__(root, images, numbers[: len(images)])
 
 
@@ -232,7 +214,7 @@ def _empty_classes(root: str, images: Sequence[str]) -> list[str]:
     found = []
     for parent in sorted(parents):
         with os.scandir(os.path.join(root, parent)) as entries:
-            names = sorted(entry.name for entry in entries if os.path.isdir(entry) and not hidden(entry.name))
+            names = sorted(entry.name for entry in entries if os.path.isdir(entry) and not listing.hidden(entry.name))
         found += [path for name in names if (path := posixpath.join(parent, name)) not in holding | above]
     return found
 
@@ -253,23 +235,24 @@ class MultiLabelSource(FileSource):
     multi_label = True
 
     def __init__(self, root: str, classes: Sequence[str] | None = None) -> None:
-        table = os.path.join(root, LABELS_FILE)
+        table = os.path.join(root, listing.LABELS_FILE)
         rows = dict(_rows_of_table(table))
-        files = {path for path in walk(root) if not hidden(path)} - {LABELS_FILE}
+        files = {path for path in walk(root) if not listing.hidden(path)} - {listing.LABELS_FILE}
         if not rows:
             raise UserError(f"{table} lists no images")
         if missing := sorted(set(rows) - files):
             raise UserError(
                 f"{table} lists {len(missing)} files that are not below {root} or hidden, the first is {missing[0]}"
             )
-        self.left_out = dict(suffix_counts(files - set(rows)))
+        self.left_out = dict(listing.suffix_counts(files - set(rows)))
         labels = {label for of_file in rows.values() for label in of_file}
-        names = in_natural_order(labels) if classes is None else classes
+        names = listing.in_natural_order(labels) if classes is None else classes
         if unknown := sorted(labels - set(names)):
-            raise UserError(f"{table} has {len(unknown)} labels that the training split lacks: {shortened(unknown)}")
+            counted = f"{len(unknown)} labels that the training split lacks"
+            raise UserError(f"{table} has {counted}: {listing.shortened(unknown)}")
         self.class_names = tuple(names)
         numbers = {name: number for number, name in enumerate(names)}
-        paths = in_natural_order(rows)
+        paths = listing.in_natural_order(rows)
         # Row i's labels are labels[bounds[i]:bounds[i + 1]].
         self._bounds = np.cumsum([0, *(len(rows[path]) for path in paths)])
         flat = [number for path in paths for number in sorted(numbers[label] for label in rows[path])]
@@ -299,7 +282,7 @@ def _rows_of_table(path: str) -> Iterator[tuple[str, tuple[str, ...]]]:
             raise UserError(f"{where}: {name} is listed twice")
         seen.add(name)
         each = require_utf8(labels, where).split(";")
-        yield name, tuple(dict.fromkeys(class_name(label.strip()) for label in each if label.strip()))
+        yield name, tuple(dict.fromkeys(listing.class_name(label.strip()) for label in each if label.strip()))
 
 
 # ---- tables in text files --------------------------------------------------------------------------------------------
@@ -373,7 +356,7 @@ def _cells(row: str, separator: str) -> list[str] | None:
 def _holds_rows(cell: str, separator: str) -> bool:
     """Whether a cell of several lines has a line of columns with the name of an image: rows that a quote took in."""
     return "\n" in cell and any(
-        separator in line and any(map(is_image, line.split(separator))) for line in cell.split("\n")
+        separator in line and any(map(listing.is_image, line.split(separator))) for line in cell.split("\n")
     )
 
 

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from ds_vit.data.decode import undecodable
+from ds_vit.data.sources import listing
 from ds_vit.data.sources.captions import CaptionKeys, Captions, clean_captions
-from ds_vit.data.sources.listing import TRAIN_NAMES, VAL_NAMES, class_name, in_natural_order, no_such_split, synonyms_of
 from ds_vit.data.sources.source import ArraySource, below_common_folder, check_labels
 from ds_vit.fault_tolerance.errors import UserError, first_line
 
@@ -55,15 +55,15 @@ def open_hugging_face(
         ) from None
     if not os.path.isdir(folder):
         raise UserError(f"there is no folder {folder}; give hfds/FOLDER with what datasets' save_to_disk wrote")
-    forms = [form.format(name) for name, form in itertools.product(synonyms_of(split), _FORMS)]
-    for form in [*forms, *_OF_ONE_SPLIT] if split in TRAIN_NAMES else forms:
+    forms = [form.format(name) for name, form in itertools.product(listing.synonyms_of(split), _FORMS)]
+    for form in [*forms, *_OF_ONE_SPLIT] if split in listing.TRAIN_NAMES else forms:
         found = glob.glob(os.path.join(glob.escape(folder), form))
         # Without what was derived from them, and without another split.
-        others = ("cache-", *(() if form in forms else (*VAL_NAMES, "test")))
+        others = ("cache-", *(() if form in forms else (*listing.VAL_NAMES, "test")))
         own = [path for path in found if not path.endswith(_OLD) and not os.path.basename(path).startswith(others)]
         if own:
-            return HuggingFaceSource(in_natural_order(own), classes, captions)
-    raise no_such_split(folder, split, f"{split}/ and no {split}-*.parquet")
+            return HuggingFaceSource(listing.in_natural_order(own), classes, captions)
+    raise listing.no_such_split(folder, split, f"{split}/ and no {split}-*.parquet")
 
 
 class HuggingFaceSource(ArraySource):
@@ -107,7 +107,7 @@ class HuggingFaceSource(ArraySource):
             return self.drop_classes(len(self), str(error))
         self._targets = np.concatenate([_numbers(table.data[label], label, where) for table in self._tables])
         known = getattr(first.features[label], "names", None) or classes
-        self.class_names = tuple(map(class_name, known or map(str, range(int(self._targets.max()) + 1))))
+        self.class_names = tuple(map(listing.class_name, known or map(str, range(int(self._targets.max()) + 1))))
         valid = (self._targets >= 0) & (self._targets < self.num_classes)
         check_labels(self, self._targets, valid, self.class_names)
 

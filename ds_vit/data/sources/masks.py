@@ -27,19 +27,10 @@ from PIL import Image
 
 from ds_vit.data.augment.steps import Size
 from ds_vit.data.decode import ImageDecodeError, readable
+from ds_vit.data.sources import listing
 from ds_vit.data.sources.combined import Subset
 from ds_vit.data.sources.folders import FileSource, read_table, require_utf8, walk
 from ds_vit.data.sources.hugging_face import open_hugging_face
-from ds_vit.data.sources.listing import (
-    IMAGE_EXTENSIONS,
-    LABELS_FILE,
-    SUPPORTED,
-    hidden,
-    in_natural_order,
-    no_such_split,
-    shortened,
-    synonyms_of,
-)
 from ds_vit.data.sources.source import Source
 from ds_vit.fault_tolerance.errors import UserError
 
@@ -145,7 +136,7 @@ class Labels:
         classes = self.table[places]
         if (unknown := classes == _UNKNOWN).any():
             values, counts = np.unique(mask[unknown], return_counts=True)
-            shown = shortened([f"{value} ({count:,})" for value, count in zip(values, counts, strict=True)])
+            shown = listing.shortened([f"{value} ({count:,})" for value, count in zip(values, counts, strict=True)])
             number = f"{int(counts.sum()):,} of {mask.size:,} pixels"
             raise UserError(f"{name}: {number} have values that are neither a class nor ignored: {shown}; {self._rule}")
         return classes
@@ -204,7 +195,7 @@ def find_labels(folder: str, num_classes: int | None, ignore_index: int | None, 
     Raises:
         UserError: neither says what the classes are, a malformed table, or a class that a flag leaves out.
     """
-    path, first = os.path.join(folder, LABELS_FILE), int(reduce_zero_label)
+    path, first = os.path.join(folder, listing.LABELS_FILE), int(reduce_zero_label)
     way_out = "or pass --ignore-index VALUE"
     if os.path.isfile(path):
         rows = _read_labels(path)
@@ -216,7 +207,7 @@ def find_labels(folder: str, num_classes: int | None, ignore_index: int | None, 
         rule = f"--num-classes {num_classes} stands for {first} to {rows[-1][0]}: raise it, {way_out}"
     else:
         raise UserError(
-            f"{folder} has no {LABELS_FILE}, so that nothing says what the classes are: write one (a header "
+            f"{folder} has no {listing.LABELS_FILE}, so that nothing says what the classes are: write one (a header "
             "index,name, then a row per class: the pixel value and the name), or pass --num-classes N for the pixel "
             f"values {first} to {'N' if first else 'N - 1'}"
         )
@@ -262,7 +253,7 @@ def find_splits(folder: str) -> dict[str, tuple[str, str]]:
         for path in sorted(Path(folder).glob(form.format(name="*", kind="images"))):
             name = path.parts[-2 if form.endswith("{kind}") else -1]
             masks = os.path.join(folder, form.format(name=name, kind="masks"))
-            if not hidden(name) and os.path.isdir(path) and os.path.isdir(masks):
+            if not listing.hidden(name) and os.path.isdir(path) and os.path.isdir(masks):
                 found[name] = (str(path), masks)
     return found
 
@@ -276,20 +267,20 @@ def pair_files(images: str, masks: str) -> tuple[list[tuple[str, str]], str]:
     """
     roots, problems = (images, masks), []
     sides: tuple[dict[str, str], dict[str, str]] = {}, {}
-    for root, side, extensions in zip(roots, sides, (IMAGE_EXTENSIONS, MASK_EXTENSIONS), strict=True):
-        for path in in_natural_order(walk(root)):
+    for root, side, extensions in zip(roots, sides, (listing.IMAGE_EXTENSIONS, MASK_EXTENSIONS), strict=True):
+        for path in listing.in_natural_order(walk(root)):
             stem, extension = posixpath.splitext(path)
-            if extension.lower() not in extensions or hidden(path):
+            if extension.lower() not in extensions or listing.hidden(path):
                 continue
             if (other := side.setdefault(stem, path)) != path:
                 why = "have one path without extension, by which images and masks are paired"
                 problems.append(f"{root}: {other} and {path} {why}; rename or remove one")
     if not sides[0]:
-        problems.append(f"{images} holds no images ({SUPPORTED})")
+        problems.append(f"{images} holds no images ({listing.SUPPORTED})")
     for here, there in ((0, 1), (1, 0)):
         if lone := [path for stem, path in sides[here].items() if stem not in sides[there]]:
             number = f"{len(lone)} of {len(sides[here])} files of {roots[here]}"
-            problems.append(f"{number} have no partner in {roots[there]}: {shortened(lone)}")
+            problems.append(f"{number} have no partner in {roots[there]}: {listing.shortened(lone)}")
     if sides[0].keys() != sides[1].keys():
         rule = f"an image and its mask ({' '.join(MASK_EXTENSIONS)}) have the same path without extension"
         problems.append(f"{rule}: add what is missing, or remove the other")
@@ -374,10 +365,10 @@ def open_masks(
         raise UserError(f"--data-dir {folder} is no folder")
     else:
         splits = find_splits(folder)
-        name = next((name for name in synonyms_of(split) if name in splits), None)
+        name = next((name for name in listing.synonyms_of(split) if name in splits), None)
         if name is None:
             where = f"{split}/images with {split}/masks"
-            raise no_such_split(folder, split, where, f". The layouts are {_LAYOUTS}")
+            raise listing.no_such_split(folder, split, where, f". The layouts are {_LAYOUTS}")
         roots = splits[name]
         pairs, problem = pair_files(*roots)
         if problem:

@@ -9,18 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
+from ds_vit.data.sources import listing
 from ds_vit.data.sources.captions import CaptionKeys, Captions, caption_lines, check_matches, clean_captions
 from ds_vit.data.sources.folders import FileSource, find_split, read_table, require_utf8, walk
-from ds_vit.data.sources.listing import (
-    TRAIN_NAMES,
-    NoSuchSplit,
-    hidden,
-    images_among,
-    no_such_split,
-    shortened,
-    suffix_counts,
-    synonyms_of,
-)
 from ds_vit.fault_tolerance.errors import UserError
 
 _THREADS = 16  # files are small, and often on a network
@@ -53,15 +44,14 @@ class TextFileSource(FileSource):
         files = walk(root)
         has_tars = any(path.lower().endswith(".tar") for path in files)
         shards = f"; for shards give --dataset wds/{os.path.dirname(root)}" if has_tars else ""
-        images = images_among(files, root, shards)
-        texts = {
-            posixpath.splitext(path)[0]: path for path in files if path.lower().endswith(".txt") and not hidden(path)
-        }
+        images = listing.images_among(files, root, shards)
+        named = [path for path in files if path.lower().endswith(".txt") and not listing.hidden(path)]
+        texts = {posixpath.splitext(path)[0]: path for path in named}
         stems = [posixpath.splitext(path)[0] for path in images]
         bare = [path for path, stem in zip(images, stems, strict=True) if stem not in texts]
         check_matches(root, bare, [texts[stem] for stem in texts.keys() - {*stems}], len(images))
         taken = {*images, *texts.values()}
-        self.left_out = dict(suffix_counts(path for path in files if path not in taken))
+        self.left_out = dict(listing.suffix_counts(path for path in files if path not in taken))
         super().__init__(root, images, np.zeros(len(images), dtype=np.int64))
 
         def read(stem: str) -> tuple[str, ...]:
@@ -90,13 +80,14 @@ def open_table(location: str, split: str, keys: CaptionKeys) -> TableSource:
         table = os.path.join(folder, split)
     elif not os.path.isdir(location):
         table = location
-        if split not in TRAIN_NAMES and os.path.isfile(location):
-            raise NoSuchSplit(f"{location} is the table of training; name that of {split} by --val-split FILE.csv")
+        if split not in listing.TRAIN_NAMES and os.path.isfile(location):
+            way_out = f"name that of {split} by --val-split FILE.csv"
+            raise listing.NoSuchSplit(f"{location} is the table of training; {way_out}")
     else:
-        names = [name + suffix for name in synonyms_of(split) for suffix in _TABLES]
+        names = [name + suffix for name in listing.synonyms_of(split) for suffix in _TABLES]
         found = [path for name in names if os.path.isfile(path := os.path.join(folder, name))]
         if not found:
-            raise no_such_split(folder, split, f"{split}.csv")
+            raise listing.no_such_split(folder, split, f"{split}.csv")
         table = found[0]
     if not os.path.isfile(table):
         raise UserError(f"there is no table {table}; give csv/FILE, or csv/FOLDER with train.csv in it")
@@ -142,7 +133,7 @@ def _rows(table: str, keys: CaptionKeys) -> Iterator[tuple[str, str]]:
         if header.count(name) != 1:
             number = "two columns" if name in header else "no column"
             by = f" by the separator {keys.separator!r}" if keys.separator else ""
-            has = f"the columns{by} are {shortened(header)}"
+            has = f"the columns{by} are {listing.shortened(header)}"
             raise UserError(f"{table} has {number} {name}; {has}; give {flag}, or --csv-separator")
         columns.append(header.index(name))
     for where, cells in rows:

@@ -25,17 +25,8 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from ds_vit.config.run_folder import written_whole
+from ds_vit.data.sources import listing
 from ds_vit.data.sources.captions import CaptionKeys, Captions, caption_lines, check_matches, clean_captions
-from ds_vit.data.sources.listing import (
-    IMAGE_EXTENSIONS,
-    SUPPORTED,
-    class_name,
-    hidden,
-    in_natural_order,
-    no_such_split,
-    number_classes,
-    synonyms_of,
-)
 from ds_vit.data.sources.source import check_labels
 from ds_vit.data.sources.tars import PackedSource
 from ds_vit.fault_tolerance.errors import UserError, read_text
@@ -68,7 +59,7 @@ def open_shards(
     folder, of_training = os.path.split(location) if location.endswith(".tar") else (location, "")
     if split.endswith(".tar"):
         shards = _expanded(os.path.join(folder, split))
-    elif of_training and "train" in synonyms_of(split):
+    elif of_training and "train" in listing.synonyms_of(split):
         shards = _expanded(location)
     else:
         shards = _of_split(folder or ".", split)
@@ -113,20 +104,20 @@ def _of_split(folder: str, split: str) -> list[str]:
     """The shards of a split by its name."""
     if not os.path.isdir(folder):
         raise UserError(f"there is no folder of shards {folder}; give wds/FOLDER, or wds/FOLDER/train-{{000..127}}.tar")
-    for name, form in itertools.product(synonyms_of(split), ("{}-*.tar", "{}/*.tar", "{}.tar")):
-        if shards := in_natural_order(glob.glob(os.path.join(glob.escape(folder), form.format(name)))):
+    for name, form in itertools.product(listing.synonyms_of(split), ("{}-*.tar", "{}/*.tar", "{}.tar")):
+        if shards := listing.in_natural_order(glob.glob(os.path.join(glob.escape(folder), form.format(name)))):
             _check_no_gap(shards)
             if os.path.isfile(plan := os.path.join(folder, PLAN_FILE.format(name))) and "-" in form:
                 planned = json.loads(read_text(plan, ""))["shards"]
                 _require_all([os.path.join(folder, shard_name(name, n)) for n in range(planned)], plan, "bring them")
             return shards
-    raise no_such_split(folder, split, f"shards {split}-*.tar", _pattern_hint(folder))
+    raise listing.no_such_split(folder, split, f"shards {split}-*.tar", _pattern_hint(folder))
 
 
 def _pattern_hint(folder: str) -> str:
     """How to name numbered shards without a split in their name, as img2dataset writes them: `{00000..00127}.tar`."""
-    tars = in_natural_order([name for name in os.listdir(folder) if name.endswith(".tar") and not hidden(name)])
-    numbered = [found for name in tars if (found := _NUMBERED.fullmatch(name))]
+    tars = [name for name in os.listdir(folder) if name.endswith(".tar") and not listing.hidden(name)]
+    numbered = [found for name in listing.in_natural_order(tars) if (found := _NUMBERED.fullmatch(name))]
     if not numbered or len({found[1] for found in numbered}) > 1:
         return ""
     pattern = f"{numbered[0][1]}{{{numbered[0][2]}..{numbered[-1][2]}}}.tar"
@@ -203,9 +194,9 @@ class ShardSource(PackedSource):
         """Class names, and each sample's number among them."""
         if labels.dtype.kind == "S":
             found, place = np.unique(labels, return_inverse=True)
-            found_names = [class_name(os.fsdecode(name)) for name in found]
-            known = known if known is not None else number_classes(found_names)[0]
-            number_of = {class_name(name): number for number, name in enumerate(known)}
+            found_names = [listing.class_name(os.fsdecode(name)) for name in found]
+            known = known if known is not None else listing.number_classes(found_names)[0]
+            number_of = {listing.class_name(name): number for number, name in enumerate(known)}
             numbers = np.array([number_of.get(name, -1) for name in found_names], dtype=np.int64)[place]
         else:
             numbers = labels
@@ -381,7 +372,7 @@ def read_index(shard: str, captions: CaptionKeys | None = None) -> ShardIndex:
         images = {key: files[suffix] for key, files in samples.items() if (suffix := _image_suffix(files))}
         if not images:
             dotted = next((f"; {name}: {FIRST_DOT}" for name in map(_dotted_image, samples.values()) if name), "")
-            raise UserError(f"{shard} holds no images ({SUPPORTED}){dotted}")
+            raise UserError(f"{shard} holds no images ({listing.SUPPORTED}){dotted}")
         texts = None if captions is None else _captions(samples, images, captions.caption, file, shard)
         labels = [_label(samples[key], file, shard) if texts is None else 0 for key in images]
     if all(isinstance(label, int) for label in labels):
@@ -414,7 +405,7 @@ def _files_of_samples(file: BinaryIO, shard: str) -> dict[str, dict[str, _File]]
                 if info.islnk():
                     link = f"{info.name} as a hard link, which has no bytes"
                     raise UserError(f"{shard} holds {link}; make the shard again with tar --hard-dereference")
-                if not info.isreg() or _OF_WEBDATASET.search(path) or hidden(_unpacked_name(path)):
+                if not info.isreg() or _OF_WEBDATASET.search(path) or listing.hidden(_unpacked_name(path)):
                     continue
                 named = _KEY.fullmatch(path)
                 key, suffix = (named[1], named[2].lower()) if named else (path, "")
@@ -433,12 +424,12 @@ def _files_of_samples(file: BinaryIO, shard: str) -> dict[str, dict[str, _File]]
 
 
 def _image_suffix(files: dict[str, _File]) -> str | None:
-    return next((suffix for suffix in files if suffix in IMAGE_EXTENSIONS), None)
+    return next((suffix for suffix in files if suffix in listing.IMAGE_EXTENSIONS), None)
 
 
 def _dotted_image(files: dict[str, _File]) -> str:
     """The name of a file that would be the sample's image, had it one dot only; empty if there is none."""
-    names = (file.name for suffix, file in files.items() if posixpath.splitext(suffix)[1] in IMAGE_EXTENSIONS)
+    names = (file.name for suffix, file in files.items() if posixpath.splitext(suffix)[1] in listing.IMAGE_EXTENSIONS)
     return next(names, "") if _image_suffix(files) is None else ""
 
 

@@ -12,10 +12,10 @@ from ds_vit.config.units import parse_set
 from ds_vit.data.decode import describe_depth, require_fast, require_fast_on_device
 from ds_vit.data.sampler import SampleOrder, Share
 from ds_vit.data.settings import Data, Workers
+from ds_vit.data.sources import listing
 from ds_vit.data.sources.captions import CaptionKeys
 from ds_vit.data.sources.combined import hold_out, mixed, part_of
 from ds_vit.data.sources.datasets import open_source
-from ds_vit.data.sources.listing import TRAIN_NAMES, NoSuchSplit, described_counts, is_image, shortened
 from ds_vit.data.sources.shards import FIRST_DOT
 from ds_vit.data.sources.source import Source, headers_of_some
 from ds_vit.engine.settings import EngineSettings
@@ -87,8 +87,8 @@ def resolve_data(
     notes = [*notes, *held_out]
     for split, source in ((config.train_split, train), (config.val_split, val)):
         if source is not None and source.left_out and not (source is val and held_out):
-            files = described_counts(Counter(source.left_out))
-            dotted = any(suffix.count(".") > 1 and is_image(suffix[1:]) for suffix in source.left_out)
+            files = listing.described_counts(Counter(source.left_out))
+            dotted = any(suffix.count(".") > 1 and listing.is_image(suffix[1:]) for suffix in source.left_out)
             rule = f" ({FIRST_DOT})" if dotted else ""
             notes.append(f"{split}: files of kinds that are not read are left out: {files}{rule}")
     # Evaluation takes nothing in this order, and its batch may be larger than the training split.
@@ -154,13 +154,13 @@ def _open_sources(config: RunConfig) -> tuple[Source, Source | None, list[str]]:
         raise UserError("--train-split '' has no meaning but in evaluation; name the training split")
     try:
         parts = _open_each(config, config.train_split)
-    except NoSuchSplit as error:
+    except listing.NoSuchSplit as error:
         if not config.eval_only or config.val_fraction is not None:
             raise
         if config.eval_knn or config.eval_linear_probe:
             why = "k-NN and the linear probe compare features with those of the training images"
             raise UserError(f"{error}; {why}: name their --train-split") from None
-        if part_of(config.train_split)[0] not in TRAIN_NAMES:  # by default it need not be there
+        if part_of(config.train_split)[0] not in listing.TRAIN_NAMES:  # by default it need not be there
             raise UserError(f"{error}; --train-split '' evaluates without it") from None
         return _open_for_evaluation(config)
     # Without labels, data whose folders differ have none in common.
@@ -175,7 +175,7 @@ def _open_sources(config: RunConfig) -> tuple[Source, Source | None, list[str]]:
         return train, None, []
     try:
         return train, _open_val_split(config, names), []
-    except NoSuchSplit as error:
+    except listing.NoSuchSplit as error:
         if config.eval_only:
             raise
         if not _needs_labels(config) and config.val_split == config.default_of("val_split"):
@@ -198,7 +198,7 @@ def _open_for_evaluation(config: RunConfig) -> tuple[Source, Source, list[str]]:
     if config.num_classes not in (None, source.num_classes):
         others = [name for name in source.class_names if name not in names]
         why = (
-            f"{shortened(others)} is none of the weights' ({shortened(names)})"
+            f"{listing.shortened(others)} is none of the weights' ({listing.shortened(names)})"
             if names
             else "nothing says which is which"
         )
@@ -252,7 +252,7 @@ def _open_each(
                     partly=config.eval_only,
                 )
             found.append(source)
-        except NoSuchSplit as error:
+        except listing.NoSuchSplit as error:
             missing = error
             if not of_evaluation:
                 raise
