@@ -472,14 +472,10 @@ def test_an_image_tower_with_nothing_to_train(ranks, tmp_path):
 # ---- what is rejected ------------------------------------------------------------------------------------------------
 
 REJECTED = {
-    "--mixup 0.8": "no labels to mix",
-    "--smoothing 0.2": "no classes",
-    "--num-classes 10": "no classes",
     "--lock-image --lock-image-unlocked-groups 9": "the image tower has 3 groups",
     "--lock-image-unlocked-groups 1": "--lock-image",
     "--text-model clip_bose": "the nearest is clip_base",
     "--text-heads 5": "--text-width 24 must be a multiple of --text-heads 5; the nearest is 25",
-    "--mask-ratio 0.5": "it is of --task mae",
     "--dataset digits": "caption",
 }
 

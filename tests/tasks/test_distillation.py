@@ -222,7 +222,6 @@ def test_a_teacher_of_other_classes_is_refused(capsys, weights, tmp_path):
 
 REFUSED = {
     "--pp": (("--pp", 2), "--pp 2: a student and its teacher are not split into pipeline stages"),
-    "several sizes": (("--train-img-sizes", 8, 16), "--train-img-sizes has no effect with --task classification: its"),
     "no name": (
         ("--kd-checkpoint", "{weights}/vit_tiny_patch16_224.safetensors", "--kd-model-name", ""),
         "give --kd-model-name",

@@ -29,7 +29,6 @@ from ds_vit.models.param_groups import no_weight_decay_names
 from ds_vit.models.sequential import SequentialViT, timm_names
 from ds_vit.tasks.mae.loss import MaskedPatchLoss
 from ds_vit.tasks.mae.towers import masked_patches, patchify, unpatchify
-from ds_vit.tasks.registry import find_task
 from ds_vit.tools.evaluate import evaluate_weights
 from ds_vit.tools.evaluate import main as evaluate_main
 from ds_vit.training.inputs import InputPipeline
@@ -260,22 +259,6 @@ def test_another_mask_is_another_run(ranks, tmp_path):
     ):
         with pytest.raises(UserError, match=f"{there} there and {here} here; give the same {flag},"):
             resolved(command(tmp_path, [*go_on, flag, *value]))
-
-
-@pytest.mark.parametrize(
-    ("words", "what"),
-    [
-        ("--task mae --mixup 0.8", "--mixup has no effect with --task mae: an image is its own target"),
-        ("--task mae --bce-loss", "--bce-loss has no effect with --task mae"),
-        ("--task mae --linear-probe", "--linear-probe has no effect with --task mae: its model has no classes"),
-        ("--task mae --tp 2 --class-parallel on", "--class-parallel has no effect with --task mae"),
-        ("--mask-ratio 0.5", "--mask-ratio has no effect with --task classification; it is of --task mae"),
-    ],
-)
-def test_flags_that_would_do_nothing(words, what):
-    """A flag that is taken and forgotten."""
-    with pytest.raises(UserError, match=what):
-        find_task(flags.parse(["--deepspeed_config", "x.json", "--dataset", "digits", *words.split()]))
 
 
 def test_layer_decay_has_no_place_for_a_decoder(tmp_path):

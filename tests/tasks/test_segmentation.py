@@ -395,7 +395,6 @@ def test_weights_of_a_classifier_start_a_segmenter(ranks, folder, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--mixup", 0.8], "masks of two images cannot be mixed"),
         (["--slide-stride", 17], "must be at most 16"),
         (["--scale-range", 1, 2], "with --no-aug"),
         (["--img-size", 18], "the nearest is 16"),
@@ -403,7 +402,7 @@ def test_weights_of_a_classifier_start_a_segmenter(ranks, folder, tmp_path):
         (["--model-kwargs", "patch_drop_rate=0.5"], "leaves patches out"),
     ],
 )
-def test_what_has_no_effect_is_refused(capsys, folder, words, message, tmp_path):
+def test_what_cannot_be_is_refused(capsys, folder, words, message, tmp_path):
     """A flag that would be ignored silently."""
     config = write_config(tmp_path / "1.json", **BLOCKS)
     argv = [*WORDS, "--data-dir", folder, "--deepspeed_config", config, "--output", tmp_path / "run", "-b", 8, *words]

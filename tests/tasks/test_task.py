@@ -1,7 +1,9 @@
 """The seam of a task: another metric, another rule for the best weights; scheduled values against DINOv2's."""
 
 import json
+import re
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,11 +13,15 @@ from curves import read_rows
 from runs import DIGITS, refusal, resolved
 
 from ds_vit.checkpoint.folder import Checkpoint
+from ds_vit.config.flag import spelling
+from ds_vit.config.schema import RunConfig
 from ds_vit.data.field import Field
 from ds_vit.data.sources.source import fingerprint_of
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.tasks.classification.task import Classification
-from ds_vit.tasks.metrics import Figure, Metrics
+from ds_vit.tasks.distillation.task import Distillation
+from ds_vit.tasks.metrics import Figure, Means
+from ds_vit.tasks.registry import all_tasks, find_task, idle_flags
 from ds_vit.tasks.task import Horizon, cosine, linear_warmup
 from ds_vit.training.resolve.record import identity_of
 from ds_vit.training.resume import Resume, check_same_run
@@ -28,7 +34,7 @@ WORDS = [
 ]
 
 
-class Margin(Metrics):
+class Margin(Means):
     """The mean loss, and the mean margin of the right class over the best wrong one."""
 
     def update(self, outputs, batch):
@@ -36,13 +42,7 @@ class Margin(Metrics):
         targets = batch["targets"]
         right = outputs.gather(1, targets[:, None])[:, 0]
         wrong = outputs.scatter(1, targets[:, None], -torch.inf).amax(1)
-        rows = torch.stack([F.cross_entropy(outputs, targets, reduction="none"), right - wrong, torch.ones_like(right)])
-        self.sums += torch.where(batch["valid"], rows.double(), 0.0).sum(1)
-
-    def compute(self):
-        """As `Metrics.compute`."""
-        loss, margin, images = self.sums.tolist()
-        return {"loss": loss / images, "margin": margin / images, "images": int(images)}
+        self.count((F.cross_entropy(outputs, targets, reduction="none"), right - wrong), batch)
 
 
 class ByLoss(Classification):
@@ -55,7 +55,7 @@ class ByLoss(Classification):
 
     def metrics(self, device):
         """As `Task.metrics`."""
-        return Margin(3, device)
+        return Margin(device, "loss", "margin")
 
 
 def train_by_loss(argv):
@@ -89,6 +89,18 @@ def test_a_word_that_is_no_task(capfd):
     argv = [*WORDS[:-1], "by-loss", "--deepspeed_config", "ds_configs/cpu_zero1_fp32.json"]
     assert main([str(word) for word in argv]) == 2
     assert "there is no --task by-loss; there is classification" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("task", all_tasks(), ids=lambda task: task.__name__)
+def test_each_flag_without_effect_is_an_error_with_its_reason(task):
+    # Catches: a flag that is taken and forgotten: one that the task rejects, one of a classifier, one of another task.
+    config = RunConfig(task=task.name, kd_model_name="a teacher" if task is Distillation else "")
+    assert find_task(config) is task
+    for flag, reason in idle_flags(task).items():
+        said = f"{spelling(flag)} has no effect with --task {task.name}{reason}"
+        requested = mock.patch.object(RunConfig, "is_requested", lambda _, name, flag=flag: name == flag)
+        with requested, pytest.raises(UserError, match=re.escape(said)):
+            find_task(config)
 
 
 class Numbers(Field):
