@@ -254,9 +254,13 @@ def sheet(path: Path, title: str) -> list[Panel]:
 
 
 def pictures(folder: RunFolder, titles: Mapping[str, str]) -> list[Panel]:
-    """The panels of pictures of the last evaluation, by their names, as far as there are such files."""
+    """The panels of pictures of the last evaluation, by their names, as far as there are such files.
+
+    A picture of averaged weights follows those of the weights themselves.
+    """
+    of_average = {f"ema-{name}": "The same with the moving average of the weights" for name in titles}
     cards = []
-    for name, title in titles.items():
+    for name, title in {**titles, **of_average}.items():
         with contextlib.suppress(OSError), Image.open(folder.picture(name)) as image:
             shown = image.convert("RGB")
             shown.thumbnail((_MAX_WIDTH, 2 * _MAX_WIDTH))

@@ -27,10 +27,6 @@ from ds_vit.tasks.panels import Panel, pictures
 from ds_vit.tasks.task import ChainTask, Loss
 
 _NO_LABELS = "an image is its own target, and there are no labels to mix"
-_PICTURES = {
-    "reconstruction": "Images, their visible patches, the prediction, and both together",
-    "ema-reconstruction": "The same with the moving average of the weights",
-}
 _PANEL = 96  # pixels across, at least half of it: smaller images are enlarged in the picture
 
 
@@ -93,7 +89,8 @@ class MaskedAutoencoding(ChainTask):
     @classmethod
     def panels(cls, folder: RunFolder) -> Mapping[str, Sequence[Panel]]:
         """As `Task.panels`: the pictures of the reconstruction."""
-        return {"Images": pictures(folder, _PICTURES)}
+        title = "Images, their visible patches, the prediction, and both together"
+        return {"Images": pictures(folder, {"reconstruction": title})}
 
 
 class Reconstruction(Means):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -27,10 +27,6 @@ from ds_vit.tasks.panels import Panel, class_name, table
 from ds_vit.tasks.segmentation.windows import predicted_classes
 
 FIGURES = (Figure("miou", "mIoU", "%"), Figure("pixel_accuracy", "pixel accuracy", "%"))
-PICTURES: Mapping[str, str] = {
-    "segmentation": "Images, their masks and the predicted classes at the last evaluation",
-    "ema-segmentation": "The same with the moving average of the weights",
-}
 ABSENT = "absent"
 _FILE = "iou.csv"
 _PANEL = 192  # pixels across of a picture

@@ -37,7 +37,7 @@ from ds_vit.tasks.metrics import Batch, Metrics
 from ds_vit.tasks.panels import Panel, pictures
 from ds_vit.tasks.segmentation.export import FORMATS
 from ds_vit.tasks.segmentation.flags import SETTINGS
-from ds_vit.tasks.segmentation.metrics import FIGURES, PICTURES, MeanIoU, iou_panels, write_iou
+from ds_vit.tasks.segmentation.metrics import FIGURES, MeanIoU, iou_panels, write_iou
 from ds_vit.tasks.segmentation.predictions import predict_masks, write_labels
 from ds_vit.tasks.segmentation.scenes import open_scenes
 from ds_vit.tasks.segmentation.towers import HEAD, Segmenter, create_segmenter, grid_of_logits
@@ -212,7 +212,8 @@ class Segmentation(Task):
     @classmethod
     def panels(cls, folder: RunFolder) -> Mapping[str, Sequence[Panel]]:
         """As `Task.panels`: the IoU of each class, and images with their masks."""
-        return {"Classes": iou_panels(folder), "Images": pictures(folder, PICTURES)}
+        title = "Images, their masks and the predicted classes at the last evaluation"
+        return {"Classes": iou_panels(folder), "Images": pictures(folder, {"segmentation": title})}
 
 
 @cache
