@@ -31,7 +31,6 @@ from ds_vit.tasks.clip.task import Clip, SigLip
 from ds_vit.tasks.clip.tower import TextSettings, create_contrastive_model
 from ds_vit.tasks.clip.weights import CLIP_NAMES
 from ds_vit.tasks.registry import refused_flags
-from ds_vit.tasks.retrieval import places_of_partners
 from ds_vit.training.resolve.record import identity_of
 
 LOSSES = {
@@ -313,34 +312,6 @@ def test_a_scale_near_its_bound_is_clamped_after_its_update(ranks, tmp_path, lay
         found.append(load_file(tmp_path / name / "text.safetensors")["text.logit_scale"].item())
     assert_same_curve(*[read_rows(tmp_path / name) for name in ("one", "run")], rtol=1e-4)
     assert found[1] == pytest.approx(found[0], abs=1e-5)
-
-
-# ---- evaluation ------------------------------------------------------------------------------------------------------
-
-
-def test_partners_are_found_as_by_sorting():
-    # Catches: a block of rows left out, ties that depend on the block, queries and gallery exchanged.
-    queries, gallery = (rows.detach() for rows in pairs(50, width=4))
-    gallery[7] = gallery[3]  # a tie: the first counts as nearer
-    order = (queries @ gallery.T).sort(dim=1, descending=True, stable=True).indices
-    expected = (order == torch.arange(50)[:, None]).int().argmax(dim=1)
-    own = torch.arange(50)
-    assert torch.equal(places_of_partners(queries, own, gallery, own, at_once=120), expected)
-
-
-def test_recall_is_the_same_on_three_ranks(ranks, tmp_path):
-    # Catches: features of one rank only, rows of padding that count, images and captions that are not of one sample.
-    split = ("--val-split", "validation", "--max-steps", 3, "-vb", 7)
-    one, three = (train(ranks, tmp_path / str(n), "clip", n, 1, 1, *split) for n in (1, 3))
-    layers = train(ranks, tmp_path / "pp", "clip", 2, 1, 1, "--pp", 2, *split)
-    rows = [[row for row in run if row["kind"] == "eval"] for run in (one, three, layers)]
-    exact = [[{key: row[key] for key in row.keys() - {"wall_seconds", "similarity"}} for row in run] for run in rows]
-    assert exact[0] == exact[1] == exact[2]
-    similarities = [[row["similarity"] for row in run] for run in rows]
-    assert similarities[1:] == [pytest.approx(similarities[0], abs=1e-6)] * 2
-    [row] = rows[0]
-    assert row["images"] == 580
-    assert row["text_to_image_r10"] > row["text_to_image_r1"]
 
 
 # ---- damaged pairs ---------------------------------------------------------------------------------------------------
