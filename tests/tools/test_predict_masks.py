@@ -86,13 +86,17 @@ def plainly(run, path, stride):
 @torch.no_grad()
 @pytest.mark.parametrize("stride", [None, 0])
 def test_masks_have_the_images_sizes_and_the_values_of_the_data(run, tmp_path, capsys, stride):
-    """Class numbers in place of the data's values, a mask of the model's size, other windows than evaluation's."""
+    """Class numbers in place of the data's values, a mask of the model's size, other windows than evaluation's; a bad
+    file whose neighbour loses its mask."""
     photos, output = write_photos(tmp_path / "photos" / "deeper").parent, tmp_path / "out"
+    (photos / "deeper" / "bad.jpg").write_text("not a picture")
     words = [] if stride is None else ["--slide-stride", str(stride)]
-    assert cli.main(["predict", str(run), str(photos), "--output", str(output), *words]) == 0
+    assert cli.main(["predict", str(run), str(photos), "--output", str(output), *words]) == 65
     out, err = capsys.readouterr()
     rows = {row["image"]: row for row in csv.DictReader(io.StringIO(out))}
     assert f"{output}: 2 images" in err
+    assert "bad.jpg: cannot be read" in err
+    assert len([*output.glob("*/deeper/*")]) == 4
     seen = set()
     for name, size in SIZES.items():
         path = photos / "deeper" / name
@@ -128,23 +132,9 @@ def test_overlays_blend_image_and_colours_and_name_the_classes_present():
     assert [list(COLOURS[number]) in legend for number in range(3)] == [True, False, True]
 
 
-def test_a_table_of_files_and_an_image_that_cannot_be_read(run, tmp_path, capsys, monkeypatch):
-    """A bad file whose neighbour loses its mask; an empty mask for it; the default folder."""
+def test_from_python_and_without_a_table_of_labels(run, tmp_path, capsys, monkeypatch):
+    """Values of the file in place of class numbers; a run of which nothing says the colours; the default folder."""
     monkeypatch.chdir(tmp_path)
-    write_photos(tmp_path)
-    (tmp_path / "bad.jpg").write_text("not a picture")
-    assert cli.main(["predict", str(run), "wide.jpg", "bad.jpg", "tall.png", "-k", "2"]) == 65
-    out, err = capsys.readouterr()
-    assert "bad.jpg: cannot be read" in err
-    assert "share" in out
-    assert "probability" not in out
-    assert sorted(path.name for path in tmp_path.glob("predictions/*/*")) == [
-        *("tall.jpg", "tall.png", "wide.jpg", "wide.png")
-    ]
-
-
-def test_from_python_and_without_a_table_of_labels(run, tmp_path):
-    """Values of the file in place of class numbers; a run of which nothing says the colours."""
     write_photos(tmp_path)
     found = predict(run, [str(tmp_path / name) for name in SIZES])
     assert found["by"] == "pixels"
@@ -155,8 +145,10 @@ def test_from_python_and_without_a_table_of_labels(run, tmp_path):
             assert one["share"] == pytest.approx((row["mask"] == one["number"]).mean())
             assert one["name"] == NAMES[one["number"]]
     bare = random_run(tmp_path / "bare", labels=False, reduce_zero_label=True)
-    assert cli.main(["predict", str(bare), str(tmp_path / "tall.png"), "--output", str(tmp_path / "out")]) == 0
-    mask = np.asarray(Image.open(tmp_path / "out" / "masks" / "tall.png"))
+    assert cli.main(["predict", str(bare), "tall.png", "-k", "2"]) == 0
+    assert "probability" not in (table := capsys.readouterr().out)
+    assert "share" in table
+    mask = np.asarray(Image.open("predictions/masks/tall.png"))
     assert np.array_equal(mask, found["images"][1]["mask"] + 1)
 
 
