@@ -11,14 +11,17 @@ import functools
 import itertools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 import timm
 import torch
 import torch.nn.functional as F
+from curves import assert_same_curve, checkpoints_in_time, read_rows, train_rows
 from picture_folders import made, smooth_photo
 from project import write_config
 from safetensors.torch import load_file, save_file
@@ -41,6 +44,7 @@ KWARGS = {"patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 2}
 SIZE, LOCAL, NUM_LOCAL = 16, 8, 2
 HEAD = RunConfig(prototypes=48, head_hidden_dim=256, head_bottleneck_dim=16)
 GLOBAL_BATCH, IMAGES, STEPS, EPOCHS = 48, 240, 20, 4
+RTOL = 1e-5
 SGD = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.02}
 DECAY_END = 0.08
 SPREAD, FACTORS = 0.15, {"patch_embed": 4.0, "qkv": 4.0, "cls_token": 0.1}
@@ -396,6 +400,48 @@ def train(folder: Path, centering: str, rejected: int = 0, variant: Variant = PL
     tensors |= {f"teacher_head.{n}": p for n, p in teacher_head.named_parameters()}
     state = {} if centering == "sinkhorn" else centers
     return Plain(rows, {name: p.detach() for name, p in tensors.items()}, state)
+
+
+# ---- our run ---------------------------------------------------------------------------------------------------------
+
+
+def train_ours(
+    ranks: Any,
+    folder: Path,
+    output: Path,
+    layout: tuple[int, int, int, int],
+    *words: Any,
+    variant: Variant = PLAIN,
+    within: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> list[dict[str, Any]]:
+    """The training rows of our run in a layout (dp, tp, ZeRO stage, micro-batches), within a context on each rank."""
+    dp, tp, stage, accumulation = layout
+    batch = ("-b", GLOBAL_BATCH // dp // accumulation, "--grad-accum-steps", accumulation, "--tp", tp)
+    argv = words_of(folder, stage, output, *batch, *words, variant=variant)
+    assert ranks.run(dp * tp, _train_on_rank, argv, within, timeout=400.0) == [0] * (dp * tp)
+    return train_rows(read_rows(output))
+
+
+def _train_on_rank(argv: list[str], within: Callable[[], AbstractContextManager[Any]]) -> int:
+    from ds_vit.train import main
+
+    with checkpoints_in_time(), within():
+        return main(argv)
+
+
+def assert_same_run(plain: Plain, rows: list[dict[str, Any]], output: Path) -> None:
+    """Loss, norm and gauges of each step; the teacher's tensors and the centres at the end."""
+    assert_same_curve(plain.rows, rows, rtol=RTOL)
+    for gauge in ("feature_std", "teacher_entropy", "prototype_entropy", "teacher_kl"):
+        found = [row[gauge] for row in rows]
+        assert found == pytest.approx([row[gauge] for row in plain.rows], rel=1e-4, abs=1e-6), gauge
+    deviation, tensor = teacher_deviation(plain.teacher, read_teacher(output))
+    assert deviation < RTOL, f"{tensor} of the teacher deviates by {deviation:.1e} of its norm"
+    centers = read_centers(output)
+    assert centers.keys() == plain.centers.keys()
+    for part, center in centers.items():
+        deviation = float((center - plain.centers[part]).norm() / plain.centers[part].norm())
+        assert deviation < RTOL, f"the centre of {part} deviates by {deviation:.1e} of its norm"
 
 
 def teacher_deviation(plain: Mapping[str, torch.Tensor], ours: Mapping[str, torch.Tensor]) -> tuple[float, str]:

@@ -10,7 +10,8 @@ import plain_dino
 import pytest
 import timm
 import torch
-from curves import assert_same_curve, checkpoints_in_time, read_rows, train_rows
+from curves import assert_same_curve
+from plain_dino import assert_same_run
 from runs import resolved
 from safetensors.torch import load_file
 from timm.layers.pos_embed_sincos import RotaryEmbeddingDinoV3
@@ -21,8 +22,8 @@ from ds_vit.models.layers import MAIN_TOWER, take_apart_towers, tower_of
 from ds_vit.planner.counting import kept_by_layers
 from ds_vit.tasks.dino.rope import CoordinateDraws
 
-RTOL = 1e-5
 DINOV3 = plain_dino.DINOV3
+train = functools.partial(plain_dino.train_ours, variant=DINOV3)
 
 
 @pytest.fixture(scope="module")
@@ -35,36 +36,6 @@ def folder(tmp_path_factory):
 def plain(folder):
     """The plain loop, by its centering."""
     return functools.cache(functools.partial(plain_dino.train, folder, variant=DINOV3))
-
-
-def train(ranks, folder, output, layout, *words, planted=""):
-    """Train in a layout (dp, tp, ZeRO stage, micro-batches), perhaps with a mistake of `PLANTED`."""
-    dp, tp, stage, accumulation = layout
-    batch = ("-b", plain_dino.GLOBAL_BATCH // dp // accumulation, "--grad-accum-steps", accumulation, "--tp", tp)
-    argv = plain_dino.words_of(folder, stage, output, *batch, *words, variant=DINOV3)
-    assert ranks.run(dp * tp, train_on_rank, argv, planted, timeout=400.0) == [0] * (dp * tp)
-
-
-def train_on_rank(argv, planted):
-    """On a rank: the exit code of a run."""
-    from ds_vit.train import main
-
-    with checkpoints_in_time(), PLANTED[planted]() if planted else nullcontext():
-        return main(argv)
-
-
-def assert_same_steps(plain, output, steps):
-    """Loss and norm of the first steps."""
-    rows = train_rows(read_rows(output))
-    assert len(rows) == steps
-    assert_same_curve(plain.rows[:steps], rows, rtol=RTOL)
-
-
-def assert_same_run(plain, output):
-    """Loss and norm of each step, and the teacher's tensors at the end."""
-    assert_same_steps(plain, output, plain_dino.STEPS)
-    deviation, tensor = plain_dino.teacher_deviation(plain.teacher, plain_dino.read_teacher(output))
-    assert deviation < RTOL, f"{tensor} of the teacher deviates by {deviation:.1e} of its norm"
 
 
 # Centering, layout, recomputation: each value at least once, and each way to recompute with a shared or a sharded step.
@@ -82,8 +53,8 @@ CASES = [
 @pytest.mark.parametrize(("centering", "layout", "recompute"), CASES)
 def test_trains_as_one_plain_process(ranks, tmp_path, folder, plain, centering, layout, recompute):
     words = ("--grad-checkpointing", recompute) if recompute else ()
-    train(ranks, folder, tmp_path / "run", layout, "--centering", centering, *words)
-    assert_same_run(plain(centering), tmp_path / "run")
+    rows = train(ranks, folder, tmp_path / "run", layout, "--centering", centering, *words)
+    assert_same_run(plain(centering), rows, tmp_path / "run")
 
 
 # ---- mistakes that the comparison sees -------------------------------------------------------------------------------
@@ -128,34 +99,28 @@ def held_too_long():
     return mock.patch.object(Horizon, "is_within", lambda own, step, epochs: step - 1 <= own.steps_in(epochs))
 
 
-PLANTED = {
-    mistake.__name__: mistake
-    for mistake in (drawn_per_rank, drawn_per_micro_batch, local_norm_of_global_crops, held_too_long)
-}
-
-
 @pytest.mark.parametrize(
     ("planted", "layout"),
     [
-        ("drawn_per_rank", (2, 1, 1, 1)),
-        ("drawn_per_micro_batch", (1, 1, 1, 4)),
-        ("local_norm_of_global_crops", (1, 1, 1, 1)),
+        (drawn_per_rank, (2, 1, 1, 1)),
+        (drawn_per_micro_batch, (1, 1, 1, 4)),
+        (local_norm_of_global_crops, (1, 1, 1, 1)),
     ],
 )
 def test_a_mistake_is_seen(ranks, tmp_path, folder, plain, planted, layout):
-    train(ranks, folder, tmp_path / "run", layout, "--centering", "ema", "--max-steps", 2, planted=planted)
+    rows = train(ranks, folder, tmp_path / "run", layout, "--centering", "ema", "--max-steps", 2, within=planted)
     with pytest.raises(AssertionError, match="the curves part"):
-        assert_same_steps(plain("ema"), tmp_path / "run", 2)
+        assert_same_curve(plain("ema").rows[:2], rows, rtol=plain_dino.RTOL)
 
 
-@pytest.mark.parametrize("planted", ["", "held_too_long"])
+@pytest.mark.parametrize("planted", [nullcontext, held_too_long])
 def test_the_backbone_learns_from_the_same_step_after_a_resume(ranks, tmp_path, folder, plain, planted):
     words, steps = ("--centering", "ema"), DINOV3.held_steps + 3
     train(ranks, folder, tmp_path / "run", (2, 1, 3, 1), *words, "--max-steps", DINOV3.held_steps - 1)
     more = ("--resume", "auto", "--max-steps", steps)
-    train(ranks, folder, tmp_path / "run", (1, 2, 1, 4), *words, *more, planted=planted)
-    with pytest.raises(AssertionError, match="the curves part") if planted else nullcontext():
-        assert_same_steps(plain("ema"), tmp_path / "run", steps)
+    rows = train(ranks, folder, tmp_path / "run", (1, 2, 1, 4), *words, *more, within=planted)
+    with nullcontext() if planted is nullcontext else pytest.raises(AssertionError, match="the curves part"):
+        assert_same_curve(plain("ema").rows[:steps], rows, rtol=plain_dino.RTOL)
 
 
 # ---- the draws -------------------------------------------------------------------------------------------------------

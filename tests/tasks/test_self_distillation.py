@@ -1,5 +1,6 @@
 """DINO with iBOT against one plain process (tests/support/plain_dino.py), its evaluation, files and refusals."""
 
+import contextlib
 import functools
 import json
 
@@ -7,9 +8,10 @@ import numpy as np
 import plain_dino
 import pytest
 from accidents import spoil_batches
-from curves import assert_same_curve, checkpoints_in_time, read_rows, train_rows
+from curves import assert_same_curve, read_rows, train_rows
 from picture_folders import CPU, write_images
 from PIL import Image
+from plain_dino import assert_same_run, train_ours
 from project import ROOT
 from runs import resolved, run_quietly
 from safetensors.torch import load_file
@@ -17,25 +19,7 @@ from safetensors.torch import load_file
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.training.resolve.record import resolved_flags
 
-RTOL = 1e-5
 RECIPES = ROOT / "launch" / "recipes"
-
-
-def train(ranks, folder, output, dp, tp, stage, accumulation, *words, bad=()):
-    """Train in a layout; the batches `bad`, counted from 0, are not finite."""
-    batch = ("-b", plain_dino.GLOBAL_BATCH // dp // accumulation, "--grad-accum-steps", accumulation, "--tp", tp)
-    argv = plain_dino.words_of(folder, stage, output, *batch, *words)
-    assert ranks.run(dp * tp, train_on_rank, argv, bad, timeout=400.0) == [0] * (dp * tp)
-    return train_rows(read_rows(output))
-
-
-def train_on_rank(argv, bad):
-    """On a rank: the exit code of a run."""
-    from ds_vit.train import main
-
-    spoil_batches(bad)
-    with checkpoints_in_time():
-        return main(argv)
 
 
 @pytest.fixture(scope="module")
@@ -50,29 +34,13 @@ def plain(folder):
     return functools.cache(functools.partial(plain_dino.train, folder))
 
 
-def assert_same_run(plain, output):
-    """Loss, norm and gauges of each step; the teacher's tensors and the centres at the end."""
-    rows = read_rows(output)
-    assert_same_curve(plain.rows, rows, rtol=RTOL)
-    for gauge in ("feature_std", "teacher_entropy", "prototype_entropy", "teacher_kl"):
-        found = [row[gauge] for row in train_rows(rows)]
-        assert found == pytest.approx([row[gauge] for row in plain.rows], rel=1e-4, abs=1e-6), gauge
-    deviation, tensor = plain_dino.teacher_deviation(plain.teacher, plain_dino.read_teacher(output))
-    assert deviation < RTOL, f"{tensor} of the teacher deviates by {deviation:.1e} of its norm"
-    centers = plain_dino.read_centers(output)
-    assert centers.keys() == plain.centers.keys()
-    for part, center in centers.items():
-        deviation = float((center - plain.centers[part]).norm() / plain.centers[part].norm())
-        assert deviation < RTOL, f"the centre of {part} deviates by {deviation:.1e} of its norm"
-
-
 # The centring, and the layout: tests/parallel/test_layouts.py has more.
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("centering", "layout"), [("ema", (1, 2, 0, 1)), ("sinkhorn", (3, 1, 3, 4))])
 def test_trains_as_one_plain_process(ranks, tmp_path, folder, plain, centering, layout):
     # Catches: a centre that moves before its use, a teacher that lags, schedules off by one, a factor of dp or tp.
-    train(ranks, folder, tmp_path / "run", *layout, "--centering", centering)
-    assert_same_run(plain(centering), tmp_path / "run")
+    rows = train_ours(ranks, folder, tmp_path / "run", layout, "--centering", centering)
+    assert_same_run(plain(centering), rows, tmp_path / "run")
 
 
 def test_the_plain_loop_learns_and_is_clipped(plain):
@@ -83,12 +51,19 @@ def test_the_plain_loop_learns_and_is_clipped(plain):
         assert abs(rows[-1]["loss"] / rows[0]["loss"] - 1) > 0.05
 
 
+def with_bad_batch(bad):
+    """On a rank: this batch, counted from 0, is not finite."""
+    spoil_batches([bad])
+    return contextlib.nullcontext()
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_rejected_step_moves_neither_teacher_nor_centre(ranks, tmp_path, folder, plain, stage):
     """A teacher that is updated on a step that the optimizer did not take; NaN in the centre."""
     bad, words = 6, ("--centering", "ema", "--on-nonfinite", "skip", "--max-steps", 9)
-    rows = train(ranks, folder, tmp_path / "run", 2, 1, stage, 1, *words, bad=[bad - 1])
-    assert_same_curve(plain("ema", bad).rows[:8], [row for row in rows if row["step"] != bad], rtol=RTOL)
+    within = functools.partial(with_bad_batch, bad - 1)
+    rows = train_ours(ranks, folder, tmp_path / "run", (2, 1, stage, 1), *words, within=within)
+    assert_same_curve(plain("ema", bad).rows[:8], [row for row in rows if row["step"] != bad], rtol=plain_dino.RTOL)
 
 
 # ---- evaluation and files --------------------------------------------------------------------------------------------
@@ -105,7 +80,7 @@ def test_the_teacher_is_evaluated_and_exported(ranks, tmp_path, folder):
     words = ("--max-steps", 4, "--val-fraction", 0.2, "--val-split", "validation", "--eval-knn", 3)
     persists = ("--set", "bf16.enabled=true", "zero_optimization.stage3_param_persistence_threshold=0")
     output = tmp_path / "run"
-    train(ranks, folder, output, 2, 1, 3, 1, "--centering", "ema", *words, *persists)
+    train_ours(ranks, folder, output, (2, 1, 3, 1), "--centering", "ema", *words, *persists)
     [row] = [row for row in read_rows(output) if row["kind"] == "eval"]
     assert 0.0 < row["feature_std"] < 1.0
     state = load_file(str(output / "teacher.safetensors"))
@@ -160,7 +135,7 @@ def test_patches_of_training_images_are_drawn_without_a_validation_split(ranks, 
     drawn, similar = [], []
     for layout in ((1, 1, 0, 1), (2, 1, 3, 1)):
         output = tmp_path / str(layout[0])
-        train(ranks, folder, output, *layout, "--centering", "ema", "--max-steps", 6, "--eval-interval", 1)
+        train_ours(ranks, folder, output, layout, "--centering", "ema", "--max-steps", 6, "--eval-interval", 1)
         page = (output / "report.html").read_text()
         assert "principal components of their patch tokens" in page
         assert "the cosine of each patch token of the teacher" in page
@@ -236,13 +211,3 @@ def test_a_tree_of_images_needs_no_flag(tmp_path, tree, task):
     assert any("features are not evaluated" in note for note in run.notes) == (not has_classes)
     assert any("nothing is evaluated" in note for note in run.notes) == (not evaluates)
     assert resolved_flags(run)["eval_knn"] == 20 * has_classes
-
-
-def test_the_command_in_the_recipe_for_images_in_one_folder(tmp_path):
-    """A comment that is refused."""
-    write_images(tmp_path, *(f"{number}.png" for number in range(4)))
-    words = [*("--recipe", RECIPES / "dinov2_vit_s14_own_data.yaml"), "--data-dir", tmp_path, "--batch-size", 2]
-    words += ["--model", "vit_tiny_patch16_224", "--model-kwargs", "patch_size=14", "depth=1"]
-    for more in ((), ("--val-split", "", "--eval-knn", 0)):
-        run = resolved([*words, "--output", tmp_path / "run", *more], on_cpu=False)
-        assert (len(run.data.train_source), run.model.task.evaluators) == (4, ())
