@@ -128,9 +128,9 @@ def expected(part, dtype="float64", masks="uneven"):
 
 
 def prototypes_of(weight):
-    """As the towers give them: with the lengths of the rows in float32, or float64 of a float64 weight."""
-    exact = weight.detach() if weight.dtype == torch.float64 else weight.detach().float()
-    return losses.Prototypes(weight, exact.norm(dim=-1))
+    """As the towers give them: in float32, or float64 of a float64 weight, with the lengths of the rows."""
+    weight = weight if weight.dtype == torch.float64 else weight.float()
+    return losses.Prototypes(weight, weight.detach().norm(dim=-1))
 
 
 def in_type(batch, dtype):

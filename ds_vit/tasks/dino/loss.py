@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -46,16 +46,12 @@ class Prototypes(NamedTuple):
     """This rank's prototypes: the rows of a weight, each normalised. The logits are divided by the lengths instead.
 
     Attributes:
-        weight: [k, E], in which the losses are differentiated.
-        lengths: of its rows [k]; no gradient passes through them.
+        weight: float32 [k, E] (float64 for float64 rows), in which the losses are differentiated.
+        lengths: of its rows, of the same type [k]; no gradient passes through them.
     """
 
     weight: torch.Tensor
     lengths: torch.Tensor
-
-    def exact(self) -> Prototypes:
-        """In the type of the logits, converted once for all parts."""
-        return Prototypes(_exact(self.weight), _exact(self.lengths))
 
 
 def _without_autocast(x: torch.Tensor) -> contextlib.AbstractContextManager[object]:
@@ -65,7 +61,7 @@ def _without_autocast(x: torch.Tensor) -> contextlib.AbstractContextManager[obje
 
 
 def _logits(rows: torch.Tensor, prototypes: Prototypes, temperature: float) -> torch.Tensor:
-    """rows [..., E], exact prototypes → [..., k]."""
+    """rows [..., E] → [..., k]."""
     with _without_autocast(rows):
         return (_exact(rows) @ prototypes.weight.T).div_(prototypes.lengths * temperature)
 
@@ -120,12 +116,8 @@ class Assignment:
     of_prototypes: torch.Tensor
     tp: TensorParallel | None = None
 
-    def exact(self) -> Assignment:
-        """The same with prototypes converted to the type of the logits, once for all parts."""
-        return replace(self, prototypes=self.prototypes.exact())
-
     def logarithms(self, part: slice) -> torch.Tensor:
-        """log q of some rows: [rows, k]; of an `exact` assignment (a collective of the tensor group)."""
+        """log q of some rows: [rows, k]; (a collective of the tensor group)."""
         logits = _logits(self.rows[part], self.prototypes, self.temperature).add_(self.of_prototypes)
         return log_softmax(logits, self.tp)
 
@@ -176,8 +168,7 @@ def sinkhorn(
         counted: which rows have a mass, bool [R]; None for all.
     """
     assert iterations > 0, f"{iterations} iterations"
-    exact = prototypes.exact()
-    of_prototypes = torch.zeros_like(exact.lengths)
+    of_prototypes = torch.zeros_like(prototypes.lengths)
     has_rows = of_prototypes.new_full((1,), float(len(rows) > 0), dtype=torch.float64)
     if counted is not None:
         has_rows = counted.any(dim=0, keepdim=True).double()
@@ -185,7 +176,7 @@ def sinkhorn(
         masses = torch.full_like(of_prototypes, -math.inf, dtype=torch.float64)
         # The rows of one iteration and the prototypes of the next in one pass over the logits.
         for part in _parts(len(rows)):
-            logits = _logits(rows[part], exact, temperature)
+            logits = _logits(rows[part], prototypes, temperature)
             if iteration:
                 logits -= _logsumexp_over_prototypes(logits + of_prototypes, tp)[:, None]
             if counted is not None:
@@ -222,8 +213,7 @@ def next_center(
         sums = torch.where(counted[:, None], rows, 0.0).sum(0, dtype=torch.float64)
         number = counted.sum(dim=0, keepdim=True).double()
     sums, number = sum_over_ranks(torch.cat((sums, number))).split([len(sums), 1])
-    exact = prototypes.exact()
-    mean = _logits((sums / number.clamp(min=1.0)).to(exact.weight.dtype), exact, 1.0)
+    mean = _logits((sums / number.clamp(min=1.0)).to(prototypes.weight.dtype), prototypes, 1.0)
     moved = center * CENTER_MOMENTUM + mean.to(center.dtype) * (1.0 - CENTER_MOMENTUM)
     return torch.where(number > 0, moved, center)
 
@@ -245,7 +235,7 @@ class _CrossEntropy(torch.autograd.Function):
         """student [G, V, E], weight [k, E], weights [G, V, U]; under `tp` d_student is this rank's summand."""
         differentiated = any(ctx.needs_input_grad)
         groups, in_group, in_assignment = weights.shape
-        prototypes, assignment = Prototypes(weight, lengths).exact(), assignment.exact()
+        prototypes = Prototypes(weight, lengths)
         total = weights.new_zeros((), dtype=torch.float64)
         d_student = torch.empty_like(student)
         d_weight = (torch.empty_like if groups else torch.zeros_like)(prototypes.weight)
@@ -267,13 +257,12 @@ class _CrossEntropy(torch.autograd.Function):
         if differentiated:  # the length of a prototype changes no logit
             d_weight.addcmul_(prototypes.weight, (along / prototypes.lengths.square())[:, None], value=-1.0)
         ctx.save_for_backward(d_student, d_weight)
-        ctx.dtype = weight.dtype
         return (total if tp is None else sum_over_group(total, tp)).to(student.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         d_student, d_weight = ctx.saved_tensors
-        return d_student.mul_(grads[0]), d_weight.mul_(grads[0]).to(ctx.dtype), None, None, None, None, None
+        return d_student.mul_(grads[0]), d_weight.mul_(grads[0]), None, None, None, None, None
 
 
 def assignment_cross_entropy(
@@ -390,7 +379,6 @@ class Gauges:
     @torch.no_grad()
     def add_assignment(self, assignment: Assignment) -> None:
         """Count the rows of an assignment, in one pass over its logits."""
-        assignment = assignment.exact()
         masses = torch.zeros_like(assignment.of_prototypes, dtype=torch.float64)
         entropy = masses.new_zeros(())
         for part in _parts(len(assignment.rows)):
