@@ -234,10 +234,11 @@ def features(case):
 def selection():
     """Combinations in which every layout and every legal pair of choices occurs."""
 
-    def seconds(case):
+    def seconds(case):  # fitted to the durations of a whole run on two cores
         pp, dp, tp, _ = LAYOUTS[case["layout"]]
-        pass_ = 0.04 * (2 if tp > 1 else 1) * (2.5 if case["stage"] == 3 else 1) * (1.5 if case["recompute"] else 1)
-        return pp * dp * tp * (0.6 + 5 * pass_ * case["accumulation"]) * (2 if case["then"] else 1)
+        of_row = {"plain": 0.4, "random": 1.8}.get(case["row"], 2.8 if "dino" in case["row"] else 1.3)
+        resumed_on = THEN[case["then"]][0] if case["then"] else 0
+        return pp * dp * tp * (of_row + (case["stage"] == 3) + 0.2 * case["accumulation"]) + 1.7 * resumed_on
 
     return cover(drawn(0, 6000), seconds, features)
 
