@@ -18,7 +18,8 @@ from zero_layouts import BF16, WRAPPER, words
 
 from ds_vit.engine.step_guard import usual_before_spike
 
-BAD_STEP, STEPS, ACCUMULATION = 13, 16, 2
+# Three more steps follow the bad one. A spike is one after ten usual steps.
+BAD_STEP, SPIKE_STEP, ACCUMULATION = 4, 13, 2
 
 
 def test_usual_before_spike():
@@ -70,7 +71,7 @@ def run(
     """A short run with an accident at `bad_step`; its codes, words and rows."""
     output = tmp_path / name
     argv = words(cifar32, stage, changes, tmp_path / f"{name}.json")
-    argv[argv.index("--max-steps") + 1] = STEPS
+    argv[argv.index("--max-steps") + 1] = bad_step + 3
     dp = world // (int(flags[flags.index("--pp") + 1]) if "--pp" in flags else 1)
     dp //= int(flags[flags.index("--tp") + 1]) if "--tp" in flags else 1
     argv[argv.index("-b") + 1] = 8 // dp
@@ -105,7 +106,7 @@ def test_a_step_that_is_not_finite_is_skipped(ranks, cifar32, tmp_path, layout):
     assert skipped["reason"] == "nonfinite"
     assert skipped["layer"] == "embed", "the images were spoilt: the first layer sees it first"
     after = [row for row in rows if row["kind"] == "train" and row["step"] > BAD_STEP]
-    assert len(after) == STEPS - BAD_STEP
+    assert len(after) == 3
     assert all(row["loss"] is not None and row["loss"] < 3 for row in after)
     assert json.loads((output / "summary.json").read_text())["exit"] == "completed"
 
@@ -133,7 +134,7 @@ def test_an_overflow_of_float16_autocast_is_a_skipped_step(ranks, cifar32, tmp_p
         curve = [row for row in rows if row["kind"] == "train"]
         # A rollback restores the scale.
         scales = [row["loss_scale"] for row in curve if row["step"] > BAD_STEP]
-        assert scales == [skipped["loss_scale"] / (1 if flags else 2)] * (STEPS - BAD_STEP)
+        assert scales == [skipped["loss_scale"] / (1 if flags else 2)] * 3
         curves.append([row for row in curve if row["step"] < BAD_STEP])
     for curve in curves[1:]:
         assert_same_curve(curves[0], curve, rtol=4e-4, keys=("loss", "grad_norm"))
@@ -163,22 +164,24 @@ def test_a_verdict_that_is_read_a_step_late_is_the_same(ranks, cifar32, tmp_path
     Where spikes are watched for, the host decides: gradients are named before clipping by such a norm spoils them all.
     """
     world, stage, changes, flags = LATE[layout]
-    flags = [*flags, "--model-ema", "--model-ema-decay", 0.7, "--checkpoint-interval", BAD_STEP - 1]
+    bad_step = SPIKE_STEP if "spikes" in after else BAD_STEP
+    flags = [*flags, "--model-ema", "--model-ema-decay", 0.7, "--checkpoint-interval", bad_step - 1]
     flags += {"go back": ["--rollback", 1], "stop": []}.get(after, ["--on-nonfinite", "skip"])
     flags += ["--spike-factor", 8] if "spikes" in after else []
     ends = []
     for name, interval in (("at once", 1), ("late", 100)):
         argv = [*flags, "--log-interval", interval]
-        codes, said, rows, output = run(ranks, cifar32, tmp_path, world, stage, changes, argv, "nan read late", name)
+        spoilt = ("nan read late", name, bad_step)
+        codes, said, rows, output = run(ranks, cifar32, tmp_path, world, stage, changes, argv, *spoilt)
         kinds = [{**row, "wall_seconds": 0} for row in rows if row["kind"] in ("skip", "rollback")]
-        line = [line.replace(str(output), "") for line in said.splitlines() if f"step {BAD_STEP}" in line]
+        line = [line.replace(str(output), "") for line in said.splitlines() if f"step {bad_step}" in line]
         weights = {path.name: load_file(path) for path in output.glob("*.safetensors")}
         ends.append((codes, kinds, line, weights))
     assert ends[0][0] == [3 if after == "stop" else 0] * world
     assert ends[0][:3] == ends[1][:3]
     if after == "stop":
         [line] = ends[0][2]
-        assert f"step {BAD_STEP}: the gradient is not finite" in line
+        assert f"step {bad_step}: the gradient is not finite" in line
         assert "largest in embed" in line
         assert "--on-nonfinite skip" in line
     assert [row["layer"] for row in ends[0][1]] == ["embed"] * (2 if after == "go back" else 1)
@@ -194,7 +197,7 @@ def test_a_first_step_that_is_turned_down_leaves_no_momentum(ranks, cifar32, tmp
     """torch's fused SGD keeps a momentum that its kernel, turned away by the flag, has not written."""
     world, stage, changes, flags = LAYOUTS[layout]
     sgd = {"optimizer": {"type": "SGD", "params": {"lr": 1e-3, "momentum": 0.9}}}
-    skip = [*flags, "--on-nonfinite", "skip", "--max-steps", 4]
+    skip = [*flags, "--on-nonfinite", "skip"]
     codes, _, rows, _ = run(ranks, cifar32, tmp_path, world, stage, {**changes, **sgd}, skip, "nan", bad_step=1)
     assert codes == [0] * world
     assert [row["step"] for row in rows if row["kind"] == "skip"] == [1]
@@ -217,7 +220,7 @@ SPIKES = ["--on-nonfinite", "skip", "--spike-factor", 8]
 @pytest.fixture(scope="module")
 def plain_spike(ranks, cifar32, tmp_path_factory):
     """The curve of one rank with a spike that is skipped."""
-    return run(ranks, cifar32, tmp_path_factory.mktemp("spike"), 1, 1, {}, SPIKES, "loss")[2]
+    return run(ranks, cifar32, tmp_path_factory.mktemp("spike"), 1, 1, {}, SPIKES, "loss", bad_step=SPIKE_STEP)[2]
 
 
 @pytest.mark.slow
@@ -225,10 +228,11 @@ def plain_spike(ranks, cifar32, tmp_path_factory):
 def test_a_spike_is_skipped(ranks, cifar32, tmp_path, plain_spike, layout):
     """A loss and gradient of fifty times the usual, which clipping alone would let through; same curve everywhere."""
     world, stage, changes, flags = LAYOUTS[layout]
-    codes, _, rows, _ = run(ranks, cifar32, tmp_path, world, stage, changes, [*flags, *SPIKES], "loss")
+    watching = [*flags, *SPIKES]
+    codes, _, rows, _ = run(ranks, cifar32, tmp_path, world, stage, changes, watching, "loss", bad_step=SPIKE_STEP)
     assert codes == [0] * world
     (skipped,) = [row for row in rows if row["kind"] == "skip"]
-    assert (skipped["step"], skipped["reason"]) == (BAD_STEP, "spike")
+    assert (skipped["step"], skipped["reason"]) == (SPIKE_STEP, "spike")
     assert skipped["loss"] > 50
     assert skipped["layer_norm"] <= skipped["grad_norm"]
     assert_same_curve(plain_spike, rows, rtol=1e-5)
