@@ -31,6 +31,7 @@ def site(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_every_page_is_on_the_site(site):
     """A page that nobody finds, a reference without docstrings; a link or an anchor that ends nowhere (`--strict`)."""
     pages = [

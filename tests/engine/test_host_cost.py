@@ -115,7 +115,7 @@ for (_world, _task, _stage, _words), _limit in LIMITS.items():
 
 @pytest.mark.parametrize(
     ("world", "task", "words"),
-    [pytest.param(*run, marks=[] if run[1] in ("classification", "mae") else pytest.mark.slow) for run in RUNS],
+    [pytest.param(*run, marks=[] if run[:2] == (1, "classification") else pytest.mark.slow) for run in RUNS],
 )
 def test_a_step_stays_within_its_calls(ranks, world, task, words):
     """Work of the host for each parameter, or for each bucket, that grows: the device waits for it."""
@@ -127,6 +127,7 @@ def test_a_step_stays_within_its_calls(ranks, world, task, words):
         print(calls, operations / TIMM)
 
 
+@pytest.mark.slow
 def test_twice_the_layers_cost_twice_the_calls(ranks):
     """Work of the host that grows faster than the model."""
     stages = (1, 3)

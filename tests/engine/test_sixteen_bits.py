@@ -49,7 +49,7 @@ def name(case):
     return f"{case['task']}, {case['mesh']}, ZeRO-{case['stage']}, x{case['accumulation']}, {case['kind']}"
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(9)
 def test_as_near_to_float64_as_a_plain_loop(ranks, references, case):
     # Catches: masters that start from rounded values, sums of micro-batches in 16 bits, a value that is rounded twice,
     # arithmetic that a ZeRO stage or a shard does in its own way, a loss or a norm in 16 bits.
@@ -71,6 +71,7 @@ BREAKAGES = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("breakage", BREAKAGES)
 def test_what_is_broken_is_seen(ranks, references, breakage):
     # Catches: limits that rounding of our own does not exceed.

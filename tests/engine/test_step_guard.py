@@ -111,6 +111,7 @@ def test_a_step_that_is_not_finite_is_skipped(ranks, cifar32, tmp_path, layout):
     assert json.loads((output / "summary.json").read_text())["exit"] == "completed"
 
 
+@pytest.mark.slow
 def test_an_overflow_of_float16_autocast_is_a_skipped_step(ranks, cifar32, tmp_path):
     """torch's GradScaler leaves LAMB, which is not fused, out without a word: no layer named, and no way back.
 

@@ -83,7 +83,7 @@ def test_ctrl_c_and_the_command_that_it_ends_with(ranks, tmp_path):
     assert f"best {best})" in told
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("is_evaluated", [False, True])
 def test_an_epoch_is_saved_before_it_is_evaluated(ranks, tmp_path, is_evaluated):
     """An epoch that is lost to an error of its evaluation; an evaluation that a resumed run leaves out, repeats though

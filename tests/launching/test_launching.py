@@ -213,6 +213,7 @@ console.print("a sentence", console.width); line.close()
 """
 
 
+@pytest.mark.slow
 def test_rank_0_draws_on_the_launchers_terminal(tmp_path):
     # Catches: plain step lines of 120 columns under `ds-vit launch`, which has pipes between the rank and the terminal;
     # a log with each frame of the bar.
@@ -287,6 +288,7 @@ def test_torchs_words_about_collectives_are_not_shown():
     assert [str(one.message) for one in said if one.category is FutureWarning] == []
 
 
+@pytest.mark.slow
 def test_verbose_shows_deepspeeds_log():
     # Catches: a flag that only leaves DeepSpeed's logger as it is, which since 0.19 shows warnings.
     code = (

@@ -116,6 +116,7 @@ def test_held_parameters_stay_to_the_bit(ranks, cifar, tmp_path):
     assert same == {"head.weight", "head.bias"}
 
 
+@pytest.mark.slow
 def test_a_resumed_run_holds_on(ranks, cifar, plain, tmp_path):
     # Catches: epochs or the horizon counted from the resumption.
     first = ("--max-steps", 2, "--epochs", STEPS, "--checkpoint-interval", 2)

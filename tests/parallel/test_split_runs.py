@@ -88,6 +88,7 @@ def test_embedding_alone_on_a_stage(ranks):
     assert_same_curve(reference, train_in(ranks, 2, [*argv, *staged]), rtol=RTOL)
 
 
+@pytest.mark.slow
 def test_the_cut_of_the_fastest_step(ranks, tmp_path):
     """A flag that changes nothing, a cut that trains otherwise, or that the stages do not agree on."""
     # What is frozen has no backward pass, which the balanced cut does not know: it leaves stage 0 nothing to train.

@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+import pytest
 from project import ROOT
 
 import simulated_device
@@ -37,6 +38,7 @@ def resolve_all(library: Path) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 def test_no_case_is_rejected(ranks, device_library):
     # Catches: flags that training does not take together, which would show on the day itself.
     assert ranks.run(1, resolve_all, device_library) == [[]]

@@ -79,7 +79,7 @@ def deviation(ranks, library: Path, case: Case, output: Path, *words: object) ->
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("case", TEACHERS)
 def test_the_peak_with_a_teacher_is_what_was_planned(ranks, device_library, tmp_path, case):
     """Catches: a teacher's weights, or the fp32 average, left out, counted in the wrong share or as trained."""
@@ -88,7 +88,7 @@ def test_the_peak_with_a_teacher_is_what_was_planned(ranks, device_library, tmp_
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [*NAMES[1:], NAMES[0]])  # the others than above
 def test_the_peak_of_dino_is_what_was_planned(ranks, device_library, tmp_path, case):
     """Catches: small crops that count as large ones, a head or prototypes left out, logits of all rows at once.
@@ -101,7 +101,7 @@ def test_the_peak_of_dino_is_what_was_planned(ranks, device_library, tmp_path, c
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", NAMES[:4])
 def test_the_peak_of_dinov3_is_what_was_planned(ranks, device_library, tmp_path, case):
     """Catches: tables of rotary positions that each image has, norms or Sinkhorn-Knopp's rows that are left out."""
@@ -110,7 +110,7 @@ def test_the_peak_of_dinov3_is_what_was_planned(ranks, device_library, tmp_path,
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("case", "width"), [*((f"ZeRO-{stage}", 192) for stage in range(4)), ("ZeRO-3", 384), ("bf16", 192)]
 )
@@ -145,6 +145,7 @@ def test_the_peak_of_a_task_is_what_is_planned(ranks, device_library, tmp_path, 
     )
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", PLANNED)
 def test_the_peak_is_what_was_planned(ranks, device_library, tmp_path, case):
     """A tenth either way, as tests/planner/test_memory.py allows for a peak of all storages on a CPU."""
@@ -184,6 +185,7 @@ def peak_of_a_step(library: Path, words: list[str]) -> int:
 
 
 @pytest.mark.one_in(2)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("case", "before"), BEFORE.items(), ids=str)
 def test_a_step_needs_no_more_memory_than_before(ranks, device_library, case, before):
     """A gradient that is held through the forward pass, or twice; weights that are kept next to equal masters."""
@@ -201,6 +203,7 @@ def train_within(library: Path, limit: int, words: list[str]) -> tuple[int, str]
     return train(None, words)
 
 
+@pytest.mark.slow
 def test_a_teacher_may_be_larger_than_the_memory_of_a_rank(ranks, device_library, tmp_path):
     """At ZeRO-3 a rank has its shard of the teacher, one gathered layer and a prefetch; at ZeRO-1 all does not fit."""
     kwargs = {"patch_size": 4, "embed_dim": 256, "depth": 24, "num_heads": 4, "img_size": 16}
@@ -219,6 +222,7 @@ def test_a_teacher_may_be_larger_than_the_memory_of_a_rank(ranks, device_library
     assert "out of memory (allocating" in error
 
 
+@pytest.mark.slow
 def test_auto_batch_finds_the_edge(ranks, device_library, tmp_path):
     """Catches: a trial that needs another memory than training, and an error that is not caught."""
     more = (*WIDE, "--set", "train_batch_size=24")

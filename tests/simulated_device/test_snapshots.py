@@ -52,6 +52,7 @@ def weights(output: Path) -> dict[str, torch.Tensor]:
     return load_file(output / "checkpoints" / "step-00000004" / "model.safetensors")
 
 
+@pytest.mark.slow
 def test_a_snapshot_is_of_values_that_have_landed(run, device_library, whole):
     """Catches: a snapshot without its synchronisation, which a CPU's copies do not need; state that only one kind of
     device can use."""

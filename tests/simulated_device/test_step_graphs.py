@@ -122,7 +122,7 @@ MARKS = [[], [pytest.mark.slow], [pytest.mark.exhaustive]]
 
 
 def marked(case):
-    kind = 2 if case not in CHOSEN else CHOSEN.index(case) > 4
+    kind = 2 if case not in CHOSEN else CHOSEN.index(case) > 1
     return pytest.param(case, marks=MARKS[kind], id="-".join(map(str, case.values())))
 
 
@@ -190,6 +190,7 @@ def drawn_both_ways(library, folder, words, burnt_in):
             return "different"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("burnt_in", [False, True])
 def test_each_replay_draws_its_rotary_coordinates(ranks, device_library, tmp_path, burnt_in):
     kwargs = ("patch_size=4", "depth=2", "embed_dim=24", "num_heads=2", "global_pool=token")
@@ -367,6 +368,7 @@ def cost_of(library, depths):
     return calls, counted, pool
 
 
+@pytest.mark.slow
 def test_a_replayed_step_costs_the_host_the_same_at_any_depth(ranks, device_library):
     [(calls, counted, pool)] = ranks.run(1, cost_of, device_library, (24, 48), timeout=300)
     print(calls)

@@ -130,6 +130,7 @@ def test_curve_of_the_cpu_in_each_layout(ranks, device_library, tmp_path, of_the
     assert_same_curve(of_the_cpu("fp32"), there, rtol=1e-4)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_curve_of_the_cpu(ranks, device_library, tmp_path, of_the_cpu, recipe):
     """Catches: another draw, a kernel that takes another path, a step that is skipped on one of the two only."""
@@ -177,6 +178,7 @@ WITHOUT_WAITS = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", WITHOUT_WAITS)
 def test_the_host_never_waits_in_a_step(ranks, device_library, tmp_path, case):
     """Catches: a hidden `.item()`, a copy from memory that is not pinned, a synchronisation of DeepSpeed's.
@@ -193,6 +195,7 @@ def test_the_host_never_waits_in_a_step(ranks, device_library, tmp_path, case):
         assert not any(waits[3:]), waits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("centering", ["ema", "sinkhorn"])
 def test_the_host_waits_once_a_step_for_a_teacher(ranks, device_library, tmp_path, centering):
     """Whether the optimizer took its step. Catches: a number of masked patches that is read from the device, weights or
@@ -203,6 +206,7 @@ def test_the_host_waits_once_a_step_for_a_teacher(ranks, device_library, tmp_pat
     assert (len(waits), waits[3:]) == (6, [{"Event.synchronize": 1}] * 3)
 
 
+@pytest.mark.slow
 def test_waits_that_stay(ranks, device_library, tmp_path):
     """As docs/accelerators.md lists them, a step: the canary for what is to be removed from that page."""
     found = {}
@@ -243,6 +247,7 @@ def launches_of_a_step(library: Path, stages: tuple[int, ...]) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_a_step_launches_no_more_than_timms(ranks, device_library):
     """A cast, a copy or a norm for each parameter, which a GPU spends its time on launching."""
     [[timms, *ours]] = ranks.run(1, launches_of_a_step, device_library, (0, 1, 2, 3))

@@ -78,7 +78,7 @@ def by_transformers(folder, tmp_path_factory):
 
 
 # Ranks, accumulation and ZeRO stage; tests/parallel/test_layouts.py has more.
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [(2, 4, 1), (1, 1, 0), (3, 1, 3)], ids=str)
 def test_equals_transformers_on_the_concatenated_batch(ranks, tmp_path, folder, by_transformers, layout):
     # Catches: negatives of one rank or micro-batch only, factors of dp and accumulation, pairs compared the other way

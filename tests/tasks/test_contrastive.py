@@ -156,6 +156,7 @@ def train(ranks, folder, task, world, *layout, **settings):
     return train_in(ranks, world, command(folder, task, world, *layout, **settings))
 
 
+@pytest.mark.slow
 def test_learned_frequencies_end_with_the_image_tower(ranks, tmp_path):
     # Catches: frequencies that cross to a stage that begins with the head, which has no gradient for them.
     model = ("--model", "vit_small_patch16_rope_mixed_224")
@@ -165,6 +166,7 @@ def test_learned_frequencies_end_with_the_image_tower(ranks, tmp_path):
         assert_same_curve(one, rows, rtol=RTOL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("task", "layout"), [("clip", (2, 3, 4)), ("siglip", (2, 2, 4))], ids=["clip", "siglip"])
 def test_bf16_reads_scale_and_bias_in_fp32(ranks, tmp_path, task, layout):
     # Catches: a scale rounded to bf16, and features compared in bf16. By SGD at a small rate: AdamW amplifies rounding.
@@ -263,6 +265,7 @@ def plain(tmp_path_factory):
     return get
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("task", "lr", "layout"),
     [
@@ -330,6 +333,7 @@ def damaged(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_damaged_pairs_are_replaced_alike(ranks, tmp_path, damaged):
     # Catches: a pair that one layout keeps and another replaces, a caption with another image, damage that is counted
     # once a rank or stage or not at all, pairs of the validation split that count as found or lost.
@@ -425,6 +429,7 @@ def test_sizes_are_compared_as_they_are(tmp_path):
     assert identity_of(resolved([*small, "--text-pool", "last"])) != identity
 
 
+@pytest.mark.slow
 def test_an_image_tower_with_nothing_to_train(ranks, tmp_path):
     # Catches: a tower, a rank's shard or a stage without a parameter of the optimizer. So is LiT with SigLIP's towers.
     def run(name, *layout):

@@ -83,6 +83,7 @@ def test_a_sharded_teacher_keeps_its_head(run, tmp_path):
     assert all(torch.equal(own[name], tensor) for name, tensor in of_run.items())
 
 
+@pytest.mark.slow
 def test_the_card_of_another_tool_names_what_is_there(run, tmp_path):
     # Catches: a head that only the folder of timm has, the wrong library.
     pytest.importorskip("onnxruntime")

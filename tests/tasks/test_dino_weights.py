@@ -336,7 +336,7 @@ def train(ranks, world, output, argv):
     return read_rows(output)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS.values())
 def test_each_model_trains_alike_in_any_layout(ranks, tmp_path, name):
     # Catches: a head or a backbone that a sharded model does not load, rotary tables that tensor parallelism breaks.

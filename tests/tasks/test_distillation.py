@@ -170,7 +170,7 @@ def test_the_curve_is_that_of_timms_task(ranks, weights, expected, tmp_path, kin
     assert_same_curve(expected(kind), train(ranks, weights, tmp_path / "run", kind, 2, BATCH // 4, 2, 1), rtol=1e-5)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["feature", "soft"])
 def test_a_run_resumes_in_another_layout_without_the_teacher_in_its_files(ranks, weights, expected, tmp_path, kind):
     # Catches: a teacher in checkpoints or in the exported weights, one that is not loaded again after a resume, one

@@ -221,6 +221,7 @@ def test_features_of_every_layout(ranks, data, tmp_path, task, world, stage, wor
     assert summary["last_knn_top1"] == summary["best_knn_top1"] == row["knn_top1"]
 
 
+@pytest.mark.slow
 def test_during_training(ranks, data, tmp_path):
     """Evaluators that training does not ask, that disturb it, or that a resumed run cannot do without; a damaged
     training image that is looked up among those of validation."""

@@ -286,13 +286,14 @@ def expected(folder):
     return plainly(folder)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("case", CASES)
 def test_the_curve_is_that_of_a_plain_loop(ranks, folder, expected, case, tmp_path):
     """A mean that follows micro-batches or ranks; a factor; the first pass of a pipeline; a head that is not shared."""
     assert_same(expected, train(ranks, folder, tmp_path / "run", CASES[case]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [Case(dp=2, stage=2, accumulation=3), Case(pp=2, dp=2, accumulation=3)], ids=str)
 def test_a_conv_head_with_class_weights(ranks, folder, case, tmp_path):
     """A head or a weight that only the plain loss has, one of them zero; the weights in the denominator."""
@@ -313,6 +314,7 @@ def test_a_frozen_backbone_and_balanced_weights(ranks, folder, tmp_path):
     assert all(torch.equal(found.weights[name], before[name]) for name in before if not name.startswith("seg_head."))
 
 
+@pytest.mark.slow
 def test_a_mask_that_one_rank_cannot_read_for_the_weights_ends_all(ranks, tmp_path):
     """Ranks that wait for the sum of one that has ended."""
     write_split(tmp_path, "train", masks_of(6, lambda index: 0.0, 0))
@@ -423,6 +425,7 @@ def test_a_class_without_pixels_is_balanced_too():
     assert balanced_weights([4, 0]) == (0.5, 1.0)
 
 
+@pytest.mark.slow
 def test_a_run_resumed_in_another_layout_keeps_the_curve(ranks, folder, expected, tmp_path):
     """State that a layout does not hand on."""
     output = tmp_path / "run"

@@ -136,6 +136,7 @@ def train_with_bounds(argv, bounds):
         return run_quietly(argv)
 
 
+@pytest.mark.slow
 def test_a_run_warns_once(ranks, tmp_path, folder):
     # Catches: a warning in each row; one before the first epoch is over; evaluations or training that never warn.
     words = ("--val-fraction", 0.2, "--val-split", "validation", "-b", plain_dino.GLOBAL_BATCH, "--max-steps", 12)

@@ -156,6 +156,7 @@ def counted(ranks, tmp_path_factory):
     return of_row
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(("row", "case"), COUNTED)
 def test_a_step_stays_within_its_counts(counted, row, case):
     """An operation for each parameter or layer, or a read by the host, that creeps back."""

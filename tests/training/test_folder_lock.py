@@ -50,6 +50,7 @@ with FolderLock(sys.argv[1]):
 """
 
 
+@pytest.mark.slow
 def test_a_killed_run_holds_nothing_though_its_worker_lives(tmp_path):
     # Catches: a lock that a loader worker has taken along, and a folder that stays locked for ever.
     run = subprocess.Popen([sys.executable, "-c", OWNER, str(tmp_path)], stdout=subprocess.PIPE, text=True)

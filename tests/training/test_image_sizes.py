@@ -195,6 +195,7 @@ def test_it_goes_on_in_another_layout(ranks, one):
         resolved([*argv, "--img-size-schedule", "8:0,16:0.8"], world=2)
 
 
+@pytest.mark.slow
 def test_drawn_sizes_in_another_layout(ranks, tmp_path):
     """Ranks that draw each for itself, or by what was done since the process began."""
     argv = [*RUN, *VIT, "--img-size-schedule", "", "--train-img-sizes", 16, 8, 12]

@@ -103,6 +103,7 @@ def test_pretrained_that_is_not_here(tmp_path, monkeypatch, capsys):
     assert f"weights from {TAGGED} (timm/{TAGGED}, revision main): 17 of 20 tensors taken" in notes(argv)
 
 
+@pytest.mark.slow
 def test_a_model_in_a_folder_or_a_repository(ranks, tmp_path, monkeypatch, capsys):
     # Catches: saved arguments that are passed over, other weights, a network that is asked, a layout that needs a name.
     folder = tmp_path / "tiny"

@@ -65,6 +65,7 @@ def test_a_task_without_classes_has_none(ranks, data, tmp_path, capsys):
 ALL = [*NAMES, "LABEL_3"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", ["timm", "hf", "onnx"])
 def test_exports_have_them(run, tmp_path, capsys, to):
     """Another tool that answers "class 2"; a line that does not load what it says it loads."""

@@ -83,6 +83,7 @@ def test_timm_and_transformers_read_one_folder(tmp_path, kind, task):
     assert not any(word in text for word in ('"license"', '"tag"')), "timm's claims about its own weights"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["class token", "attention pool", "Eva with rotary tables", "learned rotary frequencies"]
 )
