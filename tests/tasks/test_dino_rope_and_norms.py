@@ -49,7 +49,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(30)
 @pytest.mark.parametrize(("centering", "layout", "recompute"), CASES)
 def test_trains_as_one_plain_process(ranks, tmp_path, folder, plain, centering, layout, recompute):
     words = ("--grad-checkpointing", recompute) if recompute else ()
@@ -113,6 +113,7 @@ def test_a_mistake_is_seen(ranks, tmp_path, folder, plain, planted, layout):
         assert_same_curve(plain("ema").rows[:2], rows, rtol=plain_dino.RTOL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("planted", [nullcontext, held_too_long])
 def test_the_backbone_learns_from_the_same_step_after_a_resume(ranks, tmp_path, folder, plain, planted):
     words, steps = ("--centering", "ema"), DINOV3.held_steps + 3

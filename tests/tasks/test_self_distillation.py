@@ -57,6 +57,7 @@ def with_bad_batch(bad):
     return contextlib.nullcontext()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_rejected_step_moves_neither_teacher_nor_centre(ranks, tmp_path, folder, plain, stage):
     """A teacher that is updated on a step that the optimizer did not take; NaN in the centre."""
@@ -105,6 +106,7 @@ def test_the_teacher_is_evaluated_and_exported(ranks, tmp_path, folder):
 NO_BEST = "no weights are marked as the best: the feature deviation of random weights is the largest; --eval-knn"
 
 
+@pytest.mark.slow
 def test_the_spread_of_features_does_not_choose_the_best_weights(ranks, tmp_path, folder):
     # Catches: a "best" that an untrained model wins; an end that shows no figure at all.
     words = ("--max-steps", 5, "--checkpoint-interval", 2, "--val-fraction", 0.2, "--val-split", "validation")
@@ -129,6 +131,7 @@ def test_the_spread_of_features_does_not_choose_the_best_weights(ranks, tmp_path
     assert any("of one class, 'all': every prediction is correct" in note for note in notes)
 
 
+@pytest.mark.slow
 def test_patches_of_training_images_are_drawn_without_a_validation_split(ranks, tmp_path, folder):
     # Catches: a report without the pictures that show whether the features say anything; images that depend on the
     # layout; similarities of the last evaluation only.
