@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-import ds_vit
 from ds_vit.config import parser as flags
 from ds_vit.config.deepspeed_json import BATCH_KEYS, load_json, overlay
 from ds_vit.config.flag import spelling
@@ -40,6 +39,7 @@ from ds_vit.config.units import parse_set
 from ds_vit.engine.start import quiet_deepspeed
 from ds_vit.fault_tolerance import exit_codes
 from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.launching.launchers import RANK_PY
 from ds_vit.launching.process import Process
 from ds_vit.monitoring.metrics import make_console, print_columns
 from ds_vit.monitoring.metrics import say as print_lines
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
     from ds_vit.training.run import Run
 
-TRAIN = Path(ds_vit.__file__).parents[1] / "launch" / "train.py"
+TRAIN = RANK_PY.with_name("train.py")
 
 # The largest relative deviations of (loss, gradient norm, weights) that are rounding. In fp32 all are below 2e-6 where
 # nothing is wrong. In bf16 the loss may be 0.3 % away; the norm and the weights, of which some start at zero and so
@@ -59,9 +59,7 @@ TRAIN = Path(ds_vit.__file__).parents[1] / "launch" / "train.py"
 TOLERANCES = {
     "fp32": (1e-5, 1e-5, 1e-5),
     "bf16": (3e-3, 3e-2, 2e-1),
-    "autocast-bf16": (3e-3, 3e-2, 2e-1),
     "fp16": (4e-4, 4e-3, 2.5e-2),
-    "autocast-fp16": (4e-4, 4e-3, 2.5e-2),
 }
 
 # SGD shows a constant factor in a gradient, which Adam hides, and does not scale rounding up to the learning rate in
@@ -413,7 +411,7 @@ def resolve_layout(
         raise UserError(text if reference is not None else f"reference {layout.name!r}: {text}") from None
     layout.precision = run.engine.precision.name
     # Without --rtol those of the coarser number format.
-    precisions = [one.engine.precision.name for one in (run, reference) if one]
+    precisions = [one.engine.precision.name.removeprefix("autocast-") for one in (run, reference) if one]
     layout.limits = (options.rtol,) * 3 if options.rtol is not None else max(TOLERANCES[name] for name in precisions)
     layout.text = f"{run.text}, {run.batch.micro_batch} x {run.batch.accumulation} per replica"
     return run

@@ -477,8 +477,11 @@ def _opened(output: str | None, **how: Any) -> Iterator[Any]:
     if output is None:
         yield sys.stdout
         return
-    with written(f"--output {output}"), written_whole(Path(output)) as partial, partial.open(**how) as file:
-        yield file
+    with written_whole(Path(output)) as partial:
+        with written(f"--output {output}"):
+            file = partial.open(**how)
+        with file:
+            yield file
 
 
 def _write_csv(rows: Iterable[Row], file: TextIO) -> tuple[int, list[Row]]:
