@@ -13,7 +13,6 @@ from ds_vit.launching.hosts import (
     Host,
     expand_counts,
     first_host,
-    from_pbs,
     from_slurm,
     parse_hosts,
     read_hosts,
@@ -43,6 +42,7 @@ def test_a_hostfile_reads_back_as_deepspeed_reads_it(slots):
         ("-oProxyCommand=x slots=1\n", r"line 1: '-oProxyCommand=x' is not a host name"),
         ("a;reboot slots=1\n", r"line 1: 'a;reboot' is not a host name"),
         ("# nothing\n", r"names no host"),
+        ("a\nb 2\n", r"line 2: 'b 2' is not one host name"),
     ],
 )
 def test_a_bad_hostfile_says_which_line(text, says):
@@ -87,27 +87,18 @@ def test_slurm(scontrol):
     assert expand_counts("4(x2),3") == [4, 4, 3]
 
 
-def test_pbs(tmp_path):
-    # Catches: a host that occurs once a slot taken for several hosts.
-    nodes = tmp_path / "nodes"
-    nodes.write_text("a\na\nb\na\n")
-    assert from_pbs({"PBS_NODEFILE": str(nodes)}) == (Host("a", 3), Host("b", 1))
-    with pytest.raises(ValueError, match="No such file"):
-        from_pbs({"PBS_NODEFILE": str(tmp_path / "gone")})
-    assert parse_hosts("a:4\nb:2\n") == (Host("a", 4), Host("b", 2))
-    with pytest.raises(ValueError, match="line 2: 'b 2' is not one host name"):
-        parse_hosts("a\nb 2\n")
-
-
 def test_the_source_is_found(tmp_path):
-    # Catches: a file of names read as a bad hostfile, --slots without effect, a guess outside any job.
+    # Catches: a file of names read as a bad hostfile, a host that occurs once a slot taken for several hosts, --slots
+    # without effect, a guess outside any job.
     path = tmp_path / "hosts"
     path.write_text("a slots=2\nb slots=1\n")
     assert read_hosts(str(path), {}) == (Host("a", 2), Host("b", 1))
-    path.write_text("a\na\nb\n")
-    assert read_hosts(str(path), {}) == (Host("a", 2), Host("b", 1))
+    path.write_text("a\nb:2\na\n")
+    assert read_hosts(str(path), {}) == (Host("a", 2), Host("b", 2))
     assert read_hosts(str(path), {}, slots=4) == (Host("a", 4), Host("b", 4))
-    assert read_hosts(None, {"PBS_NODEFILE": str(path)}) == (Host("a", 2), Host("b", 1))
+    assert read_hosts(None, {"PBS_NODEFILE": str(path)}) == (Host("a", 2), Host("b", 2))
+    with pytest.raises(ValueError, match=r"PBS_NODEFILE=.*gone: No such file"):
+        read_hosts("pbs", {"PBS_NODEFILE": str(tmp_path / "gone")})
     with pytest.raises(ValueError, match="lsf was removed; write a hostfile"):
         read_hosts("lsf", {})
     with pytest.raises(ValueError, match="give --from FILE"):

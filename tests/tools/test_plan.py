@@ -117,8 +117,6 @@ def test_matrices_that_are_not_multiples_of_8_are_named(capsys):
         (("--pp", "2", "--zero", "3"), "--pp 2 .*ZeRO-1.*ZeRO-3"),
         (("--gpus", "8", "--model", "vit_120b_patch14_224"), "no layout fits on 8 x NVIDIA A100.*try --gpus 32,"),
         (("--model", "vit_21b_patch14_224"), "nearest are .*vit_22b_patch14_224"),
-        (("--output", "plan.png"), "plan --output was removed; --json"),
-        (("--goodput",), "plan --goodput was removed; docs/planning.md"),
         (("--calibrate=mine.yaml",), "plan --calibrate was removed; docs/benchmarks/calibrate.py"),
     ],
 )
