@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from curves import assert_same_curve, checkpoints_in_time, read_rows, train_in, train_rows
 from interrupting import TINY, train_with
-from project import ON_CPU, ROOT, wait_until
+from project import ON_CPU, ROOT, heeds, wait_until
 
 from ds_vit.checkpoint.folder import checkpoints, marked, newest
 from ds_vit.fault_tolerance import exit_codes
@@ -103,7 +103,7 @@ def test_a_signal_while_a_rank_imports(tmp_path):
     command = [sys.executable, str(ROOT / "launch" / "train.py"), *words("--output", tmp_path / "run")]
     process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        wait_until(lambda: process.poll() is not None or _catches_sigterm(process.pid), "importing", 120)
+        wait_until(lambda: process.poll() is not None or heeds(process.pid, signal.SIGTERM), "importing", 120)
         assert process.poll() is None, process.communicate()
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=60)
@@ -128,16 +128,6 @@ with Signals().installed():
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (exit_codes.INTERRUPTED, ""), done.stderr
     assert "SIGTERM before the ranks have met: nothing to save" in done.stderr
-
-
-def _catches_sigterm(pid: int) -> bool:
-    """Whether a process has a handler for SIGTERM."""
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        pytest.skip("no /proc on this system")
-    caught = next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt"))
-    return bool(int(caught, 16) >> (signal.SIGTERM - 1) & 1)
 
 
 def test_time_limit(ranks, tmp_path):

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 from one_rank import OneRank
-from project import ROOT, wait_until
+from project import ROOT, heeds, wait_until
 
 from ds_vit import cli
 from ds_vit.launching import run
@@ -355,18 +355,11 @@ def test_a_rank_that_has_only_begun_is_interrupted_too(tmp_path):
     line = [sys.executable, str(ROOT / "launch" / "rank.py"), "--run=x", job.encode()]
     environ = {**os.environ, "RANK": "0", "WORLD_SIZE": "1"}
     rank = subprocess.Popen(line, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    wait_until(lambda: heeds_sigusr1(rank.pid), "launch/rank.py leaves SIGUSR1 as it is", 60)
+    wait_until(lambda: heeds(rank.pid, signal.SIGUSR1), "launch/rank.py leaves SIGUSR1 as it is", 60)
     rank.send_signal(signal.SIGUSR1)
     _, error = rank.communicate(timeout=60)
     assert rank.returncode == 75, error
     assert b'"code": 75' in error
-
-
-def heeds_sigusr1(pid: int) -> bool:
-    """Whether a process blocks or catches SIGUSR1."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    masks = [int(line.split()[1], 16) for line in lines if line.startswith(("SigBlk", "SigCgt"))]
-    return any(mask >> (signal.SIGUSR1 - 1) & 1 for mask in masks)
 
 
 def test_who_has_missed_the_signal_hears_it_again(tmp_path, monkeypatch):
@@ -432,7 +425,6 @@ def test_a_killed_rank_is_reported(tmp_path, capfd):
         (["local", "--env-file", "no.env", "{train}"], "environment file no.env: No such file"),
         (["mpi", "-np", "2", "--mpirun", "no-mpirun", "{train}"], "no-mpirun is not on PATH"),
         (["slurm", "{train}"], "SLURM_JOB_ID is not set"),
-        (["local", "--include", "localhost:999", "{train}"], "--include localhost:999: localhost has slots 0 to "),
         (["hostfile", "--hostfile", "hosts", "{train}"], "-oProxyCommand=x"),
         (["hostfile", "--hostfile", "hosts", "--master_addr", "a; touch called", "{train}"], "is not a host name"),
     ],
@@ -458,7 +450,6 @@ def test_bad_input_of_the_launcher(words, reason, tmp_path, monkeypatch, capsys)
         ("-n 2 --restarts 1 eval RUN --output x", "--restarts resumes a training from its checkpoint, and eval writes"),
         ("-n 2 --include localhost:0 train", "--include localhost:0 gives the number of ranks too"),
         ("-n 2 trian", "invalid choice: 'trian'"),
-        ("-n 2 launch/train.py", "invalid choice: 'launch/train.py'"),
     ],
 )
 def test_bad_input_of_ds_vit_launch(words, reason, capsys):

@@ -34,6 +34,13 @@ def wait_until(condition: Callable[[], object], missing: Callable[[], object] | 
         pause = min(1.5 * pause, 0.2)
 
 
+def heeds(pid: int, signum: int) -> bool:
+    """Whether a process blocks or catches a signal."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    masks = [int(line.split()[1], 16) for line in lines if line.startswith(("SigBlk", "SigCgt"))]
+    return any(mask >> (signum - 1) & 1 for mask in masks)
+
+
 def write_config(path: Path, stage: int = 1, **blocks: Any) -> Path:
     """Write the project's DeepSpeed file of a ZeRO stage on a CPU with other blocks; returns its path."""
     config = json.loads((ROOT / "ds_configs" / f"cpu_zero{stage}_fp32.json").read_text())
