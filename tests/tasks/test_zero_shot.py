@@ -185,7 +185,7 @@ def test_without_a_validation_split(ranks, folder, evaluated, tmp_path):
     assert row["images"] == 355
     assert not [name for name in row if "_r" in name]
     assert {row[name] == whole[name] for name in ("zeroshot_top1", "zeroshot_top5")} == {True}
-    summary = RunFolder(tmp_path / "run").read_summary()
+    summary = json.loads(RunFolder(tmp_path / "run").summary.read_text())
     assert summary["best_zeroshot_top1"] == summary["last_zeroshot_top1"] == row["zeroshot_top1"]
 
 

@@ -59,7 +59,8 @@ def said(capsys, *words):
 
 def weights_of(run):
     """The first line of stderr."""
-    return f"weights: {run}/model.safetensors, step 2, top1 {RunFolder(run).read_summary()['last_top1']:.4g} %\n"
+    top1 = json.loads(RunFolder(run).summary.read_text())["last_top1"]
+    return f"weights: {run}/model.safetensors, step 2, top1 {top1:.4g} %\n"
 
 
 def test_a_table_of_files(run, data, by_timm, capsys):
@@ -90,7 +91,7 @@ def test_csv_of_a_folder_counts_as_evaluation_does(run, data, by_timm, capsys):
         assert row[1::2] == [NAMES[n] for n in shares.argsort(descending=True)]
         np.testing.assert_allclose([float(v) for v in row[2::2]], shares.sort(descending=True).values, atol=2e-6)
     right = sum(row[1] == NAMES[source.target(index)] for index, row in enumerate(rows))
-    assert 100 * right / len(rows) == pytest.approx(RunFolder(run).read_summary()["last_top1"])
+    assert 100 * right / len(rows) == pytest.approx(json.loads(RunFolder(run).summary.read_text())["last_top1"])
 
 
 def test_images_that_cannot_be_read_are_named_and_counted(run, data, tmp_path, by_timm, capsys):

@@ -38,7 +38,7 @@ def test_a_run_writes_them(run):
     """A file that is moved away from its run, or a run whose weights are gone, and with it the names."""
     checkpoint = run / "checkpoints" / "step-00000002"
     assert json.loads(RunFolder(run).classes.read_text()) == list(NAMES)
-    assert RunFolder(run).read_summary()["class_names"] == list(NAMES)
+    assert json.loads(RunFolder(run).summary.read_text())["class_names"] == list(NAMES)
     assert json.loads((checkpoint / "state.json").read_text())["run"]["class_names"] == list(NAMES)
     for folder in (run, checkpoint):
         for name in ("model.safetensors", "ema.safetensors"):
@@ -51,7 +51,7 @@ def test_a_task_without_classes_has_none(ranks, data, tmp_path, capsys):
     words = ["--task", "mae", "--decoder-dim", 48, "--decoder-depth", 1, "--decoder-heads", 3]
     run = short_run(ranks, data, tmp_path / "run", *words, "--checkpoint-interval", 2)
     assert not RunFolder(run).classes.exists()
-    assert "class_names" not in RunFolder(run).read_summary()
+    assert "class_names" not in json.loads(RunFolder(run).summary.read_text())
     for folder in (run, run / "checkpoints" / "step-00000002"):
         assert "class_names" not in words_of(folder / "model.safetensors")
         assert find_weights(folder).class_names == ()
