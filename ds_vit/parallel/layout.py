@@ -11,6 +11,8 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import Process
 
@@ -92,18 +94,13 @@ class Placement:
 
     def crossing(self) -> dict[str, bool]:
         """Axis ("tp", "pp", "dp") of degree above 1 → whether some group of it has ranks on several hosts."""
-        layout, ranks = self.layout, range(self.layout.world_size)
-        fixed = {
-            "tp": lambda r: (layout.dp_rank(r), layout.stage(r)),
-            "pp": lambda r: (layout.dp_rank(r), layout.tp_rank(r)),
-            "dp": lambda r: (layout.stage(r), layout.tp_rank(r)),
+        hosts = np.array(self.hosts).reshape(self.layout.dims)
+        axes = {"tp": 2, "pp": 1, "dp": 0}
+        return {
+            name: bool((hosts != hosts.take([0], axis)).any())
+            for name, axis in axes.items()
+            if getattr(self.layout, name) > 1
         }
-        crossing = {}
-        for axis, key in fixed.items():
-            if getattr(layout, axis) > 1:
-                groups = itertools.groupby(sorted(ranks, key=key), key)
-                crossing[axis] = any(len({self.hosts[r] for r in group}) > 1 for _, group in groups)
-        return crossing
 
     def rows(self) -> list[tuple[str, str]]:
         """(host, its ranks and what they are) of each host, and which axes cross the network; for a table."""

@@ -62,25 +62,8 @@ class ShardingPlan:
 _LAMBDAS = ("lambda_a", "lambda_b", "lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
 
 
-def _heads(module: nn.Module) -> dict[str, int]:
-    return {"num_heads": module.num_heads}
-
-
-def _parallel_counts(block: nn.Module) -> dict[str, int]:
-    return {"num_heads": block.num_heads, "hidden size": block.in_split[0]}
-
-
-def _in_proj(block: nn.Module) -> tuple[int, ...]:
-    return tuple(block.in_split)
-
-
-def _out_proj(block: nn.Module) -> tuple[int, ...]:
-    hidden, width, *_ = block.in_split
-    return width, hidden
-
-
 _ATTENTION = ShardingPlan(
-    _heads,
+    lambda module: {"num_heads": module.num_heads},
     columns={"qkv": 3, "q_proj": 1, "k_proj": 1, "v_proj": 1, "gate": 1},
     rows={"proj": 1},
     norms=("norm",),
@@ -96,10 +79,11 @@ _MLP = ShardingPlan(
     partial=("act",),
 )
 _PARALLEL = ShardingPlan(
-    _parallel_counts,
+    lambda block: {"num_heads": block.num_heads, "hidden size": block.in_split[0]},
     ShardedParallelScalingBlock,
-    columns={"in_proj": _in_proj},
-    rows={"out_proj": _out_proj, "attn_out_proj": 1, "mlp_out_proj": 1},
+    columns={"in_proj": lambda block: tuple(block.in_split)},
+    # Its input is the attention's output before the hidden features; `in_split` has the latter first.
+    rows={"out_proj": lambda block: (block.in_split[1], block.in_split[0]), "attn_out_proj": 1, "mlp_out_proj": 1},
     summands=("attn_out_proj", "mlp_out_proj"),
     vectors=("mlp_bias",),
     dropouts=("mlp_drop",),

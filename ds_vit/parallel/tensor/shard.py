@@ -90,8 +90,6 @@ def check_degree(model: TimmViT, size: int) -> None:
     Raises:
         UserError: a kind of module is not supported, or the degree does not divide its heads or hidden features.
     """
-    if size < 1:
-        raise UserError(f"tp {size} must be at least 1")
     if size == 1:
         return
     refused = _refused_kind(model)
@@ -144,15 +142,6 @@ def _lengths(sections: Sections, module: nn.Module, total: int) -> tuple[int, ..
     return sections(module) if callable(sections) else (total // sections,) * sections
 
 
-def _sum_gradient(parameter: nn.Parameter, tp: TensorParallel) -> None:
-    """Make the gradient of a whole parameter the sum of the ranks' summands.
-
-    A hook on the parameter sees each backward's gradient before anything accumulates or reduces it further.
-    """
-    if parameter.requires_grad:
-        parameter.register_hook(partial(sum_over_group, tp=tp))
-
-
 def _shard_columns(linear: nn.Linear, sections: tuple[int, ...], tp: TensorParallel) -> None:
     _shard_tensor(linear, "weight", 0, sections, tp)
     if linear.bias is not None:
@@ -173,10 +162,6 @@ def _shard_norm(norm: nn.Module, tp: TensorParallel) -> None:
     convert(norm, ShardedNorm, centred=NORMS[type(norm)], tp=tp, normalized_shape=shape)
 
 
-def _divide(value: int | list[int], size: int) -> int | list[int]:
-    return [number // size for number in value] if isinstance(value, list) else value // size
-
-
 def _shard_module(module: nn.Module, plan: ShardingPlan, region: Region) -> list[nn.Parameter]:
     """Shard one module by its plan, in place; returns the replicated parameters that get a partial gradient."""
     tp = region.tp
@@ -195,7 +180,9 @@ def _shard_module(module: nn.Module, plan: ShardingPlan, region: Region) -> list
         if isinstance(dropout, KeyedDropout):
             convert(dropout, ShareDropout, dim=-1, tp=tp)
     for name in plan.divided:
-        setattr(module, name, _divide(getattr(module, name), tp.size))
+        whole = getattr(module, name)
+        own = [number // tp.size for number in whole] if isinstance(whole, list) else whole // tp.size
+        setattr(module, name, own)
     if plan.sharded_class is None:
         mix_in(module, Entered, region=region)
     else:
@@ -265,8 +252,9 @@ def shard_layer(layer: Layer, tp: TensorParallel, *, class_parallel: bool = Fals
             share_tokens(layer, tp)
             if isinstance(layer, BlockLayer):
                 summed = [p for p in layer.parameters() if not getattr(p, "tensor_model_parallel", False)]
-        for parameter in summed:
-            _sum_gradient(parameter, tp)
+        for parameter in (p for p in summed if p.requires_grad):
+            # Sees the gradient of each backward pass before anything accumulates or reduces it further.
+            parameter.register_hook(partial(sum_over_group, tp=tp))
     for parameter in layer.parameters():
         if not hasattr(parameter, "tp_slice"):
             parameter.tp_slice = TensorSlice(tuple(parameter.shape), None, (), tp.rank, tp.size)

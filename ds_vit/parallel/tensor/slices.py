@@ -84,15 +84,7 @@ def assemble(slices: Sequence[torch.Tensor], description: TensorSlice) -> torch.
 
     Returns:
         a tensor of shape `description.full_shape`; if every rank holds the whole, the first rank's tensor itself.
-
-    Raises:
-        ValueError: the number of slices or a shape does not fit.
     """
-    if len(slices) != description.size:
-        raise ValueError(f"{len(slices)} slices of a tensor that was split into {description.size}")
-    for rank, piece in enumerate(slices):
-        if tuple(piece.shape) != description.local_shape:
-            raise ValueError(f"slice {rank} has shape {tuple(piece.shape)}, not {description.local_shape}")
     dim = description.dim
     if dim is None:
         return slices[0]
