@@ -146,17 +146,18 @@ class Engine(ABC):
             own["steps_per_print"] = 2**63 - 1
             # DeepSpeed's timer waits for the device twice per step, and only that print reads it.
             own.setdefault("timers", {"throughput": {"enabled": False}})
-        arguments = {"model": model, "optimizer": optimizer, "config": own, "dist_init_required": False}
-        if groups.layout.pp == 1:  # a pipeline brings its grid
-            arguments["mpu"] = groups.grid
         import_muon_uncompiled()
         self.on_close = contextlib.ExitStack()
-        self.engine, *_ = deepspeed.initialize(**arguments)
+        mpu = groups.grid if groups.layout.pp == 1 else None  # a pipeline brings its grid
+        self.engine, *_ = deepspeed.initialize(
+            model=model, optimizer=optimizer, config=own, mpu=mpu, dist_init_required=False
+        )
         self._grad_scaler = autocast_scaler(self.engine)
         self.units = ZeroUnits(self.engine, trains=optimizer is not None) if self.stage == 3 else None
-        if self.units is not None:
-            self.on_close.callback(self.units.close)
         self.flat = FlatGradient(self.engine, groups, json) if own_sums else None
+        self._sums = self.flat or self.units
+        if self._sums is not None:
+            self.on_close.callback(self._sums.close)
         if optimizer is not None:
             self._adapt_the_optimizer()
             if write_initial is not None:
@@ -172,7 +173,7 @@ class Engine(ABC):
 
     def _adapt_the_optimizer(self) -> None:
         """Patch reduction, clipping and overflow checks of DeepSpeed's optimizer, and guard its steps."""
-        groups, optimizer, sums = self.groups, self.engine.optimizer, self.flat or self.units
+        groups, optimizer, sums = self.groups, self.engine.optimizer, self._sums
         if self.flat is not None:
             flats: Sequence[FlatGroup] = self.flat.flats
         else:
@@ -325,9 +326,7 @@ class Engine(ABC):
             if "scale" in saved:
                 scaler.load_state_dict({**scaler.state_dict(), **saved})
         elif engine.fp16_enabled() and engine.optimizer.loss_scaler.dynamic:
-            for key in _LOSS_SCALER:
-                if key in saved:
-                    setattr(engine.optimizer.loss_scaler, key, saved[key])
+            vars(engine.optimizer.loss_scaler).update({key: saved[key] for key in _LOSS_SCALER if key in saved})
         # The JSON's scheduler gives the rate itself: where the checkpoint's had other settings or was the flags', the
         # saved rate is not this run's.
         if engine.lr_scheduler is not None and (counted := progress.get("lr_scheduler", step - 1)) >= 0:
@@ -432,12 +431,9 @@ class Engine(ABC):
 
     def write_events(self, events: Sequence[tuple[str, float, int]]) -> None:
         """Write figures to the monitors that the JSON enables (on rank 0 only)."""
-        if self.engine.monitor.enabled:
-            self.engine.monitor.write_events(list(events))
+        self.engine.monitor.write_events(list(events))
 
     def close(self) -> None:
         """Release DeepSpeed's hooks and buffers, and restore the process-wide state that the run changed."""
-        if self.flat is not None:
-            self.flat.close()
         self.engine.destroy()
         self.on_close.close()

@@ -79,7 +79,7 @@ class Unit:
         total: their sum.
         runs: [sub-group, start, length] of consecutive trained parameters in this rank's flat memory.
         segments: their places in the flat gradient.
-        views: the same for each trained parameter.
+        views: the same for each trained parameter, on one rank.
         shard: this rank's shard of the unit in one tensor of the model's type, or None where it is in `pieces`.
         elements: of the gathered unit, padding included; 0 where it is never released.
         keeps: the unit stays gathered until the step.
@@ -171,7 +171,7 @@ class ZeroUnits:
     Attributes:
         units: in the order of the model.
         shares: the flat gradient of each sub-group on this rank; set where it trains.
-        most_live: the most elements that were gathered at once.
+        live: elements that are gathered now.
     """
 
     def __init__(self, engine: Any, *, trains: bool) -> None:
@@ -183,7 +183,7 @@ class ZeroUnits:
         overlaps = bool(engine.zero_overlap_comm())
         self._ahead = overlaps and engine.zero_prefetch_bucket_size() > 0
         self._max_live = engine.zero_max_live_parameters()
-        self.live = self.most_live = 0
+        self.live = 0
         self._gathered: dict[Unit, None] = {}
         self._coming: Unit | None = None  # the unit in the landing buffer
         self._work: Any = None
@@ -232,9 +232,8 @@ class ZeroUnits:
         self.flat, masters = optimizer.grad_partitions_flat_buffer, optimizer.fp32_partitioned_groups_flat
         self.shares = list(self.flat.split([master.numel() for master in masters]))
         views = getattr(optimizer, GRADIENT_VIEWS)
-        self._averaged = [[views[p.ds_id] for p in params] for params in optimizer.fp16_groups]
         for unit in self.units:
-            unit.views = [views[p.ds_id].view(p.ds_shape) if self.ranks == 1 else views[p.ds_id] for p in unit.trained]
+            unit.views = [views[p.ds_id].view(p.ds_shape) for p in unit.trained] if self.ranks == 1 else []
             unit.runs = self._runs(unit)
             unit.segments = [self.shares[number].narrow(0, start, length) for number, start, length in unit.runs]
             unit.segment_sizes = [segment.numel() for segment in unit.segments]
@@ -385,7 +384,6 @@ class ZeroUnits:
                 self._copied_out.record(self._compute)
             self._gathered[unit] = None
             self.live += unit.elements
-            self.most_live = max(self.most_live, self.live)
         if (
             following is not None
             and not following.whole
@@ -517,10 +515,7 @@ class ZeroUnits:
         self._open, self._backward_runs = None, False
         self._release_all(kept=False)
         self._join()
-        optimizer = self.optimizer
-        if not optimizer.offload_optimizer:
-            optimizer.averaged_gradients = dict(enumerate(self._averaged))
-        optimizer._epilogue_ran_this_backward = True
+        self.optimizer._epilogue_ran_this_backward = True
 
     def _join(self) -> None:
         """Order readers of the flat gradient after the sums."""
@@ -553,7 +548,6 @@ class ZeroUnits:
         """Set a sub-group's gradient as its master's, in place of DeepSpeed's copies."""
         master = self.optimizer.fp32_partitioned_groups_flat[number]
         master.grad = self.shares[number].to(master.dtype)
-        self.optimizer.averaged_gradients[number] = None
 
     @torch.no_grad()
     def _write_back(self, number: int) -> None:

@@ -227,6 +227,22 @@ def test_a_layer_whose_weight_has_left_stays_until_the_end_of_the_backward_pass(
     assert ranks.run(2, released_on_rank, False) == [(False, False)] * 2
 
 
+@contextlib.contextmanager
+def counted_gathers():
+    """On a rank: how many units are gathered, how many of them ahead, and the most elements that were whole at once."""
+    counts, gather = {"ahead": 0, "all": 0, "most": 0}, ZeroUnits._gather
+
+    def counted(self, unit, following):
+        if not unit.whole:
+            counts["ahead"] += self._coming is unit
+            counts["all"] += 1
+        gather(self, unit, following)
+        counts["most"] = max(counts["most"], self.live)
+
+    with mock.patch.object(ZeroUnits, "_gather", counted):
+        yield counts
+
+
 def evaluated_on_rank() -> tuple[torch.Tensor, int]:
     """Outputs of an engine without an optimizer, and the most elements that were whole at once."""
     import deepspeed
@@ -238,9 +254,9 @@ def evaluated_on_rank() -> tuple[torch.Tensor, int]:
         deepspeed.zero.Init(module=layer, config_dict_or_path=config)
     engine, *_ = deepspeed.initialize(model=model, config=config)
     units = ZeroUnits(engine, trains=False)
-    with torch.no_grad():
+    with torch.no_grad(), counted_gathers() as counts:
         outputs = [engine(x) for x in samples()]
-    most, whole = units.most_live, units.units[0].elements
+    most, whole = counts["most"], units.units[0].elements
     engine.destroy()
     units.close()
     return torch.stack(outputs), most // whole if whole else 0
@@ -260,25 +276,13 @@ def test_an_engine_that_only_evaluates_has_the_same_units(ranks, world):
 
 def gathered_on_rank(zero: dict) -> tuple[int, int, int, int]:
     """In the third step: (gathered ahead, gathered, most elements at once, those of a unit)."""
-    counts = {"ahead": 0, "all": 0}
-    gather = ZeroUnits._gather
-
-    def counted(self, unit, following):
-        if not unit.whole:
-            counts["ahead"] += self._coming is unit
-            counts["all"] += 1
-        gather(self, unit, following)
-
-    with (
-        units_on_rank("plain", 2, zero_optimization=zero) as (engine, units),
-        mock.patch.object(ZeroUnits, "_gather", counted),
-    ):
+    with units_on_rank("plain", 2, zero_optimization=zero) as (engine, units), counted_gathers() as counts:
         for _ in range(3):
             counts.update(ahead=0, all=0)
             for _ in range(2):
                 engine.backward(engine(samples()[0]).square().mean())
                 engine.step()
-        return counts["ahead"], counts["all"], units.most_live, units.units[0].elements
+        return counts["ahead"], counts["all"], counts["most"], units.units[0].elements
 
 
 @pytest.mark.parametrize("layer", range(3))
@@ -409,7 +413,7 @@ def test_autograd_ends_a_layer_before_it_begins_the_one_before(recomputed):
 ATTRIBUTES = {
     "optimizer": """
         fp16_groups fp32_partitioned_groups_flat fp16_partitioned_groups_flat grad_partitions_flat_buffer grad_position
-        get_param_id averaged_gradients micro_step_id _epilogue_ran_this_backward offload_optimizer lp_param_buffer
+        get_param_id micro_step_id _epilogue_ran_this_backward offload_optimizer lp_param_buffer
         communication_data_type postscale_gradients _model_parallel_all_reduce loss_scale persistent_parameters
         parameter_offload _grad_acc_hooks _leaf_module_hooks check_overflow invalidate_secondary_tensor zero_grad
         _partition_all_parameters independent_gradient_partition_epilogue _pre_step _get_norm_groups
