@@ -27,24 +27,8 @@ def layers_of(names: Sequence[str]) -> dict[str, str]:
     return layers
 
 
-def layer_norms(zero_map: ZeroMap, grads: Sequence[torch.Tensor]) -> dict[str, float]:
-    """Norm of each layer's gradient, inf where it is not finite (a collective of all ranks).
-
-    Args:
-        zero_map: the map of this rank.
-        grads: of each shard, flat.
-    """
-    own = (
-        (segment.name, float(segment.of(grad).double().square().sum()))
-        for shard, grad in zip(zero_map.shards, grads, strict=True)
-        for segment in shard.segments
-        if zero_map.counts(segment)
-    )
-    return layer_norms_of(zero_map, own)
-
-
-def layer_norms_of(zero_map: ZeroMap, squares: Iterable[tuple[str, float]]) -> dict[str, float]:
-    """Norm of each layer, inf where it is not finite (a collective of all ranks).
+def worst_layer(zero_map: ZeroMap, squares: Iterable[tuple[str, float]]) -> tuple[str, float]:
+    """The layer with the largest gradient, or one that is not finite, and its norm or inf (a collective of all ranks).
 
     Args:
         zero_map: the map of this rank.
@@ -57,4 +41,5 @@ def layer_norms_of(zero_map: ZeroMap, squares: Iterable[tuple[str, float]]) -> d
         sums[rows[layers[name]]] += square
     sums = sums.to(zero_map.device)
     dist.all_reduce(sums)
-    return {layer: math.sqrt(s) if math.isfinite(s) else math.inf for layer, s in zip(rows, sums.tolist(), strict=True)}
+    norms = [math.sqrt(total) if math.isfinite(total) else math.inf for total in sums.tolist()]
+    return max(zip(rows, norms, strict=True), key=lambda item: item[1])

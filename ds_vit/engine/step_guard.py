@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ds_vit.device import pins_memory, record_event
-from ds_vit.engine.layer_norms import layer_norms, layer_norms_of
+from ds_vit.engine.layer_norms import worst_layer
 from ds_vit.parallel.tensor.slices import Segment
 from ds_vit.parallel.zero_map import Shard, ZeroMap
 
@@ -57,13 +57,12 @@ class CountedGradients:
                 parts = whole.split(most) if most else (whole,)
                 self._parts += parts
                 self._names += [segment.name] * len(parts)
-        self._nothing = torch.zeros(1, device=grads[0].device)
+        if not self._parts:
+            self._parts = [torch.zeros(1, device=grads[0].device)]
 
     def norms(self, dtype: torch.dtype) -> torch.Tensor:
         """The norm of each part, now; one zero where the rank counts none."""
-        self._norms = (
-            torch.stack(torch._foreach_norm(self._parts, 2, dtype)) if self._parts else self._nothing.to(dtype)
-        )
+        self._norms = torch.stack(torch._foreach_norm(self._parts, 2, dtype))
         return self._norms
 
     def square_norms(self) -> SquareNorms:
@@ -173,7 +172,7 @@ class StepGuard:
     square_norms: Callable[[], SquareNorms] | None = None
 
     def __post_init__(self) -> None:
-        self._recent: tuple[deque[float], deque[float]] | None = None  # losses and norms
+        self._recent = deque[float](maxlen=_LAST_VALUES), deque[float](maxlen=_LAST_VALUES)  # losses and norms
         self._factor = math.inf
         self._decided = False
         self._late: Callable[[], StepOutcome] | None = None
@@ -184,15 +183,15 @@ class StepGuard:
 
     def watch_spikes(self, factor: float) -> None:
         """Reject steps whose loss or norm is more than `factor` times the mean of the last 100 (of 10 at least)."""
-        self._factor, self._recent = factor, (deque(maxlen=_LAST_VALUES), deque(maxlen=_LAST_VALUES))
+        self._factor = factor
 
     def recent(self) -> list[list[float]]:
         """The losses and norms that spikes are compared with, for a checkpoint."""
-        return [list(recent) for recent in self._recent] if self._recent else [[], []]
+        return [list(recent) for recent in self._recent]
 
     def remember(self, values: Sequence[Sequence[float]]) -> None:
-        """Restore what `recent` gave, if spikes are watched for."""
-        for recent, old in zip(self._recent or (), values, strict=False):
+        """Restore what `recent` gave."""
+        for recent, old in zip(self._recent, values, strict=False):
             recent.clear()
             recent.extend(old)
 
@@ -203,7 +202,7 @@ class StepGuard:
         The host decides where it detects spikes, and in the first step: torch's fused SGD would keep a momentum that
         its kernel, which skips the step, has not written.
         """
-        return self.square_norms is not None and self._recent is None and bool(self._base.state)
+        return self.square_norms is not None and self._factor == math.inf and bool(self._base.state)
 
     def begin(self) -> None:
         """Begin a new step."""
@@ -249,7 +248,7 @@ class StepGuard:
             value = on_host.read()
             if math.isfinite(value):
                 return StepOutcome(True)
-            worst = _largest(layer_norms_of(self.zero_map, square_norms()))
+            worst = worst_layer(self.zero_map, square_norms())
             return StepOutcome(False, SkippedStep("nonfinite", None, value, None, worst))
 
         self._base.found_inf = norm.isfinite().logical_not().float()
@@ -257,9 +256,10 @@ class StepGuard:
 
     def _decide(self) -> SkippedStep | None:
         norm, loss = self.norm(), None
-        if norm is None or (self.checked and self._recent is None):
+        watches = self._factor < math.inf
+        if norm is None or (self.checked and not watches):
             return None
-        if self._recent is not None:
+        if watches:
             loss_sum, count = self.loss()
             # One answer for all ranks: the last digit of the norm may differ between pipeline stages.
             figures = torch.zeros(3, dtype=torch.float64, device=self.zero_map.device)
@@ -272,7 +272,7 @@ class StepGuard:
         norm = float(norm)
         if not math.isfinite(norm) or (loss is not None and not math.isfinite(loss)):
             return SkippedStep("nonfinite", loss, norm, None, self._worst_layer(finite=False))
-        if self._recent is None or loss is None:
+        if loss is None:
             return None
         for value, recent in zip((loss, norm), self._recent, strict=True):
             if (usual := usual_before_spike(recent, value, self._factor)) is not None:
@@ -283,8 +283,9 @@ class StepGuard:
 
     def _worst_layer(self, finite: bool) -> tuple[str, float]:
         grads = self.zero_map.gradients(self.clipped_by() if finite else 1.0)
-        return _largest(layer_norms(self.zero_map, grads))
-
-
-def _largest(norms: dict[str, float]) -> tuple[str, float]:
-    return max(norms.items(), key=lambda item: item[1] if math.isfinite(item[1]) else math.inf)
+        squares = (
+            (segment.name, float(segment.of(grad).double().square().sum()))
+            for shard, grad in zip(self.zero_map.shards, grads, strict=True)
+            for segment in filter(self.zero_map.counts, shard.segments)
+        )
+        return worst_layer(self.zero_map, squares)
