@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,11 +22,10 @@ from ds_vit.engine.flat_gradient import FlatGradient
 from ds_vit.engine.graph import StepGraphs
 from ds_vit.engine.patches import (
     autocast_scaler,
-    grow_scale_after_step,
+    follow_loss_scale,
     hold_scheduler_on_skipped_steps,
     import_muon_uncompiled,
     match_norm_collectives,
-    report_overflow,
 )
 from ds_vit.engine.step_guard import StepGuard, StepResult
 from ds_vit.engine.zero3 import ZeroUnits
@@ -54,22 +53,15 @@ _LOSS_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 @dataclass(kw_only=True, eq=False)
 class RankContext(StepContext):
-    """Base of both engines' contexts; attributes as in `StepContext`.
+    """Base of both engines' contexts.
 
     Attributes:
         zero_map: of this rank; None in evaluation only.
         teachers: of the task, in training, which a checkpoint holds in fp32; None without any.
     """
 
-    groups: Groups
-    device: torch.device
-    class_parallel: TensorParallel | None
-    accumulation: int
     zero_map: ZeroMap | None = None
     teachers: TeacherAverage | None = None
-    step: int = 0
-    schedules: Mapping[str, float] = field(default_factory=dict)
-    measures: bool = False
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
         """As `StepContext.gather`."""
@@ -179,7 +171,6 @@ class Engine(ABC):
         else:
             if groups.layout.pp > 1:
                 match_norm_collectives(optimizer, self.device)
-            grow_scale_after_step(optimizer)
             flats = flat_groups(optimizer) if self.stage < 3 else ()
         names, shares = timm_names(self.engine.module), None if sums is None else sums.shares
         self.zero_map = build_zero_map(self.engine, groups, names, self._task.is_fixed, flats, shares)
@@ -199,7 +190,7 @@ class Engine(ABC):
         if self.flat is not None:
             self.flat.on_overflow = self.guard.overflowed
         else:
-            report_overflow(optimizer, self.guard.overflowed)
+            follow_loss_scale(optimizer, self.guard.overflowed)
         self._keep_bounds()
         if self.engine.lr_scheduler is not None:
             hold_scheduler_on_skipped_steps(self.engine.lr_scheduler, lambda: self.guard.skipped is None)
@@ -245,9 +236,7 @@ class Engine(ABC):
     @property
     def dtype(self) -> torch.dtype:
         """The type of the model's images."""
-        if self.engine.bfloat16_enabled():
-            return torch.bfloat16
-        return torch.float16 if self.engine.fp16_enabled() else torch.float32
+        return self.engine.get_data_types()[0]
 
     def take_images_of(self, size: int, patch_size: tuple[int, int]) -> None:
         """Set the size of square images from the next batch on, in training and evaluation.

@@ -339,15 +339,10 @@ class FlatGradient:
         elif self.releases and self.fresh:
             bucket.home.memory.untyped_storage().resize_(bucket.home.memory.nbytes)
         _, views, gaps = bucket.added if adds else bucket.home
-        grads = [p.grad for p in bucket.parameters]
-        empty = [view for view, grad in zip(views, grads, strict=True) if grad is None]
-        if empty:
-            views = [view for view, grad in zip(views, grads, strict=True) if grad is not None]
-            grads = [grad for grad in grads if grad is not None]
-        if empty or gaps:
-            torch._foreach_zero_(empty + gaps)
-        if grads:
-            torch._foreach_copy_(views, grads)
+        if gaps:
+            torch._foreach_zero_(gaps)
+        grads = [view.zero_() if p.grad is None else p.grad for p, view in zip(bucket.parameters, views, strict=True)]
+        torch._foreach_copy_(views, grads)
         for p in bucket.parameters:
             p.grad = None
         if adds:
@@ -392,9 +387,7 @@ class FlatGradient:
     @torch.no_grad()
     def finish(self, *_: Any, **__: Any) -> None:
         """End a backward pass, in a pipeline all those of a step: write the other buckets, and wait for the sums."""
-        if self._pipeline:
-            self._boundary = True
-        elif self._boundary is None:
+        if self._boundary is None:
             self._boundary = self._engine.is_gradient_accumulation_boundary()
         for bucket in self._buckets[self._next :]:
             if not bucket.taken:

@@ -146,20 +146,24 @@ def match_norm_collectives(optimizer: Any, device: torch.device) -> None:
         optimizer.scaled_global_norm = scaled_global_norm
 
 
-def grow_scale_after_step(optimizer: Any) -> None:
-    """Have ZeRO-3, and ZeRO with offload, in fp16 unscale gradients by the loss scale that they were computed with.
+def follow_loss_scale(optimizer: Any, overflowed: Callable[[], None]) -> None:
+    """Have ZeRO-3, and ZeRO with offload, report overflows, and unscale by the scale that gradients were computed with.
 
     Every `loss_scale_window` steps DeepSpeed doubles the scale before it divides by it: that step uses half of the
     gradient, and clips it as if it were half as long.
+
+    Args:
+        optimizer: DeepSpeed's.
+        overflowed: called before gradients that are not finite are dropped.
     """
-    if not getattr(optimizer, "dynamic_loss_scale", False):
-        return
     original_update, original_step = optimizer._update_scale, optimizer.step
-    due: list[bool] = []
+    grows, due = getattr(optimizer, "dynamic_loss_scale", False), []
 
     def update_scale(has_overflow: bool = False) -> None:
         if has_overflow:
-            original_update(True)
+            overflowed()
+        if has_overflow or not grows:
+            original_update(has_overflow)
         else:
             due.append(False)
 
@@ -169,19 +173,9 @@ def grow_scale_after_step(optimizer: Any) -> None:
             original_update(due.pop())
         return result
 
-    optimizer._update_scale, optimizer.step = update_scale, step
-
-
-def report_overflow(optimizer: Any, callback: Callable[[], None]) -> None:
-    """Have ZeRO-3, and ZeRO with offload, call `callback` before they drop gradients that are not finite."""
-    original = optimizer._update_scale
-
-    def update_scale(*args: Any) -> None:
-        if optimizer.overflow:
-            callback()
-        original(*args)
-
     optimizer._update_scale = update_scale
+    if grows:
+        optimizer.step = step
 
 
 def hold_scheduler_on_skipped_steps(scheduler: Any, applied: Callable[[], bool]) -> None:

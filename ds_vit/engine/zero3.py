@@ -210,7 +210,6 @@ class ZeroUnits:
         for unit in self.units:
             unit.keeps = unit.elements <= threshold and kept + unit.elements <= of_all
             kept += unit.elements if unit.keeps else 0
-        for unit in self.units:
             unit.layer.forward = partial(self._run, unit)  # type: ignore[method-assign]
         self._forward_of_module = self.module.forward
         self.module.forward = self._run_module
@@ -335,8 +334,7 @@ class ZeroUnits:
         if self._open is not None:  # a backward pass was interrupted
             self._open, self._backward_runs = None, False
             self._zero_grad()
-            for unit in self.units:
-                unit.take_gradients()
+            self.module.zero_grad()
         self._order = self._forward[self.module.training, torch.is_grad_enabled()]
         self._order.begin()
         self._back.begin()

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -92,6 +92,7 @@ def linear_warmup(step: int, start: float, end: float, warmup_steps: int) -> flo
     return start + (end - start) * (step - 1) / max(1, warmup_steps - 1)
 
 
+@dataclass(kw_only=True, eq=False)
 class StepContext(ABC):
     """The engine's services for a task's step, on this rank.
 
@@ -109,9 +110,9 @@ class StepContext(ABC):
     device: torch.device
     class_parallel: TensorParallel | None
     accumulation: int
-    step: int
-    schedules: Mapping[str, float]
-    measures: bool
+    step: int = 0
+    schedules: Mapping[str, float] = field(default_factory=dict)
+    measures: bool = False
 
     @abstractmethod
     def forward(
