@@ -120,30 +120,21 @@ def autocast_scaler(engine: Any) -> torch.amp.GradScaler | None:
     return own if own is not None else getattr(engine.optimizer, "torch_autocast_gradscaler", None)
 
 
-def match_norm_collectives(optimizer: Any, device: torch.device) -> None:
-    """Let pipeline stages with offload differ in their number of parameter groups (a collective).
+def sum_norm_once(optimizer: Any) -> None:
+    """Have ZeRO with offload sum the squared gradient norm over the pipeline stages once.
 
-    ZeRO all-reduces the squared gradient norm over the stages once for each parameter group. A stage with fewer groups
-    (nothing trained is decayed, or Muon leaves nothing to AdamW) would miss a collective, and the run would hang. This
-    stage joins the missing collectives with zeros; the sum over all groups is the same whichever groups meet.
+    It does so once for each parameter group. A stage with fewer groups (nothing trained is decayed, or Muon leaves
+    nothing to AdamW) would miss a collective, and the run would hang.
     """
-    from deepspeed.runtime.utils import combine_grad_norm_groups
-
-    most = torch.tensor(len(optimizer.bit16_groups), device=device)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    missing = int(most) - len(optimizer.bit16_groups)
-    original = optimizer.scaled_global_norm
+    original, all_reduce = optimizer.scaled_global_norm, optimizer._model_parallel_all_reduce
 
     def scaled_global_norm(*args: Any, **kwargs: Any) -> torch.Tensor:
-        norms = [original(*args, **kwargs)]
-        for _ in range(missing):
-            square = torch.zeros(1, device=device)
-            optimizer._model_parallel_all_reduce(tensor=square, op=dist.ReduceOp.SUM)
-            norms.append(square.sqrt().view(()).to(norms[0].device))
-        return combine_grad_norm_groups(norms)
+        with replaced(optimizer, "_model_parallel_all_reduce", lambda **_: None):
+            square = original(*args, **kwargs).square()
+        all_reduce(tensor=square, op=dist.ReduceOp.SUM)
+        return square.sqrt()
 
-    if missing:
-        optimizer.scaled_global_norm = scaled_global_norm
+    optimizer.scaled_global_norm = scaled_global_norm
 
 
 def follow_loss_scale(optimizer: Any, overflowed: Callable[[], None]) -> None:

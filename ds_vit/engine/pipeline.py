@@ -69,7 +69,7 @@ class StagedViT(PipelineModule):
         recompute_interval: int,
         checkpoint_function: Callable,
     ) -> None:
-        self._bounds = list(bounds)
+        self.parts = list(bounds)
         self._reads_frequencies = [isinstance(layer, BlockLayer) and layer.reads_frequencies for layer in layers]
         first = layers[bounds[groups.pipeline_stage]]
         if isinstance(first, HeadLayer):
@@ -104,7 +104,6 @@ class StagedViT(PipelineModule):
         return share - share.detach() + self.coupled_loss
 
     def _partition_layers(self, method: str = "uniform") -> None:
-        self.parts = self._bounds
         self._set_bounds(start=self.parts[self.stage_id], stop=self.parts[self.stage_id + 1])
 
     def forward(self, inputs: Any) -> Any:
@@ -220,11 +219,9 @@ class PipeEngine(Engine):
         with giving_features(self.module, features):
             outputs = self._run_forward(chunk, num_batches)
         if engine.is_last_stage():
-            outputs.reverse()  # popped, so that each is freed once it has been counted
-            chunk.reverse()
-            while outputs:
-                batch, context = chunk.pop(), self.context
-                context.outputs = self._staged.outputs_by_tower(outputs.pop())
+            context = self.context
+            for batch in chunk:
+                context.outputs = self._staged.outputs_by_tower(outputs.pop(0))  # freed once it has been counted
                 rated = context.outputs[MAIN_TOWER] if features else (run or self._task.outputs)(context, batch)
                 whole = self._whole(rated, features)
                 if self.counts_rows:
