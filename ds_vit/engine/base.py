@@ -25,7 +25,7 @@ from ds_vit.engine.patches import (
     follow_loss_scale,
     hold_scheduler_on_skipped_steps,
     import_muon_uncompiled,
-    match_norm_collectives,
+    sum_norm_once,
 )
 from ds_vit.engine.step_guard import StepGuard, StepResult
 from ds_vit.engine.zero3 import ZeroUnits
@@ -170,7 +170,7 @@ class Engine(ABC):
             flats: Sequence[FlatGroup] = self.flat.flats
         else:
             if groups.layout.pp > 1:
-                match_norm_collectives(optimizer, self.device)
+                sum_norm_once(optimizer)
             flats = flat_groups(optimizer) if self.stage < 3 else ()
         names, shares = timm_names(self.engine.module), None if sums is None else sums.shares
         self.zero_map = build_zero_map(self.engine, groups, names, self._task.is_fixed, flats, shares)
@@ -287,15 +287,14 @@ class Engine(ABC):
     def progress(self) -> dict[str, Any]:
         """The engine's state without tensors, for a checkpoint: plain numbers, the same on every rank."""
         scaler = self._grad_scaler
-        scheduler = self.engine.lr_scheduler
         out: dict[str, Any] = {"lr": self.lr(), "skipped_steps": int(self.engine.skipped_steps)}
         if scaler is not None:
             out["loss_scaler"] = {key: value for key, value in scaler.state_dict().items() if value is not None}
         elif self.engine.fp16_enabled():
             own = vars(self.engine.optimizer.loss_scaler)
             out["loss_scaler"] = {key: own[key] for key in _LOSS_SCALER if key in own}
-        if scheduler is not None:
-            out["lr_scheduler"] = int(scheduler.last_batch_iteration)
+        if self.engine.lr_scheduler is not None:
+            out["lr_scheduler"] = int(self.engine.lr_scheduler.last_batch_iteration)
         return out
 
     def restore_progress(self, progress: Mapping[str, Any], step: int) -> None:
@@ -311,9 +310,8 @@ class Engine(ABC):
         engine.skipped_steps = int(progress["skipped_steps"])
         saved = progress.get("loss_scaler") or {}
         scaler = self._grad_scaler
-        if scaler is not None:
-            if "scale" in saved:
-                scaler.load_state_dict({**scaler.state_dict(), **saved})
+        if scaler is not None and "scale" in saved:
+            scaler.load_state_dict({**scaler.state_dict(), **saved})
         elif engine.fp16_enabled() and engine.optimizer.loss_scaler.dynamic:
             vars(engine.optimizer.loss_scaler).update({key: saved[key] for key in _LOSS_SCALER if key in saved})
         # The JSON's scheduler gives the rate itself: where the checkpoint's had other settings or was the flags', the

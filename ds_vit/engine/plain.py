@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from ds_vit.config.deepspeed_keys import DeepSpeedJson
 from ds_vit.engine.base import Engine, Forward, RankContext
 from ds_vit.engine.graph import Given, Pass, StepGraphs
 from ds_vit.engine.step_guard import StepResult
@@ -43,20 +42,11 @@ class PlainEngine(Engine):
 
     context: PlainContext
 
-    def __init__(
-        self,
-        model: Towers,
-        optimizer: torch.optim.Optimizer | None,
-        task: Task,
-        json: DeepSpeedJson,
-        *,
-        replays: bool = False,
-        **shared: Any,
-    ) -> None:
+    def __init__(self, *arguments: Any, replays: bool = False, **shared: Any) -> None:
         """As `Engine`; with `replays` the passes of a micro-batch are captured and replayed."""
         self._total: torch.Tensor | None = None
         self._num_losses = 0
-        super().__init__(model, optimizer, task, json, **shared)
+        super().__init__(*arguments, **shared)
         if replays:
             assert self.flat is not None, "the optimizer is offloaded"
             self.graphs = StepGraphs(self.engine, self.flat, self.context)

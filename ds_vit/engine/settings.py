@@ -62,7 +62,3 @@ class EngineSettings:
         if self.checkpointing.selective:
             return recompute_selectively
         return recompute_from_host_memory if self.checkpointing.cpu else recompute_all
-
-    def origin(self, name: str) -> str:
-        """The origin of a value of the JSON, for people."""
-        return self.origins.get(name, "JSON")

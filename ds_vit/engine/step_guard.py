@@ -174,12 +174,10 @@ class StepGuard:
     def __post_init__(self) -> None:
         self._recent = deque[float](maxlen=_LAST_VALUES), deque[float](maxlen=_LAST_VALUES)  # losses and norms
         self._factor = math.inf
-        self._decided = False
-        self._late: Callable[[], StepOutcome] | None = None
-        self.skipped: SkippedStep | None = None
         self._base = self.zero_map.base
         self._update = self._base.step
         self._base.step = self._step
+        self.begin()
 
     def watch_spikes(self, factor: float) -> None:
         """Reject steps whose loss or norm is more than `factor` times the mean of the last 100 (of 10 at least)."""
@@ -207,8 +205,8 @@ class StepGuard:
     def begin(self) -> None:
         """Begin a new step."""
         self._decided = False
-        self._late = None
-        self.skipped = None
+        self._late: Callable[[], StepOutcome] | None = None
+        self.skipped: SkippedStep | None = None
         if self.square_norms is not None:
             self._base.found_inf = None
 

@@ -361,16 +361,15 @@ class ZeroUnits:
     def _watch(self, unit: Unit, inputs: Any, outputs: Any) -> Any:
         """Begin the unit's backward pass when one of its outputs gets its gradient."""
         given = set(map(id, inputs if type(inputs) is tuple else (inputs,)))
-        first = outputs[0] if type(outputs) is tuple else outputs
-        if id(first) in given and first.requires_grad:  # a layer that changes nothing: it needs a separate node
-            first = first.view_as(first)
-            outputs = (first, *outputs[1:]) if type(outputs) is tuple else first
-        for output in outputs if type(outputs) is tuple else (outputs,):
+        each = outputs if type(outputs) is tuple else (outputs,)
+        if id(each[0]) in given and each[0].requires_grad:  # a layer that changes nothing: it needs a separate node
+            each = (each[0].view_as(each[0]), *each[1:])
+        for output in each:
             if output is not None and id(output) not in given and (node := output.grad_fn) is not None:
                 if not self._calls or self._calls[-1] is not unit:
                     self._calls.append(unit)
                 node.register_prehook(partial(self._begin_backward, len(self._calls) - 1))
-        return outputs
+        return each if type(outputs) is tuple else each[0]
 
     def _gather(self, unit: Unit, following: Unit | None) -> None:
         if not unit.whole:
@@ -631,9 +630,8 @@ def _units_of(module: nn.Module, optimizer: Any | None) -> Iterator[Unit]:
     Raises:
         ValueError: a parameter outside of the layers or in two of them, or a layer within another one.
     """
-    place = {}
-    for number, params in enumerate(() if optimizer is None else optimizer.fp16_groups):
-        place |= {id(p): (number, index) for index, p in enumerate(params)}
+    groups = () if optimizer is None else optimizer.fp16_groups
+    place = {id(p): number for number, p in enumerate(itertools.chain(*groups))}
     names = {id(p): name for name, p in module.named_parameters()}
     for path, layer in module.named_modules():
         if not isinstance(layer, Layer):

@@ -173,7 +173,7 @@ def _update_rows(run: Run, optimizer: Optimizer, schedule: Schedule) -> Rows:
     warmup = f", {steps:,} of warm-up" if steps else ", no warm-up" if steps == 0 else ""
     horizon = schedule.horizon
     course = f"{horizon.steps_per_epoch:,} per epoch, schedule over {horizon.total_steps:,}{warmup}"
-    of = {flag: run.engine.origin(key) for flag, key in KEY_OF_FLAG.items()}
+    of = {flag: run.engine.origins.get(key, "JSON") for flag, key in KEY_OF_FLAG.items()}
     decay = "" if optimizer.decay is None else f" ({of['weight_decay']})"
     update = f"{optimizer.cls.__name__}, lr {optimizer.lr:g} ({of['lr']}; {name})"
     update += f", weight decay {optimizer.weight_decay:g}{decay}"

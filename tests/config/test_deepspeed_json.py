@@ -603,7 +603,7 @@ def test_origin_of_values(tmp_path):
     assert (run.engine.zero_stage, run.optimizer.clip, run.optimizer.decay) == (2, 0.25, 0.3)
     assert run.engine.json.optimizer.params["weight_decay"] == 0.3
     names = ("zero_optimization.stage", "gradient_clipping", "optimizer.params.weight_decay", "optimizer.params.lr")
-    assert [run.engine.origin(name) for name in names] == ["--set", "--set", "--weight-decay", "JSON"]
+    assert [run.engine.origins.get(name) for name in names] == ["--set", "--set", "--weight-decay", None]
     params = {"weight_decay": "auto"}
     data = {"train_batch_size": 32, "gradient_accumulation_steps": 4, "optimizer": {"type": "AdamW", "params": params}}
     names = (
@@ -620,7 +620,7 @@ def test_origin_of_values(tmp_path):
             *("batch arithmetic", "--clip-grad", "--lr-scale-by-batch", "--weight-decay")
         ],
     }.items():
-        assert [resolved(file, *words.split()).engine.origin(name) for name in names] == origins
+        assert [resolved(file, *words.split()).engine.origins[name] for name in names] == origins
     assert (
         resolved(CPU, "--clip-grad", "0.5").optimizer.clip
         == 0.5
