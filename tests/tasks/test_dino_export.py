@@ -7,14 +7,19 @@ import plain_dino
 import pytest
 import timm
 import torch
+from curves import read_rows
 from runs import run_quietly
 from safetensors.torch import load_file, save_file
 
+from ds_vit.tools.predict import embed
 from ds_vit.weights.export import export
 from ds_vit.weights.files import find_weights
 from ds_vit.weights.initial_checkpoint import InitialCheckpoint
 
-WORDS = ("--centering", "ema", "-b", 24, "--val-fraction", 0.2, "--val-split", "validation", "--eval-knn", 3)
+WORDS = [
+    *("--centering", "ema", "-b", 12, "--val-fraction", 0.2, "--val-split", "validation", "--eval-knn", 3),
+    *("--set", "bf16.enabled=true", "zero_optimization.stage3_param_persistence_threshold=0"),
+]
 LAST = "teacher.safetensors"
 
 
@@ -26,11 +31,11 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(ranks, folder):
-    """A run of 3 steps, interrupted after the second and resumed."""
+    """A run of 3 steps in bfloat16 at ZeRO-3, interrupted after the second and resumed."""
     output = folder / "run"
     for words in (("--max-steps", 2), ("--max-steps", 3, "--resume", "auto")):
-        [(code, said, wrong)] = ranks.run(1, run_quietly, plain_dino.words_of(folder, 1, output, *WORDS, *words))
-        assert code == 0, said + wrong
+        results = ranks.run(2, run_quietly, plain_dino.words_of(folder, 3, output, *WORDS, *words))
+        assert [code for code, *_ in results] == [0, 0], results[0][1:]
     return output
 
 
@@ -68,14 +73,27 @@ def test_timm_gets_the_features_of_the_teacher(run, tmp_path, options, backbone,
     assert not torch.equal(own["dino_head.mlp.0.weight"], load_file(run / "head.safetensors")["dino_head.mlp.0.weight"])
 
 
+def test_the_teacher_is_evaluated_and_read(run, folder):
+    # Catches: the student's features, features of a teacher that a file rounds.
+    row = [row for row in read_rows(run) if row["kind"] == "eval"][-1]
+    assert 0.0 < row["feature_std"] < 1.0
+    state = load_file(run / LAST)
+    assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in state.values()), "kept in fp32"
+    best = find_weights(run)
+    assert (str(best), best.kind) == (f"{run}/best.safetensors (the teacher), step 3, knn_top1 100 %", "teacher")
+    images = sorted((folder / "train" / "all").iterdir())[:3]
+    of_run = embed(run, images)["features"]
+    assert of_run == pytest.approx(embed(run / LAST, images)["features"])
+    assert of_run == pytest.approx(embed(run, images, checkpoint="latest")["features"])
+    assert of_run != pytest.approx(embed(run / "model.safetensors", images)["features"], rel=1e-3)
+
+
 def test_a_sharded_teacher_keeps_its_head(run, tmp_path):
     # Catches: a head that is looked for by the ending of the backbone's file.
     folder = tmp_path / "run"
     shutil.copytree(run, folder, ignore=shutil.ignore_patterns("best*", "checkpoints"))
     (folder / LAST).rename(folder / "teacher-00001-of-00001.safetensors")
-    names = dict.fromkeys(
-        load_file(folder / "teacher-00001-of-00001.safetensors"), "teacher-00001-of-00001.safetensors"
-    )
+    names = dict.fromkeys(load_file(run / LAST), "teacher-00001-of-00001.safetensors")
     (folder / f"{LAST}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
     found = export(folder, "timm", weights="last", output=tmp_path / "export")
     own, of_run = load_file(found.folder / "head.safetensors"), load_file(run / "teacher_head.safetensors")

@@ -343,22 +343,10 @@ def test_each_model_trains_alike_in_any_layout(ranks, tmp_path, name):
     file = write(tmp_path, published.training_file(kind_of(name), SIZES, "teacher"))
     sgd = {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}, "gradient_clipping": 0.02}
     configs = {stage: write_config(tmp_path / f"{stage}.json", stage, **sgd) for stage in (0, 1, 3)}
-    words = [
-        "--epochs",
-        1,
-        "--sched",
-        "constant",
-        "--warmup-epochs",
-        0,
-        "--freeze-last-layer-epochs",
-        0,
-        "--log-interval",
-        1,
-    ]
+    words = ["--epochs", 1, "--warmup-epochs", 0, "--freeze-last-layer-epochs", 0, "--log-interval", 1]
 
     def argv(stage, *more):
-        words_here = [*words, "--deepspeed_config", configs[stage], *more]
-        return words_of(tmp_path, name, file, *words_here)
+        return words_of(tmp_path, name, file, *words, "--deepspeed_config", configs[stage], *more)
 
     expected = train(ranks, 2, tmp_path / "tp", argv(1, "-b", 4, "--tp", 2, "--max-steps", STEPS))
     output = tmp_path / "other"

@@ -14,7 +14,6 @@ from PIL import Image
 from plain_dino import assert_same_run, train_ours
 from project import ROOT
 from runs import resolved, run_quietly
-from safetensors.torch import load_file
 
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.training.resolve.record import resolved_flags
@@ -68,39 +67,6 @@ def test_a_rejected_step_moves_neither_teacher_nor_centre(ranks, tmp_path, folde
 
 
 # ---- evaluation and files --------------------------------------------------------------------------------------------
-
-
-def test_the_teacher_is_evaluated_and_exported(ranks, tmp_path, folder):
-    # Catches: the student's features, features of a teacher that a file rounds, names that timm does not know.
-    import timm
-    import torch
-
-    from ds_vit.tools.predict import embed
-    from ds_vit.weights.files import find_weights
-
-    words = ("--max-steps", 4, "--val-fraction", 0.2, "--val-split", "validation", "--eval-knn", 3)
-    persists = ("--set", "bf16.enabled=true", "zero_optimization.stage3_param_persistence_threshold=0")
-    output = tmp_path / "run"
-    train_ours(ranks, folder, output, (2, 1, 3, 1), "--centering", "ema", *words, *persists)
-    [row] = [row for row in read_rows(output) if row["kind"] == "eval"]
-    assert 0.0 < row["feature_std"] < 1.0
-    state = load_file(str(output / "teacher.safetensors"))
-    kwargs = dict(plain_dino.KWARGS)
-    model = timm.create_model(plain_dino.MODEL, num_classes=0, img_size=plain_dino.SIZE, **kwargs).eval()
-    model.load_state_dict(state)  # strict: no head, no mask token
-    student = load_file(str(output / "model.safetensors"))
-    assert any(not torch.equal(student[name], tensor) for name, tensor in state.items())
-    assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in state.values()), "kept in fp32"
-    best = find_weights(output)
-    assert (str(best), best.kind) == (f"{output}/best.safetensors (the teacher), step 4, knn_top1 100 %", "teacher")
-    head, of_teacher = (load_file(str(output / f"{name}.safetensors")) for name in ("best-head", "teacher_head"))
-    assert head.keys() == of_teacher.keys()
-    assert all(torch.equal(head[name], tensor) for name, tensor in of_teacher.items()), "the teacher's head too"
-    images = sorted((folder / "train" / "all").iterdir())[:3]
-    of_run = embed(output, images)["features"]
-    assert of_run == pytest.approx(embed(output / "teacher.safetensors", images)["features"])
-    assert of_run == pytest.approx(embed(output, images, checkpoint="latest")["features"])
-    assert of_run != pytest.approx(embed(output / "model.safetensors", images)["features"], rel=1e-3)
 
 
 NO_BEST = "no weights are marked as the best: the feature deviation of random weights is the largest; --eval-knn"
