@@ -44,9 +44,7 @@ def load_json(path: str | Path) -> dict[str, Any]:
         )
     except json.JSONDecodeError as error:
         where = f"{path}, line {error.lineno}, column {error.colno}"
-        raise UserError(
-            f"{where}: malformed JSON: {error.msg} (comments and trailing commas need a file named .hjson)"
-        ) from None
+        raise UserError(f"{where}: malformed JSON: {error.msg} (comments and trailing commas need .hjson)") from None
     except UserError:
         raise
     except (RecursionError, ValueError) as error:  # brackets without end, a number of thousands of digits

@@ -182,9 +182,7 @@ WARMUP_EPOCHS = 5
 def _epochs(words: Sequence[str], given: Given) -> str:
     epochs = "".join(words)
     if epochs.isdecimal() and int(epochs) <= WARMUP_EPOCHS and not {"warmup_epochs", "sched"} & given.keys():
-        return (
-            f"= --epochs {{}}; timm warms up for {WARMUP_EPOCHS} epochs, here all of the run; ds_vit for a tenth of it"
-        )
+        return f"= --epochs {{}}; timm warms up for {WARMUP_EPOCHS} epochs, here all of the run; ds_vit for a tenth"
     return "= --epochs {}"
 
 

@@ -162,10 +162,7 @@ class BadSteps(Callback):
             self.reporter.skip(row, str(skipped) if skipped and not overflow else None)
         advice = "earlier checkpoints are intact; lower the learning rate, warm up for longer or clip harder"
         if not overflow and self.run.config.on_nonfinite == "stop":
-            diverged = Diverged(
-                f"step {number}: {skipped}; the update was not applied; {advice}, or continue past such steps "
-                "with --on-nonfinite skip"
-            )
+            diverged = Diverged(f"step {number}: {skipped}; not applied; {advice}, or continue by --on-nonfinite skip")
         elif self.in_a_row >= MAX_SKIPS:
             diverged = Diverged(f"step {number}: {self.in_a_row} steps in a row were skipped ({reason}); {advice}")
         else:
@@ -459,10 +456,7 @@ def check_replicas(engine: Engine, step: int) -> None:
     total = int(engine.sum(torch.tensor(len(found), device=engine.device)))
     if total:
         what = f"{len(found)} parameters differ: {', '.join(found[:5])}" if found else "another rank found a difference"
-        raise ReplicasDiffer(
-            f"--check-replicas: at step {step} ranks that should hold the same weights do not; {what}; "
-            "do not trust the run from this step on, and resume from an earlier checkpoint"
-        )
+        raise ReplicasDiffer(f"--check-replicas: replicas differ at step {step}; {what}; resume an earlier checkpoint")
 
 
 # ---- the list --------------------------------------------------------------------------------------------------------

@@ -62,10 +62,7 @@ def check_folder(output: str, *, resumes: bool = False) -> None:
     except UnicodeEncodeError:
         raise UserError(f"--output {output}: not UTF-8, and TensorBoard writes to no such folder; rename it") from None
     if holds_run and not resumes:
-        raise UserError(
-            f"--output {output} already holds a run; choose another folder, remove it, or resume the run with "
-            "--resume auto"
-        )
+        raise UserError(f"--output {output} already holds a run; choose another folder, or resume it by --resume auto")
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise UserError(f"--output {output}: {parent} is not a folder that can be written to")
 
@@ -188,9 +185,7 @@ class FolderLock:
         if is_removed or (in_use and not left):
             # The other run ended, and the files that this start has read may have changed.
             self._close() if is_removed else self.release()
-            raise UserError(
-                f"{in_use or f'another run wrote to {self._path.parent}'} until just now; start this one again"
-            )
+            raise UserError(f"{in_use or f'another run wrote to {self._path.parent}'} until just now; start again")
         if left and f" on host {socket.gethostname()}," not in left:
             warning = f"{self._path.parent} was in use by another run ({left}); make sure that it has ended"
             print(f"train.py: warning: {warning}", file=sys.stderr, flush=True)

@@ -156,9 +156,8 @@ class Run:
         pp, number = self.layout.pp, self.batch.accumulation
         if pp == 1 or self.schedule is None:
             return ()
-        line = (
-            f"pipeline: {number} micro-batches through {pp} stages, bubble {(pp - 1) / (number + pp - 1):.0%} of a step"
-        )
+        bubble = (pp - 1) / (number + pp - 1)
+        line = f"pipeline: {number} micro-batches through {pp} stages, bubble {bubble:.0%} of a step"
         return (line + (" (more accumulation makes it smaller)" if number < pp else ""),)
 
     @property

@@ -398,7 +398,7 @@ def test_deepspeeds_own_complaint_is_one_line():
         ("c.json", '{\n  "bf16": {"enabled": true\n}\n', "line 4, column 1: malformed JSON"),
         ("c.json", '{\n  "a": 8 "b": 1.0\n}', "line 2, column 10: malformed JSON: Expecting ','"),
         ("c.json", '{\n  // the stage\n  "a": 1\n}', "line 2, column 3: malformed JSON"),
-        ("c.json", '{\n  "a": 1,\n}', "trailing commas need a file named .hjson"),
+        ("c.json", '{\n  "a": 1,\n}', "trailing commas need .hjson"),
         ("c.json", '{"bf16": {"enabled": true}, "bf16": {}}', '"bf16" is given twice'),
         ("c.json", "[]", "one JSON object"),
         ("c.hjson", '{\n  # a comment\n  "a": 8 "b": 1.0\n}\n', "line 3: '8 \"b\": 1.0' would be one string; a comma"),

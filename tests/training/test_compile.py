@@ -180,7 +180,7 @@ def test_refused(tmp_path, capsys):
     assert "a CPU has no CUDA graphs" in refusal(capsys, [*argv, "--compile-mode", "reduce-overhead"])
     with mock.patch.object(cpp_builder, "get_cpp_compiler", side_effect=exc.InvalidCxxCompiler):
         line = refusal(capsys, argv)
-    assert "--compile needs a C++ compiler (g++ or clang++)" in line
+    assert "--compile: there is no C++ compiler (g++ or clang++)" in line
     assert "install it or drop --compile" in line
     assert "use --compile" in refusal(capsys, words(tmp_path / "run", changes={"compile": {"deepcompile": True}}))
     assert not (tmp_path / "run").exists()

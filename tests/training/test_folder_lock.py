@@ -73,7 +73,7 @@ def test_a_run_that_ends_meanwhile_is_said(tmp_path, monkeypatch):
     # Catches: a start that resumes from what it read before the other run's last checkpoint.
     first = FolderLock(str(tmp_path)).__enter__()
     monkeypatch.setattr(output.time, "sleep", lambda seconds: first.release())
-    with pytest.raises(UserError, match="until just now; start this one again"):
+    with pytest.raises(UserError, match="until just now; start again"):
         FolderLock(str(tmp_path)).__enter__()
     assert not (tmp_path / ".lock").exists()
 

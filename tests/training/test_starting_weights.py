@@ -135,7 +135,7 @@ def test_names_without_weights(capsys):
 
 def test_a_tag_that_is_not_loaded():
     # Catches: somebody who believes to fine-tune and trains from nothing.
-    said = f"--model {TAGGED} names weights, but training starts from random ones: add --pretrained to use them"
+    said = f"--model {TAGGED} names weights, and training starts from random ones: add --pretrained"
     assert said in notes(words("--model", TAGGED))
     assert "starts from random" not in notes(words("--model", NAME))
 

@@ -62,10 +62,7 @@ def resolve(
     task_type = find_task(config)
     task_type.check_model_name(config.model)  # before the batch, which a misspelt name has nothing to do with
     if config.stop_before_seconds is not None and world.stop_at is None:
-        raise UserError(
-            "--stop-before-seconds has no effect: no Slurm job says when it ends (SLURM_JOB_END_TIME); "
-            "give --time-limit"
-        )
+        raise UserError("--stop-before-seconds has no effect: no SLURM_JOB_END_TIME says when; give --time-limit")
     engine, file = read(config, on_cpu=world.on_cpu)
     layout = resolve_layout(config, world.process, engine)
     machine = describe_machine(world, engine)

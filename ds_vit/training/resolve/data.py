@@ -60,9 +60,7 @@ def resolve_batch(
         check_micro_batch(batch, resume, config.batch_size)
         notes += [*resume.notes, *kept]
     if config.active and batch.global_batch % 2:
-        raise UserError(
-            f"--mixup and --cutmix mix pairs, and the global batch of {batch} is odd; make it even or turn mixing off"
-        )
+        raise UserError(f"--mixup and --cutmix mix pairs: the global batch of {batch} is odd; drop them or change it")
     return batch, notes
 
 
@@ -140,10 +138,7 @@ def _open_sources(config: RunConfig) -> tuple[Source, Source | None, list[str]]:
     have a folder of every class, because nothing else defines the numbers of the classes.
     """
     if config.dataset == PROGRAM_DATASET:
-        raise UserError(
-            "this run's images were given by a Python program (train_data): resume it there, or name the images by "
-            "--dataset or --data-dir"
-        )
+        raise UserError("a Python program gave this run its images: resume it there, or give --dataset or --data-dir")
     if config.eval_only and not config.val_split and not config.zeroshot:
         raise UserError("there is nothing to evaluate without a --val-split")
     if config.eval_only and config.val_fraction is not None and not config.train_split:
@@ -196,12 +191,10 @@ def _open_for_evaluation(config: RunConfig) -> tuple[Source, Source, list[str]]:
     except UserError:  # another tool's names, or other classes, which the caller compares
         source = _open_val_split(config, ())
     if config.num_classes not in (None, source.num_classes):
-        others = [name for name in source.class_names if name not in names]
-        why = (
-            f"{listing.shortened(others)} is none of the weights' ({listing.shortened(names)})"
-            if names
-            else "nothing says which is which"
-        )
+        why = "nothing says which is which"
+        if names:
+            others = [name for name in source.class_names if name not in names]
+            why = f"{listing.shortened(others)} is none of the weights' ({listing.shortened(names)})"
         raise UserError(
             f"--val-split {config.val_split} has {source.num_classes} classes, the model {config.num_classes}, and "
             f"without a training split {why}; name the --train-split that has them all"

@@ -61,10 +61,7 @@ def check_compilation(config: RunConfig, *, on_cpu: bool) -> tuple[str, ...]:
             "many blocks and micro-batches; use max-autotune-no-cudagraphs or default"
         )
     if missing := _missing_for_compiling(on_cpu=on_cpu):
-        raise UserError(
-            "--compile needs a C++ compiler (g++ or clang++) and Python's headers on a CPU, Triton and a C compiler on "
-            f"a GPU: {missing}; install it or drop --compile"
-        )
+        raise UserError(f"--compile: {missing}; install it or drop --compile")
     return ("--compile: the first step and the first evaluation compile the blocks, which may take minutes",)
 
 
@@ -118,7 +115,7 @@ def _missing_for_compiling(*, on_cpu: bool) -> str:
         try:
             cpp_builder.get_cpp_compiler()
         except exc.InvalidCxxCompiler:
-            return "there is no C++ compiler on this machine's PATH"
+            return "there is no C++ compiler (g++ or clang++) on this machine's PATH"
     else:
         from torch.utils._triton import has_triton
 

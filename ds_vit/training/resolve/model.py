@@ -99,10 +99,10 @@ def resolve_model(
     notes += task.notes
     if task.tokenizer is not None:
         notes += describe_cut_captions(data.train_source, task.tokenizer)
-    if engine.checkpointing.interval and not any(isinstance(layer, BlockLayer) for layer in task.layers(whole)):
+    interval = engine.checkpointing.interval
+    if interval and not any(isinstance(layer, BlockLayer) for layer in task.layers(whole)):
         raise UserError(
-            f"activation_checkpoint_interval {engine.checkpointing.interval} in the JSON has no effect with --task "
-            f"{task.name}, whose model has no blocks to recompute; drop it"
+            f"activation_checkpoint_interval {interval}: --task {task.name} has no blocks to recompute; drop it"
         )
     class_parallel = _class_parallel(config, task_type, num_classes)
     bounds, of_stages = _stages(config, task, frozen, engine, batch, class_parallel=class_parallel)
@@ -130,9 +130,7 @@ def _initial_weights(
     if not config.pretrained and not config.initial_checkpoint:
         if not {".", ":"}.intersection(config.model):
             return None, []
-        return None, [
-            f"--model {config.model} names weights, but training starts from random ones: add --pretrained to use them"
-        ]
+        return None, [f"--model {config.model} names weights, and training starts from random ones: add --pretrained"]
     if config.pretrained:
         path, source = find_pretrained(whole)
     else:
