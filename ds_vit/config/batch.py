@@ -84,8 +84,6 @@ def batch_sizes(
     ):
         if value is not None and given is not None and value != given and not (follow and total):
             raise UserError(f'{path} fixes {key} to {value} and {flag} says {given}; drop the flag or write "auto"')
-        if given is not None and given < 1:
-            raise UserError(f"{flag} must be at least 1, not {given}")
     if follow and total is not None:
         share = max(1, total // dp)
         wanted = batch_size or (grad_accum_steps and share // grad_accum_steps)

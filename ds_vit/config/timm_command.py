@@ -215,7 +215,7 @@ def _split_launcher(words: list[str], origin: Origin) -> tuple[list[str], list[s
     )
     reason = f"is one of {found.name}'s: ds-vit {found.command}" if found and found is not origin else ""
     if found is None:
-        instead = next((OTHERS[name] for name in map(_file_name, words) if name in OTHERS), "")
+        instead = next((OTHERS[name] for name in (PurePath(word).name for word in words) if name in OTHERS), "")
         reason = f"is none: {instead} does its work" if instead else "starts another program"
     elif not any(map(origin.trains.match, words)):
         reason = reason or "only evaluates: ds-vit eval RUN|FILE, with --zeroshot DIR for --imagenet-val"
@@ -225,10 +225,6 @@ def _split_launcher(words: list[str], origin: Origin) -> tuple[list[str], list[s
     launcher, rest = words[: at - 1 if words[at - 1 : at] == ["-m"] else at], words[at + 1 :]
     if words[at].endswith(".sh"):  # timm's distributed_train.sh: the number of ranks comes first
         return ["torchrun", "--nproc_per_node", *rest[:1], or_shipped("launch/train.py")], rest[1:]
-    if [_file_name(word).rstrip("0123456789.") for word in launcher] in ([], ["python"]):
+    if [PurePath(word).name.rstrip("0123456789.") for word in launcher] in ([], ["python"]):
         return ["ds-vit", "train"], rest
     return [*launcher, or_shipped("launch/train.py")], rest
-
-
-def _file_name(word: str) -> str:
-    return PurePath(word).name

@@ -47,7 +47,10 @@ def build_engine(run: Run, device: torch.device, groups: Groups) -> Engine:
 
 
 def _build_engine(run: Run, device: torch.device, groups: Groups) -> Engine:
-    towers = _build_towers(run, device, groups)
+    towers, of_stage = _layers_of_stage(run)
+    # DeepSpeed casts a whole model itself, and expects a partitioned one to be in its type already.
+    dtype = run.engine.dtype if run.engine.zero_stage == 3 else torch.float32
+    _fill(run, device, of_stage, layer_converters(run, groups), dtype)
     task, whole = run.model.task, run.model.whole
     tp = groups.tensor_parallel(run.config) if run.model.class_parallel else None
     shared: dict[str, Any] = {"class_parallel": tp, "groups": groups}
@@ -80,15 +83,6 @@ def _build_engine(run: Run, device: torch.device, groups: Groups) -> Engine:
 
 
 _Layers = dict[str, list[Layer]]  # by tower
-
-
-def _build_towers(run: Run, device: torch.device, groups: Groups) -> _Layers:
-    """The layers of each tower, or in a pipeline one list of all layers; those of this rank's stage are filled."""
-    towers, of_stage = _layers_of_stage(run)
-    # DeepSpeed casts a whole model itself, and expects a partitioned one to be in its type already.
-    dtype = run.engine.dtype if run.engine.zero_stage == 3 else torch.float32
-    _fill(run, device, of_stage, layer_converters(run, groups), dtype)
-    return towers
 
 
 def _layers_of_stage(run: Run) -> tuple[_Layers, _Layers]:

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from ds_vit.config.run_folder import RunFolder
-from ds_vit.data.settings import ZeroShotData
 from ds_vit.data.sources.combined import across_classes
 from ds_vit.data.sources.source import Source
 from ds_vit.engine.base import EVAL_CHUNK, Engine, Forward
@@ -90,8 +89,10 @@ def evaluate(engine: Engine, inputs: InputPipeline, watch: Watch = Watch()) -> d
     if task.evaluators:
         figures |= _evaluate_features(engine, inputs, watch)
     if zeroshot is not None:
-        # The number of images is that of the validation split.
-        figures = _evaluate_zero_shot(engine, inputs, watch, zeroshot) | figures
+        classes = _encode_texts(engine, inputs, watch, zeroshot.prompts, zeroshot.classes)
+        images = inputs.evaluation(zeroshot.source, task.feature_fields)
+        found = _count(engine, [ZeroShotAccuracy(classes)], images, watch, run=partial(task.encode, "images"))
+        figures = found | figures  # the number of images is that of the validation split
     return figures
 
 
@@ -113,14 +114,6 @@ def _encode_texts(
         found.index_add_(0, rows.to(engine.device)[numbers], features[batch["valid"]].double())
     watch.between()
     return engine.sum(found)
-
-
-def _evaluate_zero_shot(engine: Engine, inputs: InputPipeline, watch: Watch, data: ZeroShotData) -> dict[str, float]:
-    """One pass over the sentences of the classes, and one over the images."""
-    task = inputs.task
-    classes = _encode_texts(engine, inputs, watch, data.prompts, data.classes)
-    images = inputs.evaluation(data.source, task.feature_fields)
-    return _count(engine, [ZeroShotAccuracy(classes)], images, watch, run=partial(task.encode, "images"))
 
 
 def _evaluate_features(engine: Engine, inputs: InputPipeline, watch: Watch) -> dict[str, float]:

@@ -276,7 +276,12 @@ def show_start(
         UserError: the folder cannot be written to.
     """
     if console is not None and flops is not None:
-        _write_settings(run, folder)
+        with written(f"--output {folder.path} cannot be written to"):
+            folder.path.mkdir(parents=True, exist_ok=True)
+            folder.config.write_text(flags.to_yaml(resolved_flags(run)), encoding="utf-8")
+            write_json(folder.deepspeed, run.engine.json.dump())
+            write_json(derived_path(folder.deepspeed), run.engine.origins)
+            run.model.task.write_classes(folder)
         say(console, *run.notes, *version_warnings())
         print_table(console, "ds_vit", [*start_rows(run, flops, device, folder.path), *more])
     if not run.process.spans_hosts:
@@ -285,17 +290,6 @@ def show_start(
     if console is not None and len(set(hosts)) > 1:
         print_table(console, "placement", Placement(run.layout, tuple(hosts)).rows())
     return hosts
-
-
-def _write_settings(run: Run, folder: RunFolder) -> None:
-    """Write the settings files of a run: enough to run it again."""
-    task = run.model.task
-    with written(f"--output {folder.path} cannot be written to"):
-        folder.path.mkdir(parents=True, exist_ok=True)
-        folder.config.write_text(flags.to_yaml(resolved_flags(run)), encoding="utf-8")
-        write_json(folder.deepspeed, run.engine.json.dump())
-        write_json(derived_path(folder.deepspeed), run.engine.origins)
-        task.write_classes(folder)
 
 
 # ---- --dry-run -------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from ds_vit.config.units import parse_set
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import Process
 from ds_vit.training.resolve import resolve
-from ds_vit.training.resolve.deepspeed import _auto_precision, read
+from ds_vit.training.resolve.deepspeed import _with_auto_precision, read
 from ds_vit.training.run import World
 
 CONFIGS = sorted((ROOT / "ds_configs").glob("*.json"))
@@ -293,9 +293,11 @@ def test_precision(data, expected):
 def test_an_automatic_precision_is_the_accelerators(monkeypatch, has_bf16):
     """An accelerator that is not NVIDIA's: torch.cuda does not know it, and answers fp16 for all."""
     accelerator = SimpleNamespace(is_bf16_supported=lambda: has_bf16)
-    monkeypatch.setattr("deepspeed.accelerator.get_accelerator", lambda: accelerator)
-    assert _auto_precision(on_cpu=False) == {"bf16": has_bf16, "fp16": not has_bf16}
-    assert _auto_precision(on_cpu=True) == {"bf16": False, "fp16": False}
+    monkeypatch.setattr("ds_vit.training.resolve.deepspeed.get_accelerator", lambda: accelerator)
+    json = DeepSpeedJson.of({block: {"enabled": "auto"} for block in ("bf16", "fp16")})
+    for on_cpu, expected in ((False, (has_bf16, not has_bf16)), (True, (False, False))):
+        found = _with_auto_precision(json, on_cpu=on_cpu)
+        assert (found.bf16.enabled, found.fp16.enabled) == expected
 
 
 def test_float16_autocast_without_zero_has_a_scale_for_each_rank(tmp_path):

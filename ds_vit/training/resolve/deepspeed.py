@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
+from deepspeed.accelerator import get_accelerator
 
 from ds_vit.config import deepspeed_rules
 from ds_vit.config.batch import BatchSizes
@@ -128,22 +129,16 @@ def _check_types(config: RunConfig, precision: Precision, on_cpu: bool) -> None:
         raise UserError(f"--tf32 has no effect: {why}; drop it")
 
 
-def _auto_precision(on_cpu: bool) -> dict[str, bool]:
-    """ "auto" for a 16-bit type: bf16 where the accelerator supports it, fp16 on older ones, neither on a CPU."""
-    if on_cpu:
-        return {"bf16": False, "fp16": False}
-    from deepspeed.accelerator import get_accelerator
-
-    has_bf16 = get_accelerator().is_bf16_supported()
-    return {"bf16": has_bf16, "fp16": not has_bf16}
-
-
 def _with_auto_precision(json: DeepSpeedJson, on_cpu: bool) -> DeepSpeedJson:
-    """Resolve "auto" precision; next to a precision that is named, "auto" is off."""
+    """Resolve "auto" precision: bf16 where the accelerator supports it, fp16 on older ones, neither on a CPU.
+
+    Next to a precision that is named, "auto" is off.
+    """
     enabled = {block: json.given(f"{block}.enabled") for block in PRECISIONS}
-    named = True in enabled.values()
-    found = _auto_precision(on_cpu)
-    return json.replace({f"{b}.enabled": found[b] and not named for b in found if enabled[b] == "auto"})
+    chosen = ""
+    if not on_cpu and True not in enabled.values():
+        chosen = "bf16" if get_accelerator().is_bf16_supported() else "fp16"
+    return json.replace({f"{block}.enabled": block == chosen for block in enabled if enabled[block] == "auto"})
 
 
 def sum_micro_batches(engine: EngineSettings, batch: BatchSizes) -> EngineSettings:

@@ -46,7 +46,7 @@ def resolve_update(
     """
     path, json, per_epoch = engine.path, engine.json, order.steps_per_epoch
     cls, arguments = optimizer_of(json, path)
-    lr, scaling = _scale_by_batch(config, _base_rate(config, cls, arguments, json, path), order.global_batch)
+    lr, scaling = _scale_by_batch(config, _base_rate(config, cls, arguments, engine), order.global_batch)
     clip, unmentioned = _from_json_or_flag(config, "clip_grad", json, 0.0), []
     if clip is None:
         clip = 1.0  # DeepSpeed's own default; written down, so that it can be seen
@@ -113,9 +113,7 @@ def _from_json_or_flag(config: RunConfig, flag: str, json: DeepSpeedJson, fallba
     return fallback if value == "auto" else None if value is None else float(value)
 
 
-def _base_rate(
-    config: RunConfig, optimizer: type, arguments: Mapping[str, Any], json: DeepSpeedJson, path: str
-) -> float:
+def _base_rate(config: RunConfig, optimizer: type, arguments: Mapping[str, Any], engine: EngineSettings) -> float:
     """--lr, else the JSON's, else the optimizer's own default.
 
     Raises:
@@ -124,8 +122,8 @@ def _base_rate(
     if config.lr is not None:
         return config.lr
     lr = arguments.get("lr")
-    if KEY_OF_FLAG["lr"] in json.auto:
-        raise UserError(f'{path}: optimizer.params.lr is "auto" and there is no --lr; give one')
+    if KEY_OF_FLAG["lr"] in engine.json.auto:
+        raise UserError(f'{engine.path}: optimizer.params.lr is "auto" and there is no --lr; give one')
     if lr is None:
         lr = inspect.signature(optimizer.__init__).parameters["lr"].default
     return float(lr)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from ds_vit.config.parser import load_recipe
@@ -13,7 +12,7 @@ from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.zoo import ModelSpec, TeacherSpec, TimmViT, image_size
 from ds_vit.tasks.distillation.task import TEACHER
 from ds_vit.tasks.registry import task_of
-from ds_vit.weights.files import StoredWeights, find_weights
+from ds_vit.weights.files import find_weights
 from ds_vit.weights.initial_checkpoint import InitialCheckpoint, find_pretrained
 
 
@@ -27,19 +26,19 @@ def describe_teacher(config: RunConfig) -> TeacherSpec | None:
     """
     if not config.kd_model_name and not config.kd_checkpoint:
         return None
-    stored = _stored(config)
+    stored = None
+    if config.kd_checkpoint:
+        try:
+            stored = find_weights(config.kd_checkpoint)
+            stored.verify()
+        except UserError as error:
+            raise UserError(f"--kd-checkpoint {config.kd_checkpoint}: {error}") from error
     values: dict[str, Any] = load_recipe(str(stored.recipe)) if stored and stored.recipe else {}
     name = values.get("model", config.kd_model_name)
     if not name:
-        raise UserError(
-            f"--kd-checkpoint {config.kd_checkpoint}: no config.yaml says which model these weights are of: give "
-            "--kd-model-name"
-        )
+        raise UserError(f"--kd-checkpoint {config.kd_checkpoint}: no config.yaml names its model: give --kd-model-name")
     if config.kd_model_name not in ("", name):
-        raise UserError(
-            f"--kd-model-name {config.kd_model_name}: the run of --kd-checkpoint {config.kd_checkpoint} trained "
-            f"{name}; drop --kd-model-name"
-        )
+        raise UserError(f"--kd-model-name {config.kd_model_name}: --kd-checkpoint trained {name}; drop --kd-model-name")
     task = task_of(values)
     if task.takes_pairs or not (task.has_classes or config.kd_distill_type == "feature"):
         raise UserError(
@@ -50,17 +49,6 @@ def describe_teacher(config: RunConfig) -> TeacherSpec | None:
     kwargs = {key: value for key, value in given.items() if not key.endswith("drop_rate")}
     pixels = {key: values[key] for key in PIXEL_FLAGS if key in ("mean", "std") and values.get(key)}
     return TeacherSpec(ModelSpec(name, model_kwargs=kwargs), pixels)
-
-
-def _stored(config: RunConfig) -> StoredWeights | None:
-    if not config.kd_checkpoint:
-        return None
-    try:
-        stored = find_weights(config.kd_checkpoint)
-        stored.verify()
-    except UserError as error:
-        raise UserError(f"--kd-checkpoint {config.kd_checkpoint}: {error}") from error
-    return stored
 
 
 def open_teacher(
@@ -77,9 +65,8 @@ def open_teacher(
         UserError: the weights do not fit, are of another number of classes, or cannot be found.
     """
     teacher = whole.get_submodule(TEACHER)
-    stored = _stored(config)
-    path: str | Path
-    if stored:
+    if config.kd_checkpoint:
+        stored = find_weights(config.kd_checkpoint)  # describe_teacher has verified it
         path, source = stored.path, str(stored)
     else:
         path, source = find_pretrained(teacher, "--kd-model-name", "--kd-checkpoint")
