@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -85,6 +85,7 @@ def train(
         from ds_vit.monitoring.sheets import TrainingSheet
         from ds_vit.optim.ema import Ema
         from ds_vit.parallel.groups import build_groups
+        from ds_vit.training import output
         from ds_vit.training.auto_batch import MemoryAdvice, agree_on_batch, choose_batch, memory_of_rank
         from ds_vit.training.build_engine import build_engine
         from ds_vit.training.callbacks import Clock, build_callbacks
@@ -92,7 +93,6 @@ def train(
         from ds_vit.training.cost import PeakMemory, flops_by_size
         from ds_vit.training.evaluation import Evaluations, evaluate_only
         from ds_vit.training.inputs import InputPipeline, with_workers
-        from ds_vit.training.output import check_folder, check_shared, default_folder, move_unsaved_run
         from ds_vit.training.resolve import resolve
         from ds_vit.training.resume import can_resume_in
         from ds_vit.training.run import World
@@ -110,23 +110,29 @@ def train(
         run = choose_batch(run, on_cpu=on_cpu) if chooses else run
         run = with_workers(run)
     if config.output and is_main:
-        check_folder(config.output, resumes=resumes)
+        output.check_folder(config.output, resumes=resumes)
     if config.dry_run:
-        path = Path(config.output or default_folder(config.model))
+        path = Path(config.output or output.default_folder(config.model))
         if is_main:
             show_dry_run(run, torch.device(device_type), path)
         return {"exit": "dry run"}, RunFolder(path)
 
     with contextlib.ExitStack() as stack:
         # ---- groups --------------------------------------------------------------------------------------------------
-        name = [stack.enter_context(_claim_folder(config, signals, resumes=resumes)) if is_main else config.output]
+        name = [config.output]
+        if is_main:
+            name = [config.output or output.make_default_folder(config.model)]
+            lock = stack.enter_context(output.FolderLock(name[0], made=not config.output))
+            if signals is not None:
+                signals.before_end = lock.release
+            output.check_folder(name[0], resumes=resumes)  # again: another run may have been here meanwhile
         stack.enter_context(process_group(process, on_cpu=on_cpu, again=again))
         if signals is not None:
             signals.ranks_have_met = not config.eval_only
             signals.moment = "while no training is under way"
         dist.broadcast_object_list(name, src=0)  # the default name has the time, and the clocks of two hosts differ
         folder = RunFolder(Path(name[0]))
-        check_shared(folder.path, process)
+        output.check_shared(folder.path, process)
         watchdog = stack.enter_context(
             Watchdog(
                 config.stall_seconds,
@@ -141,7 +147,7 @@ def train(
             run = agree_on_batch(run, on_cpu=on_cpu)
         run = with_workers(run)
         groups = build_groups(run.layout, saves=not config.eval_only)
-        if is_main and (note := move_unsaved_run(folder.path)):
+        if is_main and (note := output.move_unsaved_run(folder.path)):
             print(note, flush=True)
         memory = MemoryAdvice(run, memory_of_rank("", process, on_cpu=on_cpu))
         stack.enter_context(memory.errors())
@@ -245,16 +251,3 @@ def _import_deepspeed(config: RunConfig) -> tuple[str, int]:
     if device_type == "cpu" and not names_cpu:
         refuse_unusable_gpus(torch.__version__, cuda_of_torch(), os.environ)
     return device_type, 0 if device_type == "cpu" else get_accelerator().device_count()
-
-
-@contextlib.contextmanager
-def _claim_folder(config: RunConfig, signals: Signals | None, *, resumes: bool) -> Iterator[str]:
-    """Lock the output folder for the block, on rank 0."""
-    from ds_vit.training.output import FolderLock, check_folder, make_default_folder
-
-    path = config.output or make_default_folder(config.model)
-    with FolderLock(path, made=not config.output) as lock:
-        if signals is not None:
-            signals.before_end = lock.release
-        check_folder(path, resumes=resumes)  # again: another run may have been here meanwhile
-        yield path
