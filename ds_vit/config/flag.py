@@ -250,11 +250,10 @@ class Settings(BaseModel):
             return "on" if value else "off"  # what YAML makes of them without quotes
         if isinstance(value, Mapping) or kinds[0].item is dict:
             return dict(value) if isinstance(value, Mapping) else value
-        several = any(kind.length is not None for kind in kinds)
         if not isinstance(value, (list, tuple)):
             item = _convert(kinds[0].item, value)
             return item if kinds[0].length is None else (item,)
-        if not several:
+        if all(kind.length is None for kind in kinds):
             return value
         items = tuple(_convert(kinds[0].item, item) for item in value)
         return items if kinds[0].length is not None or len(items) > 1 else items[0] if items else default

@@ -40,7 +40,6 @@ from ds_vit.parallel.layout import Placement
 from ds_vit.planner.counting import Flops, count_flops
 from ds_vit.planner.hardware import accelerator_of_device
 from ds_vit.planner.memory import PARTS, num_states
-from ds_vit.tasks.metrics import Figure
 from ds_vit.tasks.task import Horizon, Task
 from ds_vit.training.cost import Cost
 from ds_vit.training.resolve.record import flag_values, rates_of, resolved_flags
@@ -357,8 +356,6 @@ def _file_sizes(run: Run, optimizer: Optimizer) -> tuple[str, str]:
 
 # ---- the end ---------------------------------------------------------------------------------------------------------
 
-Quality = dict[str, float | None]
-
 
 def summarise(
     run: Run,
@@ -386,16 +383,15 @@ def summarise(
     """
     model, task = run.model, run.model.task
 
-    def best_and_last(figure: Figure, found: Sequence[Mapping[str, float]], suffix: str = "") -> Quality:
+    figures = [(figure, evaluations, "") for figure in task.figures if figure.summed_up]
+    if run.config.model_ema:
+        figures.append((task.figures[0], ema_evaluations, "_ema"))
+    quality: dict[str, float | None] = {}
+    for figure, found, suffix in figures:
         # A run may have been given another evaluator when it was resumed.
         values = [evaluation[figure.name] for evaluation in found if figure.name in evaluation]
         best, last = (figure.best(*values), values[-1]) if values else (None, None)
-        return {f"best_{figure.name}{suffix}": best, f"last_{figure.name}{suffix}": last}
-
-    quality: Quality = {}
-    for figure in task.figures:
-        quality |= best_and_last(figure, evaluations) if figure.summed_up else {}
-    average = best_and_last(task.figures[0], ema_evaluations, "_ema") if run.config.model_ema else {}
+        quality |= {f"best_{figure.name}{suffix}": best, f"last_{figure.name}{suffix}": last}
     seconds = throughput.total_seconds
     return {
         "model": model.spec.name,
@@ -408,7 +404,6 @@ def summarise(
         "eval_images": evaluations[-1]["images"] if evaluations else 0,
         "images_per_second": throughput.total_images / seconds if seconds else None,
         "wall_seconds": wall_seconds,
-        **average,
         **skipped,
         "exit": exit_word,
     }
