@@ -127,7 +127,6 @@ def _misfits(config: RunConfig) -> Iterator[str]:
     num_folders = 1 if isinstance(config.data_dir, str) else len(config.data_dir)
     if num_folders > 1 and len(config.data_weights) not in (0, num_folders):
         yield f"--data-weights has {len(config.data_weights)} numbers for the {num_folders} folders of --data-dir"
-    flag = "--img-size-schedule" if config.img_size_schedule else "--train-img-sizes"
-    sizes = all_sizes(config.img_size_schedule, config.train_img_sizes)
+    flag, sizes = all_sizes(config.img_size_schedule, config.train_img_sizes)
     if sizes and config.img_size not in (None, sizes[-1]):
         yield f"{flag} ends at {sizes[-1]}, and --img-size is {config.img_size}; make them equal, or drop it"

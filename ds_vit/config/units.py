@@ -127,13 +127,15 @@ def parse_set(pairs: Sequence[str], flag: str = "--set") -> dict[str, Any]:
     return out
 
 
-def all_sizes(schedule: str, drawn: Sequence[int]) -> list[int]:
-    """The sizes of either flag, the last the largest; none where neither is given.
+def all_sizes(schedule: str, drawn: Sequence[int]) -> tuple[str, list[int]]:
+    """The flag that has several sizes of images, and its sizes, the last the largest; none where neither is given.
 
     Raises:
         UserError: as `parse_schedule`.
     """
-    return [size for size, _ in parse_schedule(schedule)] if schedule else sorted({*drawn})
+    if schedule:
+        return "--img-size-schedule", [size for size, _ in parse_schedule(schedule)]
+    return "--train-img-sizes", sorted({*drawn})
 
 
 def parse_schedule(text: str, flag: str = "--img-size-schedule") -> tuple[tuple[int, float], ...]:

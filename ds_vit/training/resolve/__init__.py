@@ -21,7 +21,7 @@ import math
 from ds_vit.config.flag import Scope
 from ds_vit.config.outside import source_changes
 from ds_vit.config.schema import RunConfig
-from ds_vit.config.units import Interval, all_sizes
+from ds_vit.config.units import Interval
 from ds_vit.data.image_sizes import ImageSizes, size_schedule
 from ds_vit.data.sources.source import Source
 from ds_vit.fault_tolerance.errors import UserError
@@ -121,6 +121,6 @@ def _check_resume(run: Run, resume: Resume) -> Run:
 def _image_sizes(config: RunConfig, schedule: Schedule) -> ImageSizes | None:
     """Which size of images each step trains on; None where all have the model's size."""
     if config.train_img_sizes:
-        return ImageSizes(tuple(all_sizes("", config.train_img_sizes)), seed=config.seed)
+        return ImageSizes(tuple(sorted(config.train_img_sizes)), seed=config.seed)
     text = config.img_size_schedule
     return size_schedule(text, schedule.horizon.total_steps) if text else None

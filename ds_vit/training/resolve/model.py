@@ -59,7 +59,7 @@ def resolve_model(
         _check_entries(task_type.name, source, ("target",) if task_type.has_classes else ())
     disabled_probes = _disabled_probes(config, task_type, data)
     num_classes = _num_classes(config, task_type, data)
-    sizes = all_sizes(config.img_size_schedule, config.train_img_sizes)
+    of_sizes, sizes = all_sizes(config.img_size_schedule, config.train_img_sizes)
     spec = ModelSpec(
         name=config.model,
         num_classes=num_classes,
@@ -88,8 +88,7 @@ def resolve_model(
     frozen = frozen_names(whole, config.freeze, config.linear_probe, frozenset().union(*locked.values()))
     image = ImageConfig(image_size(whole), **resolve_pixels(vars(config), whole))
     if sizes:
-        flag = "--img-size-schedule" if config.img_size_schedule else "--train-img-sizes"
-        check_sizes(whole, config.model, sizes, flag)
+        check_sizes(whole, config.model, sizes, of_sizes)
     probed, validation = not disabled_probes, data.val_source
     task = task_type(config, image, data.train_source, whole, probes=probed, validation=validation)
     if reason := task.supports(whole):
