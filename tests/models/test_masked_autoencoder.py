@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import timm
 import torch
-from autoencoders import ENCODERS, SAMPLES, SETTINGS, autoencoder, batch_of, layers_of, loss_of, spec_of
+from autoencoders import ENCODERS, SAMPLES, SETTINGS, autoencoder, batch_of, layers_of, spec_of
 from torch import nn
 from vits import timm_state_dict
 
@@ -26,6 +26,7 @@ from ds_vit.optim.rate_factors import layer_scales
 from ds_vit.planner.counting import count_flops, kept_by_layers, layer_flops
 from ds_vit.planner.pipeline import balance
 from ds_vit.tasks.mae.flags import MaskedAutoencoderSettings
+from ds_vit.tasks.mae.loss import MaskedPatchLoss
 from ds_vit.tasks.mae.task import MaskedAutoencoding
 from ds_vit.tasks.mae.towers import (
     BridgeLayer,
@@ -108,7 +109,7 @@ def relative_errors(norm_pix_loss: bool) -> dict[str, float]:
     ours, theirs = SequentialViT(layers), their_model(model, layers)
     pixels, keys = batch_of(model)
     noise = noise_of(keys, model.patch_embed.num_patches)
-    loss = loss_of(model)(ours(pixels, keys), pixels, keys)
+    loss = MaskedPatchLoss(model)(ours(pixels, keys), pixels, keys)
     loss.backward()
     expected = theirs(pixels, noise=noise).loss
     expected.backward()
@@ -176,7 +177,7 @@ def test_every_kind_of_encoder(kind):
     prediction = layers[-1](value)
     numbers = 3 * model.patch_embed.patch_size[0] ** 2
     assert prediction.shape == (SAMPLES, patches, numbers)
-    loss_of(model)(prediction, pixels, keys).backward()
+    MaskedPatchLoss(model)(prediction, pixels, keys).backward()
     fixed = frozen_names(model)
     assert {name.split(".")[0] for name in fixed} <= {"pos_embed", "attn_pool"}
     assert ("pos_embed" in fixed) == (model.pos_embed is not None)
@@ -210,7 +211,7 @@ def test_the_loss_is_a_mean_over_samples():
     model = autoencoder("class token", SETTINGS.model_copy(update={"norm_pix_loss": True}))
     pixels, keys = batch_of(model)
     prediction = SequentialViT(layers_of(model))(pixels, keys)
-    loss = loss_of(model)
+    loss = MaskedPatchLoss(model)
     each = loss.per_sample(prediction, pixels, keys)
     assert each.shape == (SAMPLES,)
     alone = [loss(prediction[i : i + 1], pixels[i : i + 1], keys[i : i + 1]) for i in range(SAMPLES)]

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from autoencoders import autoencoder, batch_of, layers_of, loss_of
+from autoencoders import autoencoder, batch_of, layers_of
 from timm.layers import SimpleNorm
 from torch import nn
 from tp_models import (
@@ -43,6 +43,7 @@ from ds_vit.parallel.tensor.plans import PLANS
 from ds_vit.parallel.tensor.shard import check_degree, legal_degrees, shard_layer
 from ds_vit.tasks.classification.losses import build_loss, class_parallel_loss
 from ds_vit.tasks.mae.flags import MaskedAutoencoderSettings
+from ds_vit.tasks.mae.loss import MaskedPatchLoss
 from ds_vit.tasks.mae.towers import create_autoencoder
 
 # ---- blocks ----------------------------------------------------------------------------------------------------------
@@ -222,7 +223,7 @@ def compare_autoencoders(sequence_parallel: bool) -> None:
         own = SequentialViT(sharded_copies(layers, tp), recompute_interval=interval)
         whole = SequentialViT(layers)
         pixels, keys = batch_of(model, torch.float64)
-        loss, predictions = loss_of(model), []
+        loss, predictions = MaskedPatchLoss(model), []
         for one in (whole, own):
             predictions.append(one(pixels, keys))
             loss(predictions[-1], pixels, keys).backward()

@@ -11,7 +11,6 @@ from ds_vit.models.keyed_init import initialise
 from ds_vit.models.layers import Layer, take_apart
 from ds_vit.models.zoo import ModelSpec, create_model
 from ds_vit.tasks.mae.flags import MaskedAutoencoderSettings
-from ds_vit.tasks.mae.loss import MaskedPatchLoss
 from ds_vit.tasks.mae.towers import MaskedAutoencoder, create_autoencoder
 
 SETTINGS = MaskedAutoencoderSettings(decoder_dim=48, decoder_depth=2, decoder_heads=6)
@@ -46,12 +45,6 @@ def batch_of(model: MaskedAutoencoder, dtype: torch.dtype = torch.float32) -> tu
     generator = torch.Generator().manual_seed(1)
     pixels = torch.randn(SAMPLES, 3, *model.patch_embed.img_size, generator=generator, dtype=dtype)
     return pixels, torch.arange(SAMPLES) * 1_000_003 - 7
-
-
-def loss_of(model: MaskedAutoencoder) -> MaskedPatchLoss:
-    """The loss that belongs to it."""
-    settings = model.settings
-    return MaskedPatchLoss(model.patch_embed.patch_size, settings.mask_ratio, settings.norm_pix_loss)
 
 
 def autoencoder(kind: str, settings: MaskedAutoencoderSettings = SETTINGS, **kwargs: Any) -> MaskedAutoencoder:

@@ -66,8 +66,7 @@ def plain_model(plan):
     """The model as it begins, and its loss."""
     layers = take_apart(plan.model.whole)
     initialise(plan.model.whole, layers, seed=plan.config.seed, device="cpu")
-    settings = plan.model.whole.settings
-    return SequentialViT(layers), MaskedPatchLoss((4, 4), settings.mask_ratio, settings.norm_pix_loss)
+    return SequentialViT(layers), MaskedPatchLoss(plan.model.whole)
 
 
 def plain(plan, optimizer):

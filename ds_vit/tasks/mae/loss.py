@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ds_vit.tasks.mae.towers import masked_patches, patchify, unpatchify
+from ds_vit.tasks.mae.towers import MaskedAutoencoder, masked_patches, patchify, unpatchify
 
 
 class MaskedPatchLoss:
@@ -13,15 +13,13 @@ class MaskedPatchLoss:
     Every sample has as many masked patches, so it is a plain mean over samples, and micro-batches add up exactly.
 
     Args:
-        patch_size: (height, width) of a patch.
-        mask_ratio: the model's.
-        norm_pix_loss: the target of a patch is its pixels less their mean, over their standard deviation.
+        model: its patches and its --mask-ratio. With --norm-pix-loss the target of a patch is its pixels less their
+            mean, over their standard deviation.
     """
 
-    def __init__(self, patch_size: tuple[int, int], mask_ratio: float, norm_pix_loss: bool) -> None:
-        self.patch_size = patch_size
-        self.mask_ratio = mask_ratio
-        self.norm_pix_loss = norm_pix_loss
+    def __init__(self, model: MaskedAutoencoder) -> None:
+        self.patch_size = model.patch_embed.patch_size
+        self.mask_ratio, self.norm_pix_loss = model.settings.mask_ratio, model.settings.norm_pix_loss
 
     def per_sample(self, prediction: torch.Tensor, pixels: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """The loss of each sample, fp32 [B].

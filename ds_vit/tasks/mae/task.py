@@ -75,16 +75,12 @@ class MaskedAutoencoding(ChainTask):
 
     def loss(self, tp: TensorParallel | None) -> Loss:
         """As `Task.loss`; see `MaskedPatchLoss`."""
-        loss = self._patch_loss()
+        loss = MaskedPatchLoss(self.model)
         return lambda prediction, batch: loss(prediction, batch["pixels"], batch["keys"])
-
-    def _patch_loss(self) -> MaskedPatchLoss:
-        settings = self.model.settings
-        return MaskedPatchLoss(self.model.patch_embed.patch_size, settings.mask_ratio, settings.norm_pix_loss)
 
     def metrics(self, device: torch.device) -> Metrics:
         """As `Task.metrics`."""
-        return Reconstruction(device, self._patch_loss(), self.image)
+        return Reconstruction(device, MaskedPatchLoss(self.model), self.image)
 
     @classmethod
     def panels(cls, folder: RunFolder) -> Mapping[str, Sequence[Panel]]:
