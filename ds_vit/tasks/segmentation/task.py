@@ -9,10 +9,10 @@ Shapes: B images, K windows of an image, C classes, h x w the model's size, gh x
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -27,9 +27,10 @@ from ds_vit.data.field import Field
 from ds_vit.data.masks import MaskField, SceneImages
 from ds_vit.data.settings import ImageConfig
 from ds_vit.data.sources.combined import first_part, part_of
+from ds_vit.data.sources.listing import shortened
 from ds_vit.data.sources.masks import IGNORED, of_masks, open_masks, pixels_of_classes
 from ds_vit.data.sources.source import Source
-from ds_vit.fault_tolerance.errors import EndedTogether, UserError
+from ds_vit.fault_tolerance.errors import EndedTogether, UserError, read_text
 from ds_vit.models.layers import MAIN_TOWER, Layer
 from ds_vit.models.zoo import ModelSpec, TimmViT
 from ds_vit.parallel.groups import gather_objects
@@ -244,16 +245,13 @@ def read_class_weights(path: str, num_classes: int) -> tuple[float, ...]:
     Raises:
         UserError: it cannot be read, or does not hold as many numbers that are weights.
     """
-    try:
-        words = Path(path).read_text().replace(",", " ").split()
+    words = read_text(path, f"--class-weights is {BALANCED} or a file: ").replace(",", " ").split()
+    with contextlib.suppress(ValueError):
         weights = tuple(map(float, words))
-    except (OSError, ValueError) as error:
-        raise UserError(f"--class-weights {path} is neither {BALANCED} nor a file of numbers: {error}") from error
-    if len(weights) != num_classes:
-        raise UserError(f"--class-weights {path} has {len(weights)} numbers, and there are {num_classes} classes")
-    if wrong := [weight for weight in weights if not 0 <= weight < math.inf]:
-        raise UserError(f"--class-weights {path}: a weight must be a number of at least 0, not {wrong[0]}")
-    return weights
+        if len(weights) == num_classes and all(0 <= weight < math.inf for weight in weights):
+            return weights
+    rule = f"must have {num_classes} numbers of at least 0, one for each class"
+    raise UserError(f"--class-weights {path} {rule}; it has {len(words)} words: {shortened(words)}")
 
 
 def balanced_weights(pixels: Sequence[int]) -> tuple[float, ...]:
