@@ -259,18 +259,18 @@ def chosen_evaluators(config: RunConfig, source: Source) -> tuple[Evaluator, ...
         UserError: images with several labels or without any, fewer images than neighbours, or no training split to
             learn from.
     """
-    chosen: list[tuple[str, Figure, Callable[..., Metrics]]] = []
+    chosen = []
     if config.eval_knn:
-        chosen.append((f"--eval-knn {config.eval_knn}", KNN, partial(NearestNeighbours, k=config.eval_knn)))
+        chosen.append(Evaluator(KNN, partial(NearestNeighbours, k=config.eval_knn)))
     if config.eval_linear_probe:
-        chosen.append(("--eval-linear-probe", LINEAR, LinearProbe))
-    for flag, _, _ in chosen:
-        if source.multi_label:
-            raise UserError(f"{flag} needs one class an image, and these have several labels; drop it")
-        if not source.class_names:
-            raise UserError(f"{flag} needs a class for each image, and these have none; drop it")
-        if not config.train_split:
-            raise UserError(f"{flag} learns from the training split, and --train-split '' names none")
+        chosen.append(Evaluator(LINEAR, LinearProbe))
+    flag = f"--eval-knn {config.eval_knn}" if config.eval_knn else "--eval-linear-probe"
+    if chosen and source.multi_label:
+        raise UserError(f"{flag} needs one class an image, and these have several labels; drop it")
+    if chosen and not source.class_names:
+        raise UserError(f"{flag} needs a class for each image, and these have none; drop it")
+    if chosen and not config.train_split:
+        raise UserError(f"{flag} learns from the training split, and --train-split '' names none")
     if config.eval_knn > len(source):
         raise UserError(f"--eval-knn {config.eval_knn} must be at most the {len(source)} images of the training split")
-    return tuple(Evaluator(figure, learn) for _, figure, learn in chosen)
+    return tuple(chosen)

@@ -203,11 +203,9 @@ def class_panels(predictions: Sequence[Mapping[str, str]], classes: Sequence[str
     if not predictions:
         return []
     # Only pairs that occur are stored: the matrix of 21,843 classes would take gigabytes.
-    pairs = Counter((int(row["class_number"]), int(row["predicted_number"])) for row in predictions)
-    shown, predicted = Counter[int](), Counter[int]()
-    for (own, taken_for), count in pairs.items():
-        shown[own] += count
-        predicted[taken_for] += count
+    numbers = [(int(row["class_number"]), int(row["predicted_number"])) for row in predictions]
+    pairs = Counter(numbers)
+    shown, predicted = (Counter(side) for side in zip(*numbers, strict=True))
     num_classes = max(len(classes), 1 + max(map(max, pairs)))
     names = [*classes, *(f"class {at}" for at in range(len(classes), num_classes))]
     panels: list[Panel | None] = []
