@@ -9,7 +9,7 @@ Shapes: B images, N captions, L tokens of a caption, E common width.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +79,12 @@ def pairs(model: ContrastiveModel) -> Predict:
 # ---- what a tool can represent -------------------------------------------------------------------------------------
 
 
+def _without_counterpart(who: str, missing: Sequence[str], to: str, otherwise: str = "") -> UserError:
+    """The error for people about a model that a tool cannot represent."""
+    lacks = f"{who} has no counterpart of {'; '.join(missing)}: this model cannot be exported to {to}"
+    return UserError(f"{lacks}; {otherwise}--to timm and --to onnx take the image tower")
+
+
 def _text_obstacles(settings: TextSettings, *, causal: bool, pool: str) -> Iterator[str]:
     if settings.causal != causal:
         yield f"a text tower {'with' if settings.causal else 'without'} causal mask"
@@ -108,10 +114,7 @@ def _refuse_hf(exported: Exported) -> None:
     if siglip and model.attn_pool is not None and model.attn_pool.num_heads != model.blocks[0].attn.num_heads:
         missing.append(f"attention pooling with {model.attn_pool.num_heads} heads")
     if missing:
-        raise UserError(
-            f"transformers' {name} has no counterpart of {'; '.join(missing)}: this model cannot be exported to hf; "
-            "--to open_clip may take it, and --to timm and --to onnx take the image tower"
-        )
+        raise _without_counterpart(f"transformers' {name}", missing, "hf", "--to open_clip may take it, and ")
     hf.refuse_images(exported.image)
 
 
@@ -231,12 +234,9 @@ def _refuse_own_vision(exported: Exported) -> None:
         spec = exported.spec
         arguments = [f"{key}={value}" for key, value in spec.model_kwargs.items()]
         height, width = exported.image.img_size
-        raise UserError(
-            f"open_clip builds {spec.name} without --model-kwargs and for timm's image size, and this one has "
-            f"{' '.join([*arguments, f'images of {height} x {width}'])}; its own ViT has no counterpart of "
-            f"{'; '.join(missing)}: this model cannot be exported to open_clip; --to timm and --to onnx take the image "
-            "tower"
-        )
+        has = " ".join([*arguments, f"images of {height} x {width}"])
+        built = f"open_clip builds {spec.name} without --model-kwargs and for timm's image size, and this one has {has}"
+        raise _without_counterpart(f"{built}; its own ViT", missing, "open_clip")
 
 
 def _write_open_clip(exported: Exported, folder: Path, save: Save) -> tuple[str, ...]:
@@ -250,10 +250,7 @@ def _write_open_clip(exported: Exported, folder: Path, save: Save) -> tuple[str,
     model, image = _of(exported), exported.image
     settings = model.text.settings
     if settings.pool == "map":
-        raise UserError(
-            "open_clip's text tower has no counterpart of text.attn_pool (--text-pool map): this model cannot be "
-            "exported to open_clip; --to timm and --to onnx take the image tower"
-        )
+        raise _without_counterpart("open_clip's text tower", ["text.attn_pool (--text-pool map)"], "open_clip")
     if image.interpolation not in _OPEN_CLIP_INTERPOLATIONS:
         raise UserError(
             f"--interpolation {image.interpolation}: open_clip knows {' and '.join(_OPEN_CLIP_INTERPOLATIONS)}"
