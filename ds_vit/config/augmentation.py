@@ -76,7 +76,15 @@ class AugmentConfig(Settings, section="augmentation", scope=IDENTITY, idle_if="n
         idle_if=_WHOLE_IMAGES,
     )
     augment_on: Literal["cpu", "device"] = flag(
-        "cpu", "augment in the loader's processes, or on the device", NOTED, section="data"
+        "cpu",
+        "augment in the loader's processes, or on the device",
+        NOTED,
+        section="data",
+        excludes={
+            "train_crop_mode=rkrc|rkrr": "the device supports rrc",
+            "train_interpolation=nearest|box|hamming|lanczos": "the device supports bilinear, bicubic and random",
+            "aa=augmix*": "the device supports policies of rand, 3a, original and v0",
+        },
     )
     no_aug: bool = flag(False, "resize and crop only")
     train_crop_mode: Literal["", "rrc", "rkrc", "rkrr"] = flag("", "training crop")

@@ -82,7 +82,8 @@ class ImageField(Field):
         if self.augment is None:
             return eval_transform(self.image)
         transform = train_transform(self.image, self.augment)
-        return CuttingTransform(transform, self.augment) if self.augment.augment_on == "device" else transform
+        cuts = self.augment.augment_on == "device" and not self.augment.no_aug
+        return CuttingTransform(transform, self.augment) if cuts else transform
 
     def opened(self, sample: Sample) -> Image.Image | Jpeg:
         """A sample's image, once for all fields that ask; of a JPEG file only what is cropped is decoded later.

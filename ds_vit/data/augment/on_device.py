@@ -35,10 +35,6 @@ from ds_vit.data.augment.steps import Operation, RandomResizedCrop, Size
 from ds_vit.data.augment.transforms import FixedTransform, TrainTransform
 from ds_vit.data.decode import Box, File, Jpeg, decode_on
 from ds_vit.device import send
-from ds_vit.fault_tolerance.errors import UserError
-
-FILTERS = ("bilinear", "bicubic", "random")
-"""The resize filters that torch has with Pillow's antialiasing."""
 
 _KERNEL = 23  # of timm's GaussianBlur
 _MOST_REACH = 5  # pixels of a box filter: of a deviation up to 5.4; timm's policies draw 2.0 at most
@@ -93,25 +89,13 @@ class CuttingTransform:
 
     Args:
         transform: of the run.
-        augment: its flags, for messages.
-
-    Raises:
-        UserError: a flag that only the CPU supports.
+        augment: its flags.
     """
 
     cuts = True
 
     def __init__(self, transform: TrainTransform | FixedTransform, augment: AugmentConfig) -> None:
-        for wrong, flag, way_out in (
-            (augment.no_aug, "--no-aug", "drop one of the two"),
-            (augment.train_crop_mode in ("rkrc", "rkrr"), f"--train-crop-mode {augment.train_crop_mode}", "use rrc"),
-            (augment.train_interpolation not in FILTERS, f"--train-interpolation {augment.train_interpolation}",
-             f"use {', '.join(FILTERS)}"),
-            (augment.aa.startswith("augmix"), f"--aa {augment.aa}", "use a policy of rand, 3a, original or v0"),
-        ):  # fmt: skip
-            if wrong:
-                raise UserError(f"--augment-on device does not support {flag}; {way_out}, or augment on the cpu")
-        assert isinstance(transform, TrainTransform)
+        assert isinstance(transform, TrainTransform), transform
         assert isinstance(transform.crop, RandomResizedCrop), transform.crop
         self.drawn = transform
         self._passes_files = augment.decode == "fast"
