@@ -67,8 +67,10 @@ def test_what_datasets_writes(folder, plain, tmp_path, way):
         assert source.image(3).tobytes() == plain.image(3).tobytes()
 
 
-def test_a_bare_arrow_file(plain, tmp_path):
-    """Would catch a need for metadata of `datasets`, other integers, and a mapped file that is pickled."""
+@pytest.mark.parametrize("writer", [pa.ipc.new_stream, pa.ipc.new_file])
+def test_a_bare_arrow_file(plain, tmp_path, monkeypatch, writer):
+    """Would catch a need for metadata of `datasets`, other integers, a mapped file that is pickled, and one that is
+    read whole for a fingerprint."""
     table = pa.table(
         {
             "image": [plain.encoded(n) for n in range(10)],
@@ -76,8 +78,10 @@ def test_a_bare_arrow_file(plain, tmp_path):
         }
     )
     path = str(tmp_path / "train.arrow")
-    with pa.OSFile(path, "wb") as sink, pa.ipc.new_stream(sink, table.schema) as file:
+    with pa.OSFile(path, "wb") as sink, writer(sink, table.schema) as file:
         file.write_table(table, max_chunksize=4)
+    if writer is pa.ipc.new_file:  # datasets maps the other form itself
+        monkeypatch.setattr(datasets.arrow_dataset, "generate_fingerprint", lambda _: pytest.fail("reads the file"))
     source = pickle.loads(pickle.dumps(open_source("hfds/", str(tmp_path), "train", classes=plain.class_names)))
     assert _same(source, plain)
     assert source.describe(7) == f"{path}[7]"

@@ -160,6 +160,7 @@ class HuggingFaceSource(ArraySource):
 
 def _load(path: str) -> Any:
     """The table of a file, mapped into memory; parquet is converted once, by the first process that opens it."""
+    import pyarrow as pa
     from datasets import Dataset, disable_progress_bars
     from datasets.io.parquet import ParquetDatasetReader
 
@@ -173,7 +174,11 @@ def _load(path: str) -> Any:
                 if (converted := _converted(path, cache)) is None:
                     raise
                 return converted
-        return Dataset.from_file(path)
+        with open(path, "rb") as file:
+            if file.read(6) != b"ARROW1":  # a stream, the form that datasets writes and maps
+                return Dataset.from_file(path)
+        # Without a fingerprint, datasets hashes the content, which it reads into memory.
+        return Dataset(pa.ipc.open_file(pa.memory_map(path)).read_all(), fingerprint="not used")
     except Exception as error:  # the library's, pyarrow's and the system's
         raise UserError(f"{path} cannot be read ({first_line(error.__cause__ or error)})") from None
 
