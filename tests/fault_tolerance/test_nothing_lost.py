@@ -83,31 +83,40 @@ def test_ctrl_c_and_the_command_that_it_ends_with(ranks, tmp_path):
     assert f"best {best})" in told
 
 
+TWO_EPOCHS = words("-b", 64, "--max-steps", 2 * EPOCH)
+
+
+@pytest.fixture(scope="module")
+def whole(ranks, tmp_path_factory):
+    """The folder of two epochs that nothing interrupts."""
+    output = tmp_path_factory.mktemp("whole") / "run"
+    train_in(ranks, 2, [*TWO_EPOCHS, "--output", output])
+    return output
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("is_evaluated", [False, True])
-def test_an_epoch_is_saved_before_it_is_evaluated(ranks, tmp_path, is_evaluated):
+def test_an_epoch_is_saved_before_it_is_evaluated(ranks, tmp_path, whole, is_evaluated):
     """An epoch that is lost to an error of its evaluation; an evaluation that a resumed run leaves out, repeats though
     its figures are known, or forgets where it says which step was the best."""
-    argv = words("-b", 64, "--max-steps", 2 * EPOCH)
-    train_in(ranks, 2, [*argv, "--output", tmp_path / "whole"])
     output = tmp_path / "run"
     if is_evaluated:
-        train_in(ranks, 2, [*argv, "--max-steps", EPOCH, "--output", output])
+        train_in(ranks, 2, [*TWO_EPOCHS, "--max-steps", EPOCH, "--output", output])
     else:
         broken = functools.partial(mock.patch, "ds_vit.training.evaluation.evaluate", side_effect=UserError("planted"))
-        for code, _, err in ranks.run(2, run_quietly, [*argv, "--output", str(output)], broken):
+        for code, _, err in ranks.run(2, run_quietly, [*TWO_EPOCHS, "--output", str(output)], broken):
             assert (code, "planted" in err) == (2, True)
     assert marked(output / "checkpoints", "latest") == f"step-{EPOCH:08d}"
     assert (output / "checkpoints" / f"step-{EPOCH:08d}" / "evaluation.json").exists() == is_evaluated
-    train_in(ranks, 2, [*argv, "--output", output, "--resume", "auto"])
+    train_in(ranks, 2, [*TWO_EPOCHS, "--output", output, "--resume", "auto"])
 
     def rows(folder):
         keys = ("kind", "step", "loss", "top1")
         return [tuple(row.get(key) for key in keys) for row in read_rows(folder) if row["kind"] != "checkpoint"]
 
-    assert rows(output) == rows(tmp_path / "whole")
+    assert rows(output) == rows(whole)
     for name in ("best", f"step-{2 * EPOCH:08d}/evaluation.json"):
-        one, two = ((folder / "checkpoints" / name).read_text() for folder in (output, tmp_path / "whole"))
+        one, two = ((folder / "checkpoints" / name).read_text() for folder in (output, whole))
         assert one == two
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import io
+import functools
 import json
 import os
 import re
@@ -12,15 +12,19 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
 from curves import assert_same_curve, checkpoints_in_time, read_rows, train_in, train_rows
 from interrupting import TINY, train_with
 from project import ON_CPU, ROOT, heeds, wait_until
+from runs import run_quietly
 
 from ds_vit.checkpoint.folder import checkpoints, marked, newest
 from ds_vit.fault_tolerance import exit_codes
 from ds_vit.launching.this_host import free_port
+from ds_vit.training.evaluation import evaluate
 
 CONFIG = ["--deepspeed_config", ROOT / "ds_configs" / "cpu_zero1_fp32.json"]
 NEVER = {"step": 10**9, "delay": 0.0}
@@ -60,33 +64,21 @@ def test_one_rank_of_a_pipeline_receives_a_signal_and_all_save(ranks, tmp_path, 
     assert summary(output)["last_top1"] == [row["top1"] for row in whole if row["kind"] == "eval"][-1]
 
 
-def stop_in_evaluation(argv: list[str], rank: int) -> tuple[int, str]:
-    """On a rank: SIGTERM arrives as the evaluation begins."""
-    import torch.distributed as dist
-
-    from ds_vit.train import main
-    from ds_vit.training import evaluation
-
-    plain = evaluation.evaluate
-
-    def evaluate(*args, **kwargs):
-        if dist.get_rank() == rank:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return plain(*args, **kwargs)
-
-    evaluation.evaluate = evaluate
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        code = main(argv)
-    return code, out.getvalue()
+def evaluate_after_sigterm(*args, **kwargs):
+    """In the place of `evaluate`: a signal arrives at rank 1 as it begins."""
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return evaluate(*args, **kwargs)
 
 
+@pytest.mark.slow
 def test_told_during_evaluation(ranks, tmp_path, whole):
     # Catches: an evaluation of an hour that outlasts the grace period, or one that is left out after the resume.
     output = tmp_path / "run"
     argv = words("--max-steps", 12, "--output", output, "--validation-batch-size", 4, "--checkpoint-interval", 100)
-    results = ranks.run(2, stop_in_evaluation, argv, 1)
-    assert [code for code, _ in results] == [exit_codes.INTERRUPTED] * 2
+    told = functools.partial(mock.patch, "ds_vit.training.evaluation.evaluate", evaluate_after_sigterm)
+    results = ranks.run(2, run_quietly, argv, told)
+    assert [code for code, _, _ in results] == [exit_codes.INTERRUPTED] * 2
     assert not [row for row in read_rows(output) if row["kind"].startswith("eval")]
     assert newest(output / "checkpoints")[0].step == 12
     rows = train_in(ranks, 2, [*argv, "--resume", "auto"])
@@ -155,6 +147,7 @@ def small_disk(folder: Path, size: str) -> Iterator[None]:
         subprocess.run(["umount", str(folder)], check=True)
 
 
+@pytest.mark.slow
 def test_weights_that_do_not_fit(ranks, tmp_path, whole):
     # Catches: "nothing was trained" (code 2) and no summary after a run that was trained to its end.
     output = tmp_path / "run"
@@ -175,6 +168,7 @@ def train_in_time(argv, output):
         return train_with(argv, output, 0, signal.SIGTERM, NEVER)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("trouble", "reason", "failed"),
     [

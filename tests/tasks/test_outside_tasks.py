@@ -72,19 +72,9 @@ def discs(tmp_path_factory):
 @pytest.fixture(scope="module")
 def flags(discs):
     """A short run of the page's task."""
-    argv = ["--task", "my_task:Regression", "--table", discs / "discs.csv", "--data-dir", discs / "discs"]
-    return [
-        *argv,
-        "--no-aug",
-        "--on-bad-image",
-        "skip",
-        "--max-bad-images",
-        0.5,
-        "--train-split",
-        "train[:10%]",
-        "--val-split",
-        "val",
-    ]
+    argv = ["--task", "my_task:Regression", "--table", discs / "discs.csv", "--data-dir", discs / "discs", "--no-aug"]
+    argv += ["--train-split", "train[:10%]", "--val-split", "val"]
+    return [*argv, "--on-bad-image", "skip", "--max-bad-images", 0.5]
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +83,7 @@ def alone(ranks, flags):
     return train(ranks, flags)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("batch", "zero", "more"),
     [(4, 1, []), (4, 3, []), (8, 1, ["--tp", 2]), (8, 1, ["--pp", 2])],
@@ -107,6 +98,7 @@ def test_an_own_input_in_every_layout(ranks, flags, alone, batch, zero, more):
     assert sum(row["skipped_images"] for row in rows if row["kind"] == "train") > 0
 
 
+@pytest.mark.slow
 def test_it_resumes_on_another_layout(ranks, flags, alone, tmp_path):
     # Catches: a class, a flag or a table that a resumed run does not find again.
     argv = [*flags, "--output", tmp_path / "run", "--epochs", 1]
