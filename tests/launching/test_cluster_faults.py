@@ -143,6 +143,12 @@ here.touch(); time.sleep(300)
 """
 
 
+def wait_for_both(folder: Path, launcher: subprocess.Popen) -> None:
+    """Wait until two ranks of `SAVES` have begun; fails with what the launcher says if it ends."""
+    wait_until(lambda: all((folder / rank).exists() for rank in "01") or launcher.poll() is not None, "no ranks")
+    assert launcher.poll() is None, launcher.communicate()[1]
+
+
 def saved(folder: Path) -> list[str]:
     """What each rank has noted on its way out."""
     return [(folder / rank).read_text() for rank in "01"]
@@ -153,7 +159,7 @@ def test_ranks_end_with_the_process_that_started_them(hosts, tmp_path):
     (tmp_path / "script.py").write_text(SAVES)
     line = [*command(tmp_path), str(tmp_path / "script.py"), str(tmp_path)]
     launcher = hosts[0].popen(line, stderr=subprocess.DEVNULL)
-    wait_until(lambda: (tmp_path / "0").exists() and (tmp_path / "1").exists(), "no ranks")
+    wait_for_both(tmp_path, launcher)
     hosts[0].check("pkill", "-KILL", "-f", "^[^ ]*python[^ ]* [^ ]*launch/run.py hostfile")
     launcher.wait(60)
     wait_until(lambda: not ranks_of(hosts[0]) and not ranks_of(hosts[1]), "the ranks have not ended")
@@ -195,10 +201,7 @@ def test_pbs_starts_on_the_hosts_of_the_job(hosts, tmp_path):
     }
     line = ["bash", str(ROOT / "launch" / "pbs.sh")]
     process = hosts[0].popen(line, environ=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    wait_until(
-        lambda: ((tmp_path / "0").exists() and (tmp_path / "1").exists()) or process.poll() is not None, "no ranks"
-    )
-    assert process.poll() is None, process.communicate()[1]
+    wait_for_both(tmp_path, process)
     log = tmp_path / "my logs" / "rank-0001.node2.log"
     assert "two words" in log.read_text()
     hosts[0].check("pkill", "-TERM", "-f", "bash .*launch/pbs.sh")
@@ -235,10 +238,7 @@ def test_a_signal_under_mpirun(tmp_path):
     environ = {**os.environ, **ON_CPU, **AS_ROOT, "PATH": f"{MPIRUN.parent}:{os.environ['PATH']}"}
     line = [*MPI_SH, "--mpirun", "mpirun --oversubscribe", str(tmp_path / "script.py"), str(tmp_path)]
     process = subprocess.Popen(line, cwd=tmp_path, env=environ, stderr=subprocess.PIPE, text=True)
-    wait_until(
-        lambda: ((tmp_path / "0").exists() and (tmp_path / "1").exists()) or process.poll() is not None, "no ranks"
-    )
-    assert process.poll() is None, process.communicate()[1]
+    wait_for_both(tmp_path, process)
     process.terminate()
     _, error = process.communicate(timeout=120)
     assert process.returncode == 75, error

@@ -10,7 +10,8 @@ from pathlib import Path
 import oracle
 import pytest
 from curves import assert_same_curve, read_rows, train_in
-from launches import GLOBAL_BATCH, NASTY, last_step, one_process, training
+from interrupting import last_step
+from launches import GLOBAL_BATCH, NASTY, one_process, training
 from project import ROOT, wait_until
 from slurm import Slurm, slurm
 

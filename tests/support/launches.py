@@ -10,8 +10,6 @@ from curves import train_in
 from project import ROOT
 from ranks import RankPool
 
-from ds_vit.config.run_folder import RunFolder
-
 GLOBAL_BATCH = 16
 NASTY = """out 'it' "$(touch pwned)"; touch pwned `touch pwned` $HOME & * \\"""
 """A folder's name that no shell may see unquoted."""
@@ -32,12 +30,6 @@ def training(data: Path, steps: int = 4) -> list[str]:
 def one_process(ranks: RankPool, data: Path, steps: int = 4) -> list[dict]:
     """The rows of a run of one process."""
     return train_in(ranks, 1, [*training(data, steps), "--batch-size", str(GLOBAL_BATCH)])
-
-
-def last_step(output: Path) -> int:
-    """The last step that `metrics.jsonl` has; 0 while there is none."""
-    folder = RunFolder(output)
-    return max((row["step"] for row in folder.rows("train")), default=0) if folder.metrics.exists() else 0
 
 
 def explain(done: subprocess.CompletedProcess, output: Path | None = None) -> str:
