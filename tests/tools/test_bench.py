@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from compiling import counting_graphs
-from project import ROOT
+from project import write_config
 from runs import run_quietly
 
 from ds_vit.cli import main
@@ -102,9 +102,7 @@ WORDS = ["--model", "vit_tiny_patch16_224", "-b", "4", "--drop-path", "0.1", *ON
 def config_of(path, case):
     """A file with the JSON of a case, such as "bf16 ZeRO-1"."""
     stage = int(case[-1])
-    config = json.loads((ROOT / "ds_configs" / f"cpu_zero{stage}_fp32.json").read_text())
-    path.write_text(json.dumps(config | (BF16[stage] if case.startswith("bf16") else {})))
-    return path
+    return write_config(path, stage, **(BF16[stage] if case.startswith("bf16") else {}))
 
 
 def run_counting_graphs(argv):
@@ -115,32 +113,26 @@ def run_counting_graphs(argv):
 
 
 def bench(ranks, world, *words):
-    """What the command says on each rank: exit code, stdout, stderr."""
-    found = ranks.run(world, run_counting_graphs, ["bench", "step", *map(str, words)], timeout=300)
-    return [own[:3] for own in found]
+    """What the command says on each rank: exit code, stdout, stderr, and how many graphs it compiled."""
+    return ranks.run(world, run_counting_graphs, ["bench", "step", *map(str, words)], timeout=300)
 
 
-def compared_with_compiled(ranks, world, peers, *words):
-    """What is printed as JSON of these peers, eager and compiled; the graphs of rank 0."""
-    words = [*words, "--against", *peers, *(f"{peer}-compiled" for peer in peers)]
-    (code, out, said, graphs), *_ = ranks.run(
-        world, run_counting_graphs, ["bench", "step", "--json", *map(str, words)], timeout=300
-    )
+def measured(ranks, world, *words):
+    """What the command prints as JSON; the graphs of rank 0."""
+    (code, out, said, graphs), *_ = bench(ranks, world, "--json", *words)
     assert code == 0, said
-    result = json.loads(out.splitlines()[-1])
+    return json.loads(out.splitlines()[-1]), graphs
+
+
+def compared_with_compiled(ranks, peers, *words):
+    """What is measured of these peers, eager and compiled, on two ranks."""
+    result, graphs = measured(ranks, 2, *words, "--against", *peers, *(f"{peer}-compiled" for peer in peers))
     for peer in peers:
         eager, compiled = (result["peers"][name] for name in (peer, f"{peer}-compiled"))
         assert eager["counts"] == compiled["counts"], "counted without the compiler"
         assert 0 < compiled["calls"] != eager["calls"] > 0
         assert 0 < min(compiled["host_seconds"]) <= min(compiled["seconds"])
     return result, graphs
-
-
-def measured(ranks, *words):
-    """What the command prints as JSON on one rank."""
-    [(code, out, said)] = bench(ranks, 1, "--json", *words)
-    assert code == 0, said
-    return json.loads(out.splitlines()[-1])
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +143,7 @@ def counted(ranks, tmp_path_factory):
     def of_row(row):
         folder = tmp_path_factory.mktemp("counted")
         paths = [config_of(folder / f"{case}.json", case) for case in LIMITS[row]]
-        return measured(ranks, "--deepspeed_config", *paths, *WORDS)
+        return measured(ranks, 1, "--deepspeed_config", *paths, *WORDS)[0]
 
     return of_row
 
@@ -176,7 +168,7 @@ def test_ours_and_its_peers_take_turns_on_two_ranks(ranks, tmp_path):
     """A peer that trains something else, a side that is not measured, two ranks that both speak."""
     configs = [config_of(tmp_path / f"zero{stage}.json", f"bf16 ZeRO-{stage}") for stage in (1, 3)]
     words = [*WORDS, "--model", "test_vit", "--model-kwargs", "depth=2", "--img-size", 32, "--turns", 2]
-    result, graphs = compared_with_compiled(ranks, 2, ("ddp", "fsdp2"), "--deepspeed_config", *configs, *words)
+    result, graphs = compared_with_compiled(ranks, ("ddp", "fsdp2"), "--deepspeed_config", *configs, *words)
     assert graphs == 2 * 2, "a rate of drop-path is a constant in a graph of timm's blocks"
     assert (result["global_batch"], result["layout"], result["precision"]) == (8, "pp 1 x dp 2 x tp 1", "bf16")
     assert list(result["peers"]) == ["ddp", "fsdp2", "ddp-compiled", "fsdp2-compiled"]
@@ -218,7 +210,7 @@ def test_pairs_are_compared_with_open_clip(ranks, tmp_path):
     pytest.importorskip("open_clip")
     config = config_of(tmp_path / "zero1.json", "fp32 ZeRO-1")
     words = ["--deepspeed_config", config, *PAIRS, *ONCE, "--grad-accum-steps", 2]
-    result, graphs = compared_with_compiled(ranks, 2, ("open_clip",), *words)
+    result, graphs = compared_with_compiled(ranks, ("open_clip",), *words)
     assert graphs > 0
     assert result["global_batch"] == 16
     assert result["peers"]["open_clip"]["images_per_second"] > 0
@@ -244,7 +236,7 @@ def test_crops_are_compared_with_lightly(ranks, tmp_path):
     # Catches: a schedule that is not set, a peer that sees other crops or a part of the batch.
     pytest.importorskip("lightly")
     config = config_of(tmp_path / "zero1.json", "fp32 ZeRO-1")
-    result, graphs = compared_with_compiled(ranks, 2, ("lightly",), "--deepspeed_config", config, *CROPS, *ONCE)
+    result, graphs = compared_with_compiled(ranks, ("lightly",), "--deepspeed_config", config, *CROPS, *ONCE)
     assert graphs > 0
     assert result["global_batch"] == 4
     products = [side["counts"]["by_name"]["addmm"] for side in (result["ours"]["zero1"], result["peers"]["lightly"])]
@@ -281,7 +273,7 @@ def test_an_invalid_comparison_is_refused(ranks, tmp_path, world, words, message
     """A peer that cannot train so, and one that there is not."""
     files = {precision: config_of(tmp_path / precision, f"{precision} ZeRO-1") for precision in ("fp32", "bf16")}
     words = [*WORDS, "--deepspeed_config", files["fp32"], *(files.get(word, word) for word in words)]
-    code, _, said = bench(ranks, world, *words)[0]
+    (code, _, said, _), *_ = bench(ranks, world, *words)
     assert (code, message in said) == (2, True), said
 
 
