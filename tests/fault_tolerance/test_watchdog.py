@@ -272,11 +272,6 @@ def exits(told: str) -> dict[int, int]:
     return {int(rank): int(code) for rank, code in found}
 
 
-def test_a_run_without_faults_ends_by_itself(ranks):
-    # Catches: a goodbye that waits for ever, or that takes a store away from those who still run.
-    assert ranks.run(3, work, 5, "none", 0, 8.0) == ["done"] * 3
-
-
 def test_the_first_rank_reads_the_last_heartbeats_at_once():
     # Catches: a rank 0 that reads them with the other heartbeats, up to two seconds after they were sent.
     watchdog = Watchdog(60, rank=0, world_size=2, store=dist.HashStore())

@@ -293,11 +293,11 @@ def test_verbose_shows_deepspeeds_log():
     assert re.findall("verbose (True|False)", done.stdout + done.stderr) == ["True"]
 
 
-@pytest.mark.parametrize(("code", "starts"), [(2, 1), (3, 1), (4, 1), (1, 3), (75, 3)])
+@pytest.mark.parametrize(("code", "starts"), [(2, 1), (3, 1), (4, 1), (75, 2)])
 def test_what_is_started_again(code, starts, tmp_path):
     # Catches: bad input, a diverged or a drifted run tried again and again; an interrupted one given up.
     script = f"open('tries', 'a').write('x')\nraise SystemExit({code})"
-    ended, said = supervise(tmp_path, script, restarts=2)
+    ended, said = supervise(tmp_path, script, restarts=1)
     assert ended == code
     assert (tmp_path / "tries").read_text() == "x" * starts
     assert f"code {code}" in said[-1]
