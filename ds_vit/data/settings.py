@@ -138,6 +138,11 @@ class Data:
     notes: tuple[str, ...] = field(default=(), compare=False)
 
     @property
+    def evaluates(self) -> bool:
+        """Whether there are images to evaluate."""
+        return self.val_source is not None or self.zeroshot is not None
+
+    @property
     def validation(self) -> Source:
         """The split whose images an evaluation counts: `val_source`, or that of --zeroshot if it is the only one."""
         source = self.zeroshot.source if self.val_source is None and self.zeroshot is not None else self.val_source

@@ -117,8 +117,7 @@ class MemoryAdvice:
                     found.append("--grad-checkpointing full")
             if dp > 1 and stage < (1 if pp > 1 else 3):
                 found.append(f"--set zero_optimization.stage={stage + 1}")
-        evaluates = run.data.val_source is not None or run.data.zeroshot is not None
-        rows = run.data.eval_rows if evaluates else 0
+        rows = run.data.eval_rows if run.data.evaluates else 0
         if rows > (batch.micro_batch if run.optimizer is not None else 1):
             found.append(f"--validation-batch-size {rows // 2}")
         return ", ".join(found or ["more ranks or hosts, or a smaller --model"])

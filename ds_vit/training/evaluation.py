@@ -281,10 +281,6 @@ class Evaluations:
     evaluated_step: int = field(init=False, default=0)
 
     @cached_property
-    def _has_split(self) -> bool:
-        return self.inputs.data.val_source is not None or self.inputs.data.zeroshot is not None
-
-    @cached_property
     def _draws_token_maps(self) -> bool:
         """Whether it is drawn where the model looks: each rank sees whole images."""
         run, task = self.inputs.run, self.inputs.task
@@ -301,7 +297,7 @@ class Evaluations:
     def is_due(self, done: int) -> bool:
         """Whether the weights after `done` steps have to be evaluated or drawn, and have not been yet."""
         draws_training = self._draws_token_maps and bool(self.inputs.task.teachers)  # which often has no other split
-        if not (self._has_split or draws_training) or not done or done == self.evaluated_step:
+        if not (self.inputs.data.evaluates or draws_training) or not done or done == self.evaluated_step:
             return False
         if done >= self.inputs.run.total_steps:
             return True
@@ -322,7 +318,7 @@ class Evaluations:
         Raises:
             Stopped: the ranks received a signal meanwhile; the step does not count as evaluated.
         """
-        if not self._has_split:
+        if not self.inputs.data.evaluates:
             self.watchdog.begin(step, "evaluation")
             self._draw(step)
             self.evaluated_step = step

@@ -119,8 +119,7 @@ def settings_of(run: Run) -> tuple[dict[str, str | float], str, list[str]]:
     if run.optimizer is not None:
         values |= {"optimizer": run.optimizer.cls.__name__, "lr": run.optimizer.lr}
         values |= {"weight_decay": run.optimizer.weight_decay}
-    evaluates = run.data.val_source is not None or run.data.zeroshot is not None
-    evaluated = [f"eval/{figure.name}" for figure in run.model.task.figures] if evaluates else []
+    evaluated = [f"eval/{figure.name}" for figure in run.model.task.figures] if run.data.evaluates else []
     return values, f"{run.text}: {run.batch}", [*evaluated, "train/loss"]
 
 
