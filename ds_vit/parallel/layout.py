@@ -22,7 +22,7 @@ AXES = ("data", "pipe", "model")
 
 @dataclass(frozen=True)
 class Layout:
-    """Degrees of pipeline, data and tensor parallelism; `pp * dp * tp` is the world size.
+    """Degrees of pipeline, data and tensor parallelism, each at least 1; `pp * dp * tp` is the world size.
 
     A rank's coordinates follow `AXES`: tp innermost (inside a host), then pp (neighbours), dp outermost.
     """
@@ -38,8 +38,6 @@ class Layout:
         Raises:
             UserError: pp * tp does not divide the world size.
         """
-        if min(pp, tp) < 1:
-            raise UserError(f"--pp {pp} --tp {tp}: both must be at least 1")
         if world_size % (pp * tp):
             nearest = (world_size // (pp * tp) or 1) * pp * tp
             smaller = ((p, t) for p in range(1, pp + 1) for t in range(1, tp + 1) if tp % t == 0)
@@ -143,8 +141,7 @@ def check_tp_inside_hosts(layout: Layout, process: Process, allowed: bool) -> No
         return
     crosses = layout.tp > 1 and process.spans_hosts and local % layout.tp != 0
     if crosses and not allowed:
-        degrees = [tp for tp in range(1, local + 1) if local % tp == 0 and layout.world_size % (tp * layout.pp) == 0]
-        fitting = [str(tp) for tp in degrees]
+        fitting = [str(t) for t in range(1, local + 1) if local % t == 0 and layout.world_size % (t * layout.pp) == 0]
         raise UserError(
             f"--tp {layout.tp} with {local} ranks per host: a tensor-parallel group would lie on two hosts, and every "
             f"sub-layer would wait for the network; --tp {' or '.join(fitting)} stays inside a host, or say "

@@ -366,10 +366,6 @@ def _stored(parameter: torch.Tensor) -> torch.Tensor:
 
 def _frozen(parameter: nn.Parameter, name: str, block: int) -> Shard:
     """A parameter that is not trained: whole on this rank, or (ZeRO-3) this rank's share."""
-    if hasattr(parameter, "ds_tensor"):
-        start, length = _zero3_share(parameter)
-        flat = parameter.ds_tensor.detach().view(-1)
-    else:
-        start, length, flat = 0, parameter.numel(), parameter.detach().view(-1)
+    start, length = _zero3_share(parameter) if hasattr(parameter, "ds_tensor") else (0, parameter.numel())
     segments = (Segment(name, _slice_of(parameter), start, length, block, 0),) if length else ()
-    return Shard(flat, parameter, (name,), segments, -1)
+    return Shard(_stored(parameter).view(-1), parameter, (name,), segments, -1)

@@ -98,8 +98,6 @@ def assemble(slices: Sequence[torch.Tensor], description: TensorSlice) -> torch.
 
 def assemble_flat(slices: Sequence[torch.Tensor], description: TensorSlice) -> torch.Tensor:
     """The whole tensor out of its flattened slices, `description.num_slices` of them in rank order."""
-    if description.dim is None:
-        return slices[0].view(description.full_shape)
     return assemble([flat.view(description.local_shape) for flat in slices], description)
 
 
