@@ -7,7 +7,6 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from timm.loss import BinaryCrossEntropy, SoftTargetCrossEntropy
-from torch import nn
 
 from ds_vit.config.schema import RunConfig
 from ds_vit.parallel.tensor.class_parallel import SoftmaxCrossEntropy, own_classes
@@ -27,9 +26,10 @@ def build_loss(config: RunConfig) -> Loss:
     Targets are int64 [B], or float32 [B, C]: multi-hot ones, which smoothing moves towards 1/2 (timm's `smooth_dense`),
     or those of mixed images.
     """
+    smoothing = _smoothing(config)
     if config.bce_loss:
         module = BinaryCrossEntropy(
-            smoothing=_smoothing(config),
+            smoothing=smoothing,
             target_threshold=config.bce_target_thresh,
             sum_classes=config.bce_sum,
             smooth_dense=True,
@@ -37,7 +37,7 @@ def build_loss(config: RunConfig) -> Loss:
     elif config.active:
         module = SoftTargetCrossEntropy()
     else:
-        module = nn.CrossEntropyLoss(label_smoothing=_smoothing(config))
+        return lambda logits, targets: F.cross_entropy(logits.float(), targets, label_smoothing=smoothing)
     return lambda logits, targets: module(logits.float(), targets)
 
 
