@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from curves import read_rows
+from pages import run_page
 from PIL import Image
 from project import ON_CPU, ROOT, give_a_clone, run_shell
 
@@ -73,16 +74,16 @@ def test_splits_share_no_digit_and_no_scene():
 
 
 @pytest.mark.slow
-def test_the_page_goes_from_a_folder_to_masks(tmp_path):
+def test_the_page_goes_from_a_folder_to_masks(ranks, tmp_path):
     # Catches: a command of docs/segmentation.md that fails or says other things, a folder of scenes that training or
     # doctor refuses.
     page = (ROOT / "docs" / "segmentation.md").read_text()
     commands = re.findall(r"runs them -->\n```bash\n(.*?)```", page, re.DOTALL)
     assert len(commands) == 1 + 6
-    environ = give_a_clone(tmp_path)
-    script = "".join(commands).replace("--epochs 12", "--epochs 1 --warmup-epochs 0")
-    said = run_shell(script, tmp_path, environ)
-    assert "280 masks were compared with their images" in said
+    run_shell(commands[0], tmp_path, give_a_clone(tmp_path))
+    script = "".join(commands[1:]).replace("--epochs 12", "--epochs 1 --warmup-epochs 0")
+    checked, *_ = run_page(ranks, f"```bash\n{script}```", tmp_path)
+    assert "280 masks were compared with their images" in checked
     assert {path.stem for path in (tmp_path / "predicted" / "overlays").iterdir()} == {f"{n:03}" for n in range(40)}
     paths = tmp_path / "predicted" / "masks" / "003.png", tmp_path / "scenes" / "val" / "images" / "003.png"
     with Image.open(paths[0]) as mask, Image.open(paths[1]) as image:
