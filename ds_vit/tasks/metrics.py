@@ -61,6 +61,11 @@ class Chart:
     parts: Mapping[str, str]
 
 
+def spread(most: int, number: int) -> np.ndarray:
+    """At most so many of `number` samples to show, int64, from all over a split: a folder's lie class by class."""
+    return np.linspace(0, number - 1, min(most, number)).round().astype(np.int64)
+
+
 class Metrics(ABC):
     """Sums over the samples of an evaluation that add up over micro-batches and ranks.
 

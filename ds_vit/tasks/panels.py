@@ -298,11 +298,9 @@ def thin_out(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
 def number(value: float) -> str:
     """A number as an axis shows it: 0.25, 12k, 3e-5."""
     size = abs(value)
-    for unit, name in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
-        if size >= unit:
+    for least, unit, name in ((1e12, 1e12, "T"), (1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
+        if size >= least:
             return f"{value / unit:.4g}{name}"
-    if size >= 1e4:
-        return f"{value / 1e3:.4g}k"
     if 0 < size < 1e-2:
         digits, _, power = f"{value:.1e}".partition("e")
         return f"{digits.removesuffix('.0')}e{int(power)}"

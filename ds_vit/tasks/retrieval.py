@@ -19,7 +19,7 @@ import torch
 from ds_vit.config.run_folder import RunFolder, write_json
 from ds_vit.data.settings import ImageConfig
 from ds_vit.data.sources.source import Source
-from ds_vit.tasks.metrics import Batch, Metrics
+from ds_vit.tasks.metrics import Batch, Metrics, spread
 from ds_vit.tasks.panels import Panel, heat_map, save_samples
 
 RANKS = (1, 5, 10)
@@ -142,7 +142,7 @@ def write_pairs(folder: RunFolder, metrics: Retrieval, source: Source, image: Im
     if not len(samples):
         return
     images, texts = metrics.rows.cpu()[samples].double().chunk(2, dim=1)
-    shown = np.linspace(0, len(samples) - 1, min(len(samples), _MOST_SHOWN)).round().astype(int)  # from all over
+    shown = spread(_MOST_SHOWN, len(samples))
     numbers = samples[shown].tolist()
     found = {
         "images": [Path(source.describe(number)).name for number in numbers],

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import ClassVar
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -22,7 +21,7 @@ from ds_vit.parallel.tensor.collectives import TensorParallel
 from ds_vit.tasks.mae.flags import SETTINGS
 from ds_vit.tasks.mae.loss import MaskedPatchLoss
 from ds_vit.tasks.mae.towers import MaskedAutoencoder, create_autoencoder
-from ds_vit.tasks.metrics import Batch, Figure, Means, Metrics
+from ds_vit.tasks.metrics import Batch, Figure, Means, Metrics, spread
 from ds_vit.tasks.panels import Panel, pictures
 from ds_vit.tasks.task import ChainTask, Loss
 
@@ -110,8 +109,7 @@ class Reconstruction(Means):
     @cached_property
     def _shown(self) -> torch.Tensor:
         """The keys of the samples in the picture, from all over the split: a folder's images lie class by class."""
-        places = np.linspace(0, self.num_samples - 1, min(self.num_shown, self.num_samples)).round()
-        return torch.from_numpy(evaluation_keys(places.astype(np.int64))).to(self.sums.device)
+        return torch.from_numpy(evaluation_keys(spread(self.num_shown, self.num_samples))).to(self.sums.device)
 
     def update(self, outputs: torch.Tensor, batch: Batch) -> None:
         """Predictions fp32 [B, N, P] of N patches."""

@@ -22,7 +22,7 @@ from ds_vit.data.decode import upright
 from ds_vit.data.settings import ImageConfig
 from ds_vit.data.sources.masks import IGNORED
 from ds_vit.data.sources.source import Source
-from ds_vit.tasks.metrics import Batch, Figure, Metrics
+from ds_vit.tasks.metrics import Batch, Figure, Metrics, spread
 from ds_vit.tasks.panels import Panel, class_name, table
 from ds_vit.tasks.segmentation.windows import predicted_classes
 
@@ -62,8 +62,7 @@ class MeanIoU(Metrics):
         """As `Metrics.expect`."""
         super().expect(num_samples)
         if self._source is not None:
-            # From all over the split: a folder's images lie subject by subject.
-            self._shown = np.linspace(0, num_samples - 1, min(self.num_shown, num_samples)).round().astype(int).tolist()
+            self._shown = spread(self.num_shown, num_samples).tolist()
             # An image, its mask and the prediction.
             self.pixels = torch.zeros(len(self._shown), 3, 3, _PANEL, _PANEL, device=self.sums.device)
 
