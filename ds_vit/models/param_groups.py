@@ -46,18 +46,15 @@ def frozen_names(
     Args:
         model: the description of the model.
         patterns: shell patterns on timm's names; a pattern that matches a module freezes all of it (`blocks.[0-5]`).
-        linear_probe: freeze everything but the classifier.
+        linear_probe: freeze everything but the classifier; without patterns.
         locked: names that the task freezes.
 
     Raises:
-        UserError: a pattern matches nothing, nothing is left to train, both options are given, or there is no
-            classifier to probe with.
+        UserError: a pattern matches nothing, nothing is left to train, or there is no classifier to probe with.
     """
     names = [name for name, _ in model.named_parameters()]
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad} | {*locked}
     if linear_probe:
-        if patterns:
-            raise UserError("linear probing freezes all but the classifier already; --freeze would have no effect")
         if not classifier_names(model):
             raise UserError("linear probing trains only the classifier, and this model has none")
         return frozenset(names) - classifier_names(model)

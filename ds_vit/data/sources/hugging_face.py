@@ -108,8 +108,7 @@ class HuggingFaceSource(ArraySource):
         self._targets = np.concatenate([_numbers(table.data[label], label, where) for table in self._tables])
         known = getattr(first.features[label], "names", None) or classes
         self.class_names = tuple(map(listing.class_name, known or map(str, range(int(self._targets.max()) + 1))))
-        valid = (self._targets >= 0) & (self._targets < self.num_classes)
-        check_labels(self, self._targets, valid, self.class_names)
+        check_labels(self, self._targets, self._targets, self.class_names)
 
     def of_column(self, names: Sequence[str]) -> HuggingFaceSource:
         """The same rows with the images of another column: the first of these names.

@@ -201,7 +201,7 @@ class ShardSource(PackedSource):
         else:
             numbers = labels
             known = known if known is not None else [str(number) for number in range(int(labels.max()) + 1)]
-        check_labels(self, labels, (numbers >= 0) & (numbers < len(known)), known)
+        check_labels(self, labels, numbers, known)
         return tuple(known), numbers
 
     def open_tar(self, number: int) -> BinaryIO:

@@ -196,15 +196,16 @@ def below_common_folder(paths: np.ndarray) -> np.ndarray:
     return letters[:, paths[0][:common].rfind(b"/") + 1 :]
 
 
-def check_labels(source: Source, labels: np.ndarray, valid: np.ndarray, classes: Sequence[str]) -> None:
+def check_labels(source: Source, labels: np.ndarray, numbers: np.ndarray, classes: Sequence[str]) -> None:
     """Raise UserError if a label is not one of the classes.
 
     Args:
         source: describes a sample.
         labels: as the files have them, [N].
-        valid: bool [N].
+        numbers: of their classes, int64 [N].
         classes: their names.
     """
+    valid = (numbers >= 0) & (numbers < len(classes))
     if valid.all():
         return
     first = int(valid.argmin())
