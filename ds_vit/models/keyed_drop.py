@@ -170,7 +170,8 @@ def _constants(
 
 
 def _columns(drops: Sequence[KeyedDrop], device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return _constants(tuple((drop.name, drop.rate, drop.divisor) for drop in drops), device)
+    settings = [(drop.name, drop.rate, drop.divisor) for drop in drops]  # a generator would be a call for each
+    return _constants(tuple(settings), device)
 
 
 def hash_together(drops: Sequence[KeyedDrop], keys: torch.Tensor) -> torch.Tensor:

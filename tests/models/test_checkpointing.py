@@ -17,7 +17,7 @@ from ds_vit.models.zoo import create_model
 from ds_vit.planner.counting import kept_by_layers, layer_flops, saved_storages
 
 MODES = {
-    "none": (0, None),
+    "none": (0, recompute_all),
     "full": (1, recompute_all),
     "two": (2, recompute_all),
     "selective": (1, recompute_selectively),
