@@ -268,10 +268,7 @@ def _num_classes(config: RunConfig, task_type: type[Task], data: Data) -> int:
         return 0
     found = data.train_source.num_classes
     if config.num_classes is not None and config.num_classes < found:
-        raise UserError(
-            f"--num-classes {config.num_classes} is smaller than the {found} classes of the data; "
-            f"use {found} or more, or leave the flag out"
-        )
+        raise UserError(f"--num-classes {config.num_classes} is smaller than the {found} classes of the data; drop it")
     return config.num_classes or found
 
 
