@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import argparse
 import ast
-import json
-import os
+import contextlib
+import io
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import timm
@@ -247,29 +249,28 @@ def test_a_stopped_run_resumes_to_the_promised_loss(ranks, tmp_path):
     assert float(loss) == pytest.approx(float(promised), rel=1e-4)
 
 
-# All in one process, which imports torch once and has no package that only an extra installs.
-HELP = """
-import contextlib, io, json, runpy, sys
-sys.modules.update(dict.fromkeys(("pytest", "hypothesis", "transformers", "onnx", "onnxruntime", "matplotlib")))
-sys.path[0], said = sys.argv[1], {}
-for script in sys.argv[2:]:
-    sys.argv, out = [script, "--help"], io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
-        runpy.run_path(script, run_name="__main__")
-    said[script] = out.getvalue()
-print(json.dumps(said))
-"""
+def ask_for_help(scripts: list[str]) -> dict[str, str]:
+    """On a rank, without packages that only an extra installs and modules of the tests: what each says to --help."""
+    tests, said = str(ROOT / "tests"), {}
+    sys.path[:] = [str(BENCHMARKS), *(path for path in sys.path if not path.startswith(tests))]
+    extras = ("pytest", "hypothesis", "transformers", "onnx", "onnxruntime", "matplotlib")
+    with mock.patch.dict(sys.modules, dict.fromkeys(extras)):
+        for name, module in list(sys.modules.items()):
+            if str(getattr(module, "__file__", "")).startswith(tests):
+                del sys.modules[name]
+        for script in scripts:
+            sys.argv, out = [script, "--help"], io.StringIO()
+            with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+                runpy.run_path(script, run_name="__main__")
+            said[script] = out.getvalue()
+    return said
 
 
 @pytest.mark.slow
-def test_every_benchmark_script_says_how_it_is_called():
+def test_every_benchmark_script_says_how_it_is_called(ranks):
     # Catches: minutes of measuring for somebody who asked what it does, an import that is gone, a package of the tests.
     scripts = sorted(BENCHMARKS.glob("*.py"))
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
-    words = [sys.executable, "-c", HELP, str(BENCHMARKS), *map(str, scripts)]
-    asked = subprocess.run(words, env=environ, capture_output=True, text=True)
-    assert asked.returncode == 0, asked.stderr
-    said = json.loads(asked.stdout)
+    [said] = ranks.run(1, ask_for_help, [*map(str, scripts)])
     for script in scripts:
         assert said[str(script)].startswith(f"usage: {script.name}")
         assert f"python docs/benchmarks/{script.name}" in said[str(script)]
