@@ -277,19 +277,15 @@ def test_an_invalid_comparison_is_refused(ranks, tmp_path, world, words, message
     assert (code, message in said) == (2, True), said
 
 
-def of_sides(side, ratios):
-    """A result that has one side as ours and as the peer."""
-    return SimpleNamespace(ours={"ours": side}, peers={"timm": side}, ratios=ratios)
-
-
 def test_a_ratio_is_printed_within_its_range():
     """1.047 (1.05 to 1.07): the bound rounded up, and the figure not."""
     counts = SimpleNamespace(operations=1, waits=0, allocated_bytes=1)
     side = SimpleNamespace(images=1, images_per_second=1.0, counts=counts, memory_bytes=None, mfu=None)
     side.calls, side.seconds, side.host_seconds, side.device_seconds = None, (0.04, 0.05), (0.03, 0.02), 0.038
     ratios = {"ours": {"timm": Ratio(1.047, 1.0468, 1.0712, 1.0, 1.0)}}
-    printed = " ".join(table(of_sides(side, ratios))[-1])
+    rows = table(SimpleNamespace(ours={"ours": side}, peers={"timm": side}, ratios=ratios))
+    printed = " ".join(rows[-1])
     figure, low, high = map(float, re.search(r"([\d.]+) \(([\d.]+) to ([\d.]+)\)", printed).groups())
     assert low <= figure <= high
-    columns = dict(zip(*table(of_sides(side, ratios))[::2], strict=True))
+    columns = dict(zip(*rows[::2], strict=True))
     assert [columns[f"{what} ms"] for what in ("wall", "host", "device")] == ["40.0", "20.0", "38.0"]
