@@ -76,8 +76,8 @@ CASES = [
 ]
 
 
-# One of every three. Of Muon at ZeRO-2 the same run measures 14.6 and 16.2 MB, of 13.1 that are predicted.
-CHOSEN = [case for case in CASES[::3] if (case["optimizer"], case["stage"]) != ("Muon", 2)]
+# Every second one. Of Muon at ZeRO-2 the same run measures 14.6 and 16.2 MB, of 13.1 that are predicted.
+CHOSEN = [case for case in CASES[::2] if (case["optimizer"], case["stage"]) != ("Muon", 2)]
 # A few in which each choice of these occurs.
 ALWAYS = cover(CHOSEN, covers=lambda case: set(case.items()))
 

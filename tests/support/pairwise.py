@@ -34,8 +34,10 @@ def cover(
         cost: of a combination.
         covers: what a combination covers, if not the pairs of its choices.
     """
-    places: dict[Any, int] = {}
-    cells = [(places.setdefault(one, len(places)), i) for i, case in enumerate(cases) for one in covers(case)]
+    found = [covers(case) for case in cases]
+    # In an order that does not depend on hashes, which each process of pytest salts: all have to choose the same.
+    places = {one: place for place, one in enumerate(sorted(set().union(*found), key=repr))}
+    cells = [(places[one], i) for i, ones in enumerate(found) for one in ones]
     covering = csr_matrix((np.ones(len(cells)), np.transpose(cells)))
     costs = np.array([cost(case) for case in cases])
     relaxed = linprog(costs, A_ub=-covering, b_ub=-np.ones(len(places)), bounds=(0, 1))
