@@ -179,9 +179,7 @@ def evaluate(source: str | Path, data: Any = None, **settings: Any) -> Evaluatio
 
         given = as_source(data)
         settings |= {"dataset": PROGRAM_DATASET, "sources": (given, given)}
-    which = {name: settings[name] for name in ("weights", "checkpoint") if name in settings}
-    output = tool.file_of(tool.find_weights(source, **which), settings.get("output"))
-    return EvaluationResult(tool.evaluate_weights(source, again=True, **settings), output)
+    return EvaluationResult(*tool.evaluate_weights(source, again=True, **settings))
 
 
 def predict(source: str | Path, images: Sequence[str], **settings: Any) -> dict[str, Any]:

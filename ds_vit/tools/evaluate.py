@@ -92,7 +92,7 @@ def evaluate_weights(
     again: bool = False,
     sources: tuple[Source, Source] | None = None,
     **settings: Any,
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], Path]:
     """Evaluate weights on the validation split; every rank calls it.
 
     Args:
@@ -107,7 +107,7 @@ def evaluate_weights(
     Returns:
         What the file holds, on every rank: source, weights ("raw", "ema" or "teacher"), file, model, num_parameters,
         layout {pp, dp, tp}, precision, data_dir or dataset, val_split, the task's figures (top1, top5 and loss of a
-        classifier), images, skipped_images, seconds.
+        classifier), images, skipped_images, seconds; and that file.
 
     Raises:
         UserError: invalid input; before the process group exists.
@@ -127,7 +127,7 @@ def evaluate_weights(
     if not values.get("deepspeed_config"):
         raise UserError(f"{source} has no config.yaml next to it: give --deepspeed_config, the model and the data")
     config = flags.from_values(values)
-    file = file_of(found, output)
+    file = Path(output) if output else RunFolder(found.folder).evaluation
     if process.rank == 0:
         if not os.access(file.parent, os.W_OK | os.X_OK):
             raise UserError(f"{file.parent} is not a folder that can be written to; name a file with --output")
@@ -175,12 +175,7 @@ def evaluate_weights(
                 save_picture(pixels, RunFolder(file.parent).picture(name))
             _show(run, found, f"{file}{replaced}", result)
         engine.close()
-    return result
-
-
-def file_of(found: StoredWeights, output: str | Path | None = None) -> Path:
-    """Where `evaluate_weights` writes what it finds of these weights."""
-    return Path(output) if output else RunFolder(found.folder).evaluation
+    return result, file
 
 
 def _split_of(settings: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, str]:
