@@ -46,6 +46,7 @@ DRAWS = "TTY_COMPATIBLE"
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 _STOPS = {signal.SIGUSR1, signal.SIGINT}  # "save and end"
 _POLL_SECONDS = 0.25
+_STOP_SECONDS = 120.0  # to save and end, once the launcher is gone
 _ERASED = b"\x1b[2K"  # by a terminal: the line so far
 _CONTROL = re.compile(rb"\x1b\[[?0-9;]*[A-Za-z]")
 
@@ -69,7 +70,6 @@ class Job:
         cwd: folder to run in.
         environ: added to the launcher's.
         logs: folder of the ranks' logs; relative to `cwd`.
-        stop_seconds: time to save and end after the launcher is gone.
         slots: the GPUs of this host's ranks; empty if a launcher starts each rank.
         first: the number of this host's first rank.
         world_size: the ranks of all hosts.
@@ -79,7 +79,6 @@ class Job:
     cwd: str
     environ: Mapping[str, str]
     logs: str
-    stop_seconds: float = 120.0
     slots: Sequence[int] = ()
     first: int = 0
     world_size: int = 1
@@ -154,7 +153,7 @@ def run_rank(job: Job, environ: Mapping[str, str] = os.environ) -> int:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     finder = ErrorFinder()
     plain = PlainLines() if DRAWS in job.environ else bytes
-    _follow(child, log, finder, plain, is_main=process.rank == 0, stop_seconds=job.stop_seconds)
+    _follow(child, log, finder, plain, is_main=process.rank == 0)
     code = child.returncode if child.returncode >= 0 else 128 - child.returncode
     # The line is of a Python that has not begun the script.
     if passed & _STOPS and (code - 128 in _STOPS or finder.lines[-1:] == ["KeyboardInterrupt"]):
@@ -239,7 +238,6 @@ def _follow(
     plain: Callable[[bytes], bytes],
     *,
     is_main: bool,
-    stop_seconds: float,
 ) -> None:
     """Copy the child's output until it has ended, to the log as plain text; ask it to end if the launcher is gone."""
     assert child.stdout is not None
@@ -274,7 +272,7 @@ def _follow(
                 poll.unregister(own)
             _write(log, b"== the launcher is gone: asking this rank to save and end\n")
             child.terminate()
-            deadline = time.monotonic() + stop_seconds
+            deadline = time.monotonic() + _STOP_SECONDS
         if deadline is not None and time.monotonic() > deadline:
             child.kill()
 

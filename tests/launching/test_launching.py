@@ -540,7 +540,7 @@ def test_ports():
 
 def test_a_payload_needs_no_quotes():
     # Catches: a character that a shell could touch.
-    job = Job(("a 'b'", '"; $(x)', "ü\n"), "/tmp/a b", {"A": "ü `x`"}, "logs", 3.0)
+    job = Job(("a 'b'", '"; $(x)', "ü\n"), "/tmp/a b", {"A": "ü `x`"}, "logs", (0, 2))
     assert set(job.encode()) <= set("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_=")
     assert Job.decode(job.encode()) == job
     assert json.dumps(job.encode()) == f'"{job.encode()}"'
