@@ -98,6 +98,7 @@ def the_place_where_it_hangs() -> None:
     time.sleep(GIVE_UP)
 
 
+@pytest.mark.slow
 def test_a_hanging_rank_is_killed_and_shows_where(ranks):
     # Catches: a test session that stands still, and one that ends without a word about the place.
     with pytest.raises(RankFailure, match="hung; killed after") as failure:

@@ -68,6 +68,7 @@ def on_cpu(name, folder):
     return path
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", NAMES)
 def test_dry_run(ranks, cifar, tmp_path, name):
     """Two steps on two ranks of a model that is small in width and depth alone."""

@@ -124,6 +124,7 @@ def photos(real_images) -> list[Image.Image]:
     return found
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", sorted({cases[0][1].name for cases in CASES.values()}))
 def test_an_operation_is_within_its_bound_on_real_images(photos, name):
     """Would catch what smooth photos do not show: areas of one colour, edges of one pixel, few values."""

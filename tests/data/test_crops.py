@@ -59,6 +59,7 @@ def references(source) -> dict[str, dict[str, torch.Tensor]]:
 # The layout is not a hyper-parameter
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("on", ON)
 @pytest.mark.parametrize(
     ("share", "workers", "steps"),

@@ -189,6 +189,7 @@ def test_an_image_is_opened_once_for_all_that_follow_it():
     assert source.opened == 4 * 12
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("reads", [None, ["targets"], ["images"], ["numbers"]], ids=str)
 def test_a_damaged_member_replaces_the_whole_sample_on_every_rank(reads):
     """Would catch an image with the label or the numbers of another: a stage that keeps one of them must skip too."""

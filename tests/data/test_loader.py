@@ -96,6 +96,7 @@ def reference(source) -> dict[str, torch.Tensor]:
 # The layout is not a hyper-parameter
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("share", "options"),
     [
@@ -339,6 +340,7 @@ def test_a_worker_that_is_killed_with_batches_on_their_way(source):
         list(batches)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 def test_images_stay_as_they_came(source, reference, workers):
     """Would catch a place in shared memory that is used again before its images are copied out."""

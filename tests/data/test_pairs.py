@@ -110,6 +110,7 @@ def forms(tmp_path_factory) -> Path:
     return root
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("form", FORMS)
 def test_a_form_is_the_folder(forms, form):
     """Would catch other pairs, another order, and a source that a worker cannot share or a spawned one not open."""

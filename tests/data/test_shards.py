@@ -221,6 +221,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("what", BROKEN)
 @pytest.mark.parametrize("indexed", [False, True], ids=["at first", "with an older index"])
 def test_broken_shards_are_refused_in_one_line(folder, what, indexed):

@@ -101,6 +101,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("case", CASES)
 def test_weights_are_deepspeeds(ranks, case, accumulation):

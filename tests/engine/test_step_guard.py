@@ -157,7 +157,7 @@ LATE_CASES = [
 ]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(("layout", "after"), LATE_CASES)
 def test_a_verdict_that_is_read_a_step_late_is_the_same(ranks, cifar32, tmp_path, layout, after):
     """An update that the device lets through, an average that is moved by a step that never was, rows that differ.

@@ -203,6 +203,7 @@ def train_without_its_folder(argv, folder):
         return main(argv), said.getvalue()
 
 
+@pytest.mark.slow
 def test_a_folder_that_is_removed_in_mid_run(ranks, tmp_path):
     # Catches: code 0 and "completed" for a run whose metrics and configuration are gone.
     argv = [*ONE_BLOCK, *CONFIG, "--max-steps", 4, "--log-interval", 1, "--checkpoint-interval", 0]

@@ -293,6 +293,7 @@ def test_verbose_shows_deepspeeds_log():
     assert re.findall("verbose (True|False)", done.stdout + done.stderr) == ["True"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("code", "starts"), [(2, 1), (3, 1), (4, 1), (75, 2)])
 def test_what_is_started_again(code, starts, tmp_path):
     # Catches: bad input, a diverged or a drifted run tried again and again; an interrupted one given up.

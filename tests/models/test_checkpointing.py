@@ -46,6 +46,7 @@ def step(model, spec):
     return counter.get_total_flops(), torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_computed_twice(kind):
     """Full: the blocks' forward pass, once more. Selective: no product and no attention. To the last bit the same."""

@@ -680,7 +680,7 @@ BREAKAGES = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("breakage", BREAKAGES)
 def test_what_is_broken_is_seen(ranks, folders, reference, breakage, tmp_path):
     """A comparison that passes although the arithmetic is wrong by little."""

@@ -26,6 +26,7 @@ def cifar(tmp_path_factory, real_images):
     return oracle.cifar_splits(real_images, tmp_path_factory.mktemp("pipeline"), 43, 103)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("words", ["--pp 2", "--pp 2 --tp 2"])
 def test_one_rank_of_a_replica_decodes(ranks, cifar, tmp_path, words):
     """An image decoded by a second rank of a replica, or a target read where nobody needs it."""
@@ -169,6 +170,7 @@ def test_the_bubble_is_reported():
     assert any("1 micro-batches through 3 stages, bubble 67% of a step" in note for note in plan.notes)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("stage", "words", "copies"), [(0, [], "data"), (2, [], "data"), (1, ["--tp", 2], "tensor")])
 def test_check_replicas_finds_one_bit(ranks, tmp_path, stage, words, copies):
     """A replica that differs in one unit in the last place must stop the run, by name, on every rank."""

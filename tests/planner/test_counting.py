@@ -40,6 +40,7 @@ def measured(model, dtype):
     return sum(storage.nbytes() for storage in saved.values())
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("name", "kwargs"),

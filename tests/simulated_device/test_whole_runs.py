@@ -121,6 +121,7 @@ def on_the_device(ranks, library: Path, world_size: int, output: Path, *words: o
     return read_rows(output)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("layout", IN_EACH_LAYOUT)
 def test_curve_of_the_cpu_in_each_layout(ranks, device_library, tmp_path, of_the_cpu, layout):
     """Catches: a read before its copy has landed, a gradient used before its sum, a block reused too early."""

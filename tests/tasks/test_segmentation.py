@@ -326,6 +326,7 @@ def test_a_mask_that_one_rank_cannot_read_for_the_weights_ends_all(ranks, tmp_pa
     assert ranks.run(3, train_on_rank, argv, timeout=120) == [exit_codes.BAD_INPUT] * 3
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", [Case(dp=3, stage=2), Case(dp=3, accumulation=2), Case(pp=2, accumulation=3)], ids=str)
 def test_one_pixel_counts(ranks, one_of_six, case, tmp_path):
     """Ranks and micro-batches without a pixel that counts: no number divided by their own count."""

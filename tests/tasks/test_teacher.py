@@ -131,7 +131,7 @@ def is_slice(part, whole):
     return part.numel() < whole.numel() and set(part.flatten().tolist()) <= set(whole.flatten().tolist())
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", CASES)
 def test_the_teacher_is_the_average(ranks, tmp_path, name):
     # Catches: an average in 16 bits, full copies that stay behind, a tower that is left out, a rejected step.

@@ -156,6 +156,7 @@ def evaluated(ranks, folder):
 # ---- zero-shot classification ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_equals_open_clips_classifier(evaluated, towers, layout):
     # Catches: a mean before the norm, templates of another class, prompts lost between ranks, a tower that got blanks.
@@ -410,6 +411,7 @@ def test_predict_and_embed(folder, evaluated, towers, tmp_path, capsys):
     assert {each["name"] for each in json.loads(capsys.readouterr().out)["images"][0]["classes"]} == {*texts}
 
 
+@pytest.mark.slow
 def test_the_best_weights_are_those_of_both_towers(ranks, folder, tmp_path):
     # Catches: the best image tower next to the text tower of the end.
     run, images = tmp_path / "run", folder / "pairs" / "validation"

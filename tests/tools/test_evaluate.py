@@ -82,6 +82,7 @@ def by_timm(run_folder):
 
 
 # The run had ZeRO-2 on two ranks; evaluation reads its JSON and must not care.
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("world", "words"),
     [

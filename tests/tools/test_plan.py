@@ -195,6 +195,7 @@ RECIPES = [p for p in sorted((ROOT / "launch" / "recipes").glob("*.yaml")) if "\
 JSONS = sorted((ROOT / "ds_configs").glob("*auto*.json"))
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("path", [*RECIPES, *JSONS], ids=lambda path: path.name)
 def test_what_is_shipped_can_be_planned(capsys, path):
     # Catches: an "auto" that reaches the optimizer or the memory's arithmetic.
@@ -245,6 +246,7 @@ TASKS = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("task", TASKS)
 def test_every_task_is_planned_by_the_memory_of_its_run(capsys, tmp_path, task):
     # Catches: towers, a teacher or the held inputs of a coupled step left out of a plan, and a plan that cannot start.

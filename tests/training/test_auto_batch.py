@@ -168,6 +168,7 @@ def test_trying_stops_at_the_first_that_fails():
         by_trying(config, plenty, functools.partial(attempt, error=RuntimeError("an illegal memory access")))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("world", "rank", "words"),
     [

@@ -27,7 +27,7 @@ SCHEDULE = "8:0,12:0.4,16:0.8"  # five steps: 8 8 12 12 16
 RUN = [
     *("--dataset", "digits", "--workers", "0", "--max-steps", "5", "--log-interval", "1", "--warmup-steps", "1"),
     *("--img-size-schedule", SCHEDULE, "--checkpoint-interval", "3", "--reprob", "0.5", "--mixup", "0.8"),
-    *("--cutmix", "1.0", "--keep-checkpoints", "0"),
+    *("--cutmix", "1.0", "--keep-checkpoints", "0", "-vb", "60"),
 ]
 KWARGS = ("--model-kwargs", "patch_size=4", "embed_dim=32", "depth=3", "num_heads=2")
 VIT = ("--model", "vit_tiny_patch16_224", *KWARGS)
@@ -121,6 +121,7 @@ def test_flops_are_those_of_all_steps_of_a_row():
     assert log._training_flops(5) == 12
 
 
+@pytest.mark.slow
 def test_crops_on_the_device_have_the_size_of_the_step(ranks):
     """Images that are made at the last size whatever the step's."""
     run = [*RUN, *config(1), *VIT, "-b", 8, "--max-steps", 5, "--epochs", 1]
@@ -176,6 +177,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("model", "world", "stage", "cut"), LAYOUTS, ids=str)
 def test_every_layout_has_the_curve_of_one_rank(ranks, one, model, world, stage, cut):
     """Shapes of the size before between stages or tensor ranks; other images; a table of positions that is replaced."""

@@ -180,7 +180,7 @@ def test_shipped_files_train(ranks, in_fp32, tmp_path, base, world):
     )
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_model_kinds_under_zero3(ranks, kind):
     """A parameter that is read outside its module's forward is not there under ZeRO-3, or gets no gradient; a block
