@@ -28,7 +28,7 @@ from ds_vit.training.resume import Resume, check_same_run
 
 STAMP = {"kind", "step", "epoch", "wall_seconds"}
 WORDS = [
-    *(*DIGITS, "-b", 16, "--train-split", "train[:10%]"),
+    *(*DIGITS, "-b", 16, "-vb", 60, "--train-split", "train[:10%]"),
     *("--model-kwargs", "patch_size=4", "embed_dim=24", "depth=2", "num_heads=2", "--no-aug", "--sched", "constant"),
     *("--max-steps", 18, "--epochs", 2, "--lr", 0.02, "--checkpoint-interval", 9, "--task", "test_task:ByLoss"),
 ]

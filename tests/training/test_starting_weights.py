@@ -29,7 +29,7 @@ KWARGS = {"patch_size": 8, "embed_dim": 24, "depth": 1, "num_heads": 2}
 WORDS = [
     *("--deepspeed_config", ROOT / "ds_configs" / "cpu_zero1_fp32.json", "--dataset", "digits", "--img-size", 16),
     *("--model-kwargs", *(f"{key}={value}" for key, value in KWARGS.items())),
-    *("--workers", 0, "--max-steps", 1, "-b", 4, "--warmup-steps", 0),
+    *("--workers", 0, "--max-steps", 1, "-b", 4, "-vb", 60, "--warmup-steps", 0),
 ]
 
 
