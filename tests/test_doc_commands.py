@@ -113,8 +113,7 @@ def place(ranks, tmp_path_factory) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.effect_noise((40, 32), 60 + number).convert("RGB").save(path)
     shutil.copy(folder / "photos/val/cat/0.jpg", folder / "cat.jpg")
-    for name in ("launch", "ds_configs"):
-        (folder / name).symlink_to(ROOT / name)
+    give_a_clone(folder)
     (folder / "docs" / "images").mkdir(parents=True)
     train = f"train {TINY} -b 32 --epochs 1 --max-steps 2 --grad-stats-interval 1 --no-aug --model-ema"
     for words in (f"{train} --output runs/first", "shards photos photos-shards -j 1"):

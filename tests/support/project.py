@@ -58,20 +58,14 @@ def project_files() -> list[Path]:
     return [ROOT / name for name in names if name and (ROOT / name).is_file()]
 
 
-def give_a_clone(folder: Path) -> dict[str, str]:
-    """Link what pages use of a clone into a folder; the environment of a shell there, with this `ds-vit` and a CPU."""
+def give_a_clone(folder: Path) -> None:
+    """Link what pages use of a clone into a folder."""
     for name in ("launch", "ds_configs"):
         (folder / name).symlink_to(ROOT / name)
-    (folder / "bin").mkdir()
-    (folder / "bin" / "ds-vit").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m ds_vit.cli "$@"\n')
-    (folder / "bin" / "ds-vit").chmod(0o755)
-    path = f"{folder / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def run_shell(script: str, folder: Path, environ: dict[str, str]) -> str:
-    """What a script says on stdout; it must succeed."""
-    words = ["bash", "-e", "-o", "pipefail", "-c", script]
-    done = subprocess.run(words, cwd=folder, env=environ, capture_output=True, text=True)
-    assert done.returncode == 0, f"{script}\n{done.stdout}{done.stderr}"
-    return done.stdout
+def run_python(folder: Path, *words: str) -> None:
+    """Run a script in a folder, on the CPU; it must succeed."""
+    environ = {**os.environ, **ON_CPU, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, *words], cwd=folder, env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, f"{words}\n{done.stdout}{done.stderr}"

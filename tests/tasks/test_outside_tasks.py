@@ -18,7 +18,7 @@ from curves import assert_same_curve, read_rows, train_in
 from outside_boxes import Boxes, make_boxes
 from outside_clips import ClipField, FolderOfClips, make_clips
 from pages import run_page
-from project import ROOT, give_a_clone, run_shell
+from project import ROOT, give_a_clone, run_python
 
 from ds_vit.config.augmentation import AugmentConfig
 from ds_vit.data.field import Sample
@@ -110,10 +110,10 @@ def test_it_resumes_on_another_layout(ranks, flags, alone, tmp_path):
 @pytest.mark.slow
 def test_the_page_to_the_letter(ranks, tmp_path):
     # Catches: a page that lags behind the program.
-    environ = give_a_clone(tmp_path)
+    give_a_clone(tmp_path)
     for name, text in (("make_discs.py", MAKE_DISCS), ("my_task.py", MY_TASK), ("program.py", PROGRAM)):
         (tmp_path / name).write_text(text)
-    run_shell("python make_discs.py", tmp_path, environ)
+    run_python(tmp_path, "make_discs.py")
     trained, evaluated, *_ = run_page(ranks, PAGE, tmp_path)
     [promised] = re.findall(r"eval at step 160: mean error ([\d.]+)", PAGE)
     [error] = re.findall(r"eval at step 160: mean error ([\d.]+)", trained)
@@ -127,7 +127,7 @@ def test_the_page_to_the_letter(ranks, tmp_path):
     assert np.mean(errors) < 1.5
     report = (tmp_path / "runs/discs/report.html").read_text()
     assert "Numbers of the first validation images" in report
-    run_shell("python program.py", tmp_path, environ)
+    run_python(tmp_path, "program.py")
     starts = map(json.loads, (tmp_path / "runs/moved/starts.jsonl").read_text().splitlines())
     assert [(start["step"], start["layout"]["pp"], start["layout"]["zero_stage"]) for start in starts] == [
         *((0, 2, 1), (20, 1, 3))

@@ -14,7 +14,7 @@ import pytest
 from curves import read_rows
 from pages import run_page
 from PIL import Image
-from project import ON_CPU, ROOT, give_a_clone, run_shell
+from project import ON_CPU, ROOT, give_a_clone, run_python
 
 from ds_vit.data.sources.masks import IGNORED
 from ds_vit.fault_tolerance.errors import UserError
@@ -80,7 +80,8 @@ def test_the_page_goes_from_a_folder_to_masks(ranks, tmp_path):
     page = (ROOT / "docs" / "segmentation.md").read_text()
     commands = re.findall(r"runs them -->\n```bash\n(.*?)```", page, re.DOTALL)
     assert len(commands) == 1 + 6
-    run_shell(commands[0], tmp_path, give_a_clone(tmp_path))
+    give_a_clone(tmp_path)
+    run_python(tmp_path, *commands[0].split()[1:])
     script = "".join(commands[1:]).replace("--epochs 12", "--epochs 1 --warmup-epochs 0")
     checked, *_ = run_page(ranks, f"```bash\n{script}```", tmp_path)
     assert "280 masks were compared with their images" in checked
