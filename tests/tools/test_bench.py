@@ -248,7 +248,7 @@ def test_lightlys_student_is_ours(tmp_path):
     pytest.importorskip("lightly")
     words = ["--deepspeed_config", str(config_of(tmp_path / "zero1.json", "fp32 ZeRO-1")), *CROPS]
     model = resolve_engine(words, Process("env", 0, 1, 0, 1)).model
-    lengths = model.whole.settings.prototypes  # parameters of lightly's, fixed at 1
+    lengths = model.task.config.prototypes  # parameters of lightly's, fixed at 1
     theirs = (
         sum(parameter.numel() for parameter in _MultiCrop(model.task.config, model.spec.img_size, 0.0).parameters())
         - lengths
