@@ -7,6 +7,7 @@ import fcntl
 import io
 import json
 import os
+import sys
 import threading
 import time
 from pathlib import Path
@@ -82,6 +83,7 @@ def train_with(argv: list[str], output: str, rank: int, signum: int, when: dict[
 
     from ds_vit.train import main
 
+    sys.argv = ["launch/train.py", *argv]  # which the command to resume with names; pytest's own depends on its start
     fsync = os.fsync
 
     def slow_fsync(descriptor: int) -> None:  # a save that takes long enough to be hit
