@@ -203,9 +203,8 @@ class Search:
 
     def _zero_stages(self, layout: Layout) -> list[int]:
         stages = [1] if layout.pp > 1 else [1, 2, 3] if layout.dp > 1 else [1]
-        if (
-            self._run.engine.precision.compute == "float32" and layout.pp == 1
-        ):  # DeepSpeed's bf16 without ZeRO is refused
+        in_fp32 = self._run.engine.precision.compute == "float32"  # DeepSpeed's bf16 without ZeRO is refused
+        if in_fp32 and layout.pp == 1:
             stages = [0, *stages]
         return [stage for stage in stages if self.request.fixed_stage in (None, stage)]
 

@@ -18,11 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_vit.config.deepspeed_json import BATCH_KEYS, load_json
+from ds_vit.config.deepspeed_rules import precision
 from ds_vit.config.outside import config_class
 from ds_vit.config.parser import at_least, from_values, load_recipe, or_shipped
 from ds_vit.config.run_folder import RunFolder, write_json
 from ds_vit.config.schema import BatchSettings
 from ds_vit.config.units import in_words, parse_kwargs
+from ds_vit.data.sources.datasets import open_source
 from ds_vit.engine.start import quiet_deepspeed
 from ds_vit.fault_tolerance.errors import UserError, written
 from ds_vit.launching.launchers import RANK_PY
@@ -48,6 +50,8 @@ _BF16 = {
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.05}},
 }
 _OF_RUN = ("model", "img_size", "model_ema")
+# Flags of a recipe that depend on the machine, and on which neither memory nor time does here.
+_OF_MACHINE = ("compile", "compile_mode", "cuda_graph", "tf32")
 # Flags of this command that a recipe may have.
 _OF_RECIPE = (*_OF_RUN, "epochs", "deepspeed_config", "model_kwargs", "num_classes")
 
@@ -125,7 +129,7 @@ def request_of(arguments: argparse.Namespace) -> PlanRequest:
     """The plan that the command line asks for.
 
     Raises:
-        UserError: an unknown GPU or link, or an invalid number.
+        UserError: an unknown GPU or link, an invalid number, or types that the ZeRO stage does not have.
     """
     gpu = accelerator(arguments.gpu)
     per_node = arguments.gpus_per_node or gpu.gpus_per_node
@@ -143,18 +147,20 @@ def request_of(arguments: argparse.Namespace) -> PlanRequest:
     json = DeepSpeedJson.of(load_json(source) if arguments.deepspeed_config else _BF16, source).replace({}, BATCH_KEYS)
     if stage is None and arguments.deepspeed_config:
         stage = json.zero_stage
+    precision(json_at_stage(json, 1 if stage is None else stage), source, on_cpu=False)  # its error names the file
     return PlanRequest(machine, arguments.global_batch, json, stage, pp=arguments.pp, tp=arguments.tp)
 
 
 def cost_at(arguments: argparse.Namespace, json: DeepSpeedJson, stage: int, tp: int) -> Cost:
-    """The cost of a run on the ranks of one tensor-parallel group; its data only say how many classes there are."""
+    """The cost of a run on the ranks of one tensor-parallel group; of its data only the classes count."""
     from ds_vit.training.cost import Cost  # which imports DeepSpeed
     from ds_vit.training.resolve import resolve
     from ds_vit.training.run import World
 
     recipe = load_recipe(arguments.recipe) if arguments.recipe else {}
     flags = config_class(recipe).flags()
-    left_out = {*BatchSettings.model_fields, *(name for name in recipe if flags[name].section in ("run", "data"))}
+    left_out = {name for name in recipe if flags[name].section in ("run", "data")}
+    left_out |= {*BatchSettings.model_fields, *_OF_MACHINE}
     values: dict[str, Any] = {"lr": 1e-3}  # of which neither memory nor time depends
     values |= {name: value for name, value in recipe.items() if name not in left_out}
     values |= {name: value for name in _OF_RUN if (value := getattr(arguments, name))}
@@ -163,8 +169,10 @@ def cost_at(arguments: argparse.Namespace, json: DeepSpeedJson, stage: int, tp: 
     task = task_of(values)
     values |= {"dataset": task.example_dataset}
     values |= {"num_classes": arguments.num_classes or 1000} if task.has_classes else {}
-    world = World(Process("none", 0, tp, 0, tp), on_cpu=False)
-    return Cost(resolve(from_values(values), world, with_weights=False))
+    config, world = from_values(values), World(Process("none", 0, tp, 0, tp), on_cpu=False)
+    data = task.open_source(config, "", "train") or open_source(task.example_dataset, None, "train")
+    data.class_names = data.class_names[: config.num_classes]  # fewer than the example has
+    return Cost(resolve(config, world, (data, None), with_weights=False))
 
 
 # Output

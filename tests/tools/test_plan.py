@@ -115,6 +115,7 @@ def test_matrices_that_are_not_multiples_of_8_are_named(capsys):
         (("--gpus", "20"), "no whole number of hosts of 8; the nearest is 16"),
         (("--global-batch", "1001", "--pp", "1", "--tp", "1"), "cannot be shared by 16 replicas; the nearest .* 1008"),
         (("--pp", "2", "--zero", "3"), "--pp 2 .*ZeRO-1.*ZeRO-3"),
+        (("--deepspeed_config", "ds_configs/zero1_bf16.json", "--zero", "0"), "ds_configs/zero1_bf16.json.*stage 0"),
         (("--gpus", "8", "--model", "vit_120b_patch14_224"), "no layout fits on 8 x NVIDIA A100.*try --gpus 32,"),
         (("--model", "vit_21b_patch14_224"), "nearest are .*vit_22b_patch14_224"),
         (("--calibrate=mine.yaml",), "plan --calibrate was removed; docs/benchmarks/calibrate.py"),
@@ -211,7 +212,8 @@ def test_a_recipe_is_read_as_training_reads_it(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.yaml").write_text(
         "model: vit_tiny_patch16_224\nimg-size: 32\ndeepspeed-config: ds_configs/zero1_bf16_auto.json\n"
-        "pp: 2\ntp: 3\ngrad-checkpointing: true\n"
+        "pp: 2\ntp: 3\ngrad-checkpointing: true\nnum-classes: 5\n"
+        "compile: true\ntf32: true\ndata-dir: /there\nauto-batch: true\n"  # of the machine and the data
     )
     words = ("--gpus", 2, "--recipe", "mine.yaml", "--pp", 1, "--tp", 1, "--global-batch", 2, "--write", "plan")
     assert planned(capsys, *words, base=["plan"])["layouts"][0]["recomputing"] == ""
