@@ -56,14 +56,18 @@ class ScaleCrop(RandomResizedCrop):
         return (top, left, height, width), InterpolationMode.BILINEAR
 
     def apply(self, image: Image.Image | Jpeg, parameters: tuple[Box, InterpolationMode]) -> Image.Image:
-        """The box of an RGB image, bilinear with antialiasing.
+        """The box of an RGB image, bilinear with antialiasing; of a JPEG file only its part is decoded.
 
         Raises:
             ImageDecodeError: the file is damaged.
         """
         (top, left, height, width), _ = parameters
         whole = Image.new("RGB", (width, height), self._colour)
-        whole.paste(image.image() if isinstance(image, Jpeg) else image, (-left, -top))
+        if isinstance(image, Jpeg):
+            above, before = max(top, 0), max(left, 0)
+            below, after = min(top + height, image.height), min(left + width, image.width)
+            image, top, left = image.crop((above, before, below - above, after - before)), top - above, left - before
+        whole.paste(image, (-left, -top))
         return whole.resize(self._size[::-1], Image.Resampling.BILINEAR)
 
 

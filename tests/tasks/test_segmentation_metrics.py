@@ -259,11 +259,17 @@ def test_no_pixel_with_a_class():
 
 
 def test_pictures_are_of_the_counted_samples():
-    """Mask and prediction of another sample, another palette, ignored pixels in the colour of a class."""
+    """Mask and prediction of another sample, another palette, ignored pixels in the colour of a class.
+
+    A class of the model that the data does not have.
+    """
     source = Pairs()
-    metrics = MeanIoU(CLASSES, IMAGE, 0, torch.device("cpu"), source)
+    metrics = MeanIoU(CLASSES + 2, IMAGE, 0, torch.device("cpu"), source)
     metrics.expect(len(source))
-    metrics._show(1, torch.from_numpy(source.entry("mask", 1)), torch.full(SIZES[1], 2))
+    mask = torch.from_numpy(source.entry("mask", 1))
+    metrics._show(2, torch.from_numpy(source.entry("mask", 2)), torch.full(SIZES[2], CLASSES + 1))
+    assert metrics.pixels[2][2, :, 96, 96].tolist() == [255, 255, 255]
+    metrics._show(1, mask, torch.full(SIZES[1], 2))
     image, mask, predicted = metrics.pixels[1].round().to(torch.uint8)
     colours = {tuple(colour) for colour in mask.flatten(1).T.tolist()}
     assert colours == {(0, 0, 0), (128, 0, 0), (0, 128, 0), (255, 255, 255)}

@@ -99,7 +99,9 @@ class MeanIoU(Metrics):
         assert self._source is not None, "nothing is shown without a source"
         assert self.pixels is not None, "expect() was not called"
         # The last colour is of pixels that are ignored.
-        colours = np.vstack((self._source.entry("colours", 0), np.full((1, 3), _OUTSIDE, dtype=np.uint8)))
+        colours = np.full((self.num_classes + 1, 3), _OUTSIDE, dtype=np.uint8)
+        known = self._source.entry("colours", 0)  # of the data's classes, of which the model may have more
+        colours[: len(known)] = known
         image = self._source.image(place)
         drawn = [(upright(image) if self._image.exif_rotation else image, Image.Resampling.BILINEAR)]
         drawn += [(Image.fromarray(colours[of.cpu().numpy()]), Image.Resampling.NEAREST) for of in (mask, predicted)]
