@@ -188,10 +188,11 @@ class StepGuard:
         return [list(recent) for recent in self._recent]
 
     def remember(self, values: Sequence[Sequence[float]]) -> None:
-        """Restore what `recent` gave."""
-        for recent, old in zip(self._recent, values, strict=False):
-            recent.clear()
-            recent.extend(old)
+        """Restore what `recent` gave, if spikes are watched for: others would be out of date when they are again."""
+        if self._factor < math.inf:
+            for recent, old in zip(self._recent, values, strict=False):
+                recent.clear()
+                recent.extend(old)
 
     @property
     def device_decides(self) -> bool:
