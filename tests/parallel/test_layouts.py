@@ -457,6 +457,15 @@ def test_options_equal_timm(ranks, folders, layout, optimizer, params, layer_dec
         assert files == ["optimizer-exp_avg", "optimizer-exp_avg_sq", "optimizer-momentum_buffer"]
 
 
+def test_offloaded_stages_with_other_groups(ranks, folders, tmp_path):
+    """A norm that waits for a group that a stage lacks, or counts one twice: the first stage decays nothing."""
+    frozen = ("--freeze", "patch_embed.proj.weight", "blocks.[012].*.weight", "cls_token", "pos_embed")
+    case = {**ONE_RANK, "row": "plain", "optimizer": "adamw", "accumulation": 3}
+    expected = train(ranks, folders, case, tmp_path / "one", *frozen)
+    found = train(ranks, folders, case | {"layout": "pp2", "zero": "offloaded"}, tmp_path / "two", *frozen)
+    assert_same(expected, found, "adamw")
+
+
 def test_bf16_iterations_stay_near(ranks, folders, reference, tmp_path):
     """An ns_dtype without effect; more than the rounding of bf16, which the iteration makes larger."""
     params = {"ns_dtype": "bfloat16"}
