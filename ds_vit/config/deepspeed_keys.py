@@ -53,7 +53,7 @@ class Block(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-class Made(Block):
+class NamedClass(Block):
     """An object that DeepSpeed makes by the name of its class: the optimizer, the schedule of the learning rate."""
 
     type: str | None = None
@@ -114,8 +114,8 @@ class DeepSpeedJson(Block):
     train_micro_batch_size_per_gpu: Count | None = None
     gradient_accumulation_steps: Count | None = None
     gradient_clipping: float | None = None
-    optimizer: Made | None = None
-    scheduler: Made | None = None
+    optimizer: NamedClass | None = None
+    scheduler: NamedClass | None = None
     fp16: DeepSpeedFP16Config = Field(default_factory=DeepSpeedFP16Config)
     bf16: DeepSpeedBF16Config = Field(default_factory=DeepSpeedBF16Config)
     torch_autocast: Autocast = Autocast()
@@ -307,12 +307,12 @@ def _of_keys(read: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any
 
 
 def _wrong_leaves(data: Mapping[str, Any], path: str) -> dict[str, str]:
-    """Numbers that are not finite, quoted, or outside the range of the flag for the same key → what is wrong."""
+    """Values that are not finite, quoted, or outside the range of the flag for the same key → what is wrong."""
     found, flags = {}, {key: name for name, key in KEY_OF_FLAG.items() if RunConfig.range_of(name)}
     for key, value in leaves(data).items():
-        # Words for other keys are wrong for their models.
-        is_judged = isinstance(value, (int, float)) or (key.startswith("optimizer.") and value not in (None, "auto"))
-        if is_judged and (flag := flags.get(key)):
+        # Text is checked in the optimizer's arguments only: elsewhere DeepSpeed's models and ours reject it.
+        is_checked = isinstance(value, (int, float)) or (key.startswith("optimizer.") and value not in (None, "auto"))
+        if is_checked and (flag := flags.get(key)):
             whole = int(value) if isinstance(value, float) and value.is_integer() else value
             for problem in what_is_wrong({flag: whole})[1].get(flag, ()):
                 found[key] = f"{path}: {key}{problem.removeprefix(spelling(flag))}"

@@ -341,6 +341,7 @@ class FlatGradient:
         _, views, gaps = bucket.added if adds else bucket.home
         if gaps:
             torch._foreach_zero_(gaps)
+        # A view is zeroed, and copied to itself, where there is no gradient: one call writes all.
         grads = [view.zero_() if p.grad is None else p.grad for p, view in zip(bucket.parameters, views, strict=True)]
         torch._foreach_copy_(views, grads)
         for p in bucket.parameters:
@@ -410,7 +411,7 @@ class FlatGradient:
     def count(self, zero_map: ZeroMap) -> None:
         """Set the gradients that the norm counts, by the map of the engine.
 
-        Without ZeRO each data-parallel rank counts them.
+        Without ZeRO each data-parallel rank has all of them: `square_norms` takes those of the first one.
         """
         most = None if is_accelerator(self._engine.device) else _NORM_PIECE
         counts = lambda segment: zero_map.groups.tp_rank == 0 or not segment.replicated  # noqa: E731

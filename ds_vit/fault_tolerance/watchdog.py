@@ -378,11 +378,9 @@ class Watchdog:
             if now - self._progress >= limit:
                 self._stall(now - self._progress)
             if self.world_size > 1 and now - self._contact >= self.lost_seconds:
-                line = (
-                    f"rank 0 is lost: rank {self.rank} (host {self._host}) has no answer from it any more (killed, out "
-                )
-                line += f"of memory, or its host or the network is gone), at {self._place}"
-                self._shut_down(Shutdown(exit_codes.LOST, line))
+                causes = "killed, out of memory, or its host or the network is gone"
+                asked = f"rank {self.rank} (host {self._host}) has no answer from it any more ({causes})"
+                self._shut_down(Shutdown(exit_codes.LOST, f"rank 0 is lost: {asked}, at {self._place}"))
 
     def _stall(self, seconds: float) -> None:
         self._stalled = Shutdown(

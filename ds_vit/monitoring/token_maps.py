@@ -85,7 +85,10 @@ class Seen:
         return {name: grid.cpu() for name, grid in grids.items() if grid is not None}
 
     def patch_tokens(self, model: SequentialViT) -> torch.Tensor | None:
-        """The tokens of the patches of all batches, float [B, rows, columns, D]; None where they are no grid."""
+        """The tokens of the patches of all batches, float [B, rows, columns, D]; None where they are no grid.
+
+        At least one batch was seen.
+        """
         return _grid(torch.cat(self.tokens), model)
 
 

@@ -456,7 +456,10 @@ def check_replicas(engine: Engine, step: int) -> None:
     total = int(engine.sum(torch.tensor(len(found), device=engine.device)))
     if total:
         what = f"{len(found)} parameters differ: {', '.join(found[:5])}" if found else "another rank found a difference"
-        raise ReplicasDiffer(f"--check-replicas: replicas differ at step {step}; {what}; resume an earlier checkpoint")
+        raise ReplicasDiffer(
+            f"--check-replicas: replicas differ at step {step}; {what}; do not trust the run from this step on, and "
+            "resume from an earlier checkpoint"
+        )
 
 
 # ---- the list --------------------------------------------------------------------------------------------------------

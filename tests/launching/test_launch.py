@@ -182,7 +182,7 @@ def test_quickstart_in_a_fresh_clone(clone, tmp_path, linked):
     print("quickstart:", summary)
     assert summary["exit"] == "completed"
     assert summary["layout"]["dp"] == 2
-    assert summary["last_top1"] >= (40.0 if linked else 95.0)
+    assert summary["last_top1"] >= (50.0 if linked else 95.0)
     assert "quickstart: DS_ACCELERATOR=cpu .venv/bin/deepspeed --quiet --num_accelerators 2" in done.stdout
     table, predicted = done.stdout[done.stdout.rindex("done\n") :].split("quickstart:", 1)
     assert all(word in table for word in ("top-1", "images/s", "wall time", "files", "runs/"))

@@ -117,7 +117,7 @@ class Assignment:
     tp: TensorParallel | None = None
 
     def logarithms(self, part: slice) -> torch.Tensor:
-        """log q of some rows: [rows, k]; (a collective of the tensor group)."""
+        """log q of some rows: [rows, k] (a collective of the tensor group)."""
         logits = _logits(self.rows[part], self.prototypes, self.temperature).add_(self.of_prototypes)
         return log_softmax(logits, self.tp)
 

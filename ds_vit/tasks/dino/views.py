@@ -24,7 +24,7 @@ class Views:
         keys: of the crops, int64 [B, V].
         masks: bool [2B, N], or None without masked patches.
         patches: places of the masked ones among the 2B * N patches of the global crops, int64 [M].
-        weights: of the masked patches in the loss, float64 [M, 1, 1]; 0 for those that fill `fill_up` up.
+        weights: of the masked patches in the loss, float64 [M, 1, 1]; 0 for those that `fill_up` adds.
         filled_up: whether there are such.
     """
 

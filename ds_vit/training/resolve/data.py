@@ -60,7 +60,7 @@ def resolve_batch(
         check_micro_batch(batch, resume, config.batch_size)
         notes += [*resume.notes, *kept]
     if config.active and batch.global_batch % 2:
-        raise UserError(f"--mixup and --cutmix mix pairs: the global batch of {batch} is odd; drop them or change it")
+        raise UserError(f"--mixup and --cutmix mix pairs, and the global batch of {batch} is odd; change the batch")
     return batch, notes
 
 
