@@ -189,10 +189,9 @@ class StepGuard:
 
     def remember(self, values: Sequence[Sequence[float]]) -> None:
         """Restore what `recent` gave, if spikes are watched for: others would be out of date when they are again."""
-        if self._factor < math.inf:
-            for recent, old in zip(self._recent, values, strict=False):
-                recent.clear()
-                recent.extend(old)
+        for recent, old in zip(self._recent, values if self._factor < math.inf else (), strict=False):
+            recent.clear()
+            recent.extend(old)
 
     @property
     def device_decides(self) -> bool:

@@ -16,7 +16,7 @@ import torch
 from timm.optim import Lion
 
 from ds_vit.device import has_fused_step
-from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.fault_tolerance.errors import UserError, did_you_mean
 from ds_vit.optim.adagrad import Adagrad
 from ds_vit.optim.lamb import Lamb
 from ds_vit.optim.lars import Lars
@@ -112,9 +112,8 @@ def _check_arguments(cls: type[torch.optim.Optimizer], params: dict[str, Any], p
         if key in rules.spelled_otherwise:
             raise UserError(f"{path}: optimizer.params.{key}: {rules.spelled_otherwise[key]}")
         if key not in accepted:
-            close = difflib.get_close_matches(key, sorted(accepted), n=1)
-            hint = f"; the nearest is {close[0]!r}" if close else ""
-            raise UserError(f"{path}: optimizer.params.{key}: {cls.__name__} has no such argument{hint}")
+            nearest = did_you_mean(key, accepted)
+            raise UserError(f"{path}: optimizer.params.{key}: {cls.__name__} has no such argument{nearest}")
     if "betas" in params:
         betas = params["betas"]
         if not isinstance(betas, (list, tuple)) or len(betas) != 2:
