@@ -83,10 +83,10 @@ def test_lion_is_elementwise():
         ({"type": "Muon", "params": {"eps": -1}}, "Muon's eps -1 must not be negative"),
         ({"type": "Muon", "params": {"betas": [0.9]}}, "betas must be two numbers [0.9, 0.999], not [0.9]"),
         ({"type": "Muon", "params": {"adam_lr": 0.1}}, 'Muon here is timm\'s; write "fallback_lr_scale": adam_lr / lr'),
-        ({"type": "Muon", "params": {"beta": 0.1}}, "Muon has no such argument; the nearest is 'betas'"),
+        ({"type": "Muon", "params": {"beta": 0.1}}, "Muon has no such argument; the nearest is betas"),
         ({"type": "AdamW", "params": {"betas": [0.9, 2]}}, "optimizer.params of AdamW: Invalid beta parameter"),
         ({"type": "OneBitAdam"}, "there is no optimizer 'OneBitAdam' here; the nearest is"),
-        ({"type": "AdamW", "params": {"beta": 1}}, "AdamW has no such argument; the nearest is 'betas'"),
+        ({"type": "AdamW", "params": {"beta": 1}}, "AdamW has no such argument; the nearest is betas"),
         ({"type": "AdamW", "params": {"max_grad_norm": 1}}, '"gradient_clipping"'),
         (
             {"type": "Lion", "params": {"caution": True}},
