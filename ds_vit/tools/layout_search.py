@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ds_vit.config.batch import BatchSizes, nearest_dp, ways_to_share
@@ -17,6 +17,7 @@ from ds_vit.config.deepspeed_rules import Checkpointing, with_fp32_sums
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.zoo import num_parameters
 from ds_vit.parallel.layout import Layout
+from ds_vit.parallel.tensor.class_parallel import pays
 from ds_vit.parallel.tensor.shard import legal_degrees
 from ds_vit.planner.cost import Machine, StepTime, step_time
 from ds_vit.planner.counting import count_flops
@@ -25,7 +26,8 @@ from ds_vit.planner.pipeline import balance
 
 if TYPE_CHECKING:
     from ds_vit.config.deepspeed_keys import DeepSpeedJson
-    from ds_vit.training.cost import Cost  # which imports DeepSpeed
+    from ds_vit.training.cost import Cost
+    from ds_vit.training.run import Run
 
 RECOMPUTING: dict[str, Checkpointing] = {
     "": Checkpointing(),
@@ -136,24 +138,30 @@ class Search:
 
     Args:
         request: what to plan.
-        cost_at: tensor-parallel degree → the cost of such a run, in any layout of that degree.
+        run: of the model, on one rank.
         one_vit: the run's model is the chain of one ViT; the layouts of others are data-parallel only.
 
     Raises:
         UserError: a degree, a batch or a ZeRO stage that is not possible, with the nearest that is.
     """
 
-    def __init__(self, request: PlanRequest, cost_at: Callable[[int], Cost], *, one_vit: bool) -> None:
-        self.request, self._costs = request, functools.cache(cost_at)
-        self._run = self._costs(1).run
+    def __init__(self, request: PlanRequest, run: Run, *, one_vit: bool) -> None:
+        self.request, self._run, self._costs = request, run, functools.cache(self._cost_at)
         degrees, self._most_stages = [1], 1
         if one_vit:
-            degrees, self._most_stages = legal_degrees(self._run.model.whole), len(self._costs(1).layers)
+            degrees, self._most_stages = legal_degrees(run.model.whole), run.model.bounds[-1]
         elif (request.pp or 1) > 1 or (request.tp or 1) > 1:
-            task = self._run.model.task.name
-            raise UserError(f"--recipe: --task {task} is planned with --pp 1 --tp 1 only; drop them")
+            raise UserError(f"--recipe: --task {run.model.task.name} is planned with --pp 1 --tp 1 only; drop them")
         self._degrees = [tp for tp in degrees if self._is_legal_tp(tp)]
         self._check()
+
+    def _cost_at(self, tp: int) -> Cost:
+        """The cost of the run with this tensor-parallel degree, in any layout that has it."""
+        from ds_vit.training.cost import Cost  # which imports DeepSpeed
+
+        model = self._run.model
+        model = replace(model, class_parallel=tp > 1 and pays(model.spec.num_classes, tp))
+        return Cost(replace(self._run, config=self._run.config.model_copy(update={"tp": tp}), model=model))
 
     def _is_legal_tp(self, tp: int) -> bool:
         machine = self.request.machine

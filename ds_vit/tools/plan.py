@@ -12,7 +12,6 @@ import math
 import shlex
 import sys
 from collections.abc import Mapping
-from functools import partial
 from inspect import getattr_static
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,8 +37,7 @@ from ds_vit.tasks.task import Task
 from ds_vit.tools.layout_search import Candidate, Planned, PlanRequest, Search, json_at_stage
 
 if TYPE_CHECKING:
-    from ds_vit.config.deepspeed_keys import DeepSpeedJson
-    from ds_vit.training.cost import Cost
+    from ds_vit.training.run import Run
 
 _IMAGENET = 1_281_167
 _EPOCHS = 300
@@ -89,9 +87,7 @@ def plan(arguments: argparse.Namespace) -> int:
         raise UserError("--gpus is missing: how many there would be, for example --gpus 8")
     with_recipe(arguments)
     request = request_of(arguments)
-    stage = 1 if request.fixed_stage is None else request.fixed_stage
-    counted = partial(cost_at, arguments, request.json, stage)
-    found = Search(request, counted, one_vit=not arguments.of_task).run()
+    found = Search(request, run_of(arguments, request), one_vit=not arguments.of_task).run()
     if not found.fitting:
         raise UserError(_nothing_fits(found))
     if arguments.json:
@@ -151,12 +147,12 @@ def request_of(arguments: argparse.Namespace) -> PlanRequest:
     return PlanRequest(machine, arguments.global_batch, json, stage, pp=arguments.pp, tp=arguments.tp)
 
 
-def cost_at(arguments: argparse.Namespace, json: DeepSpeedJson, stage: int, tp: int) -> Cost:
-    """The cost of a run on the ranks of one tensor-parallel group; of its data only the classes count."""
-    from ds_vit.training.cost import Cost  # which imports DeepSpeed
-    from ds_vit.training.resolve import resolve
+def run_of(arguments: argparse.Namespace, request: PlanRequest) -> Run:
+    """The run to plan, on one rank; of its data only the classes count."""
+    from ds_vit.training.resolve import resolve  # which imports DeepSpeed
     from ds_vit.training.run import World
 
+    json = json_at_stage(request.json, 1 if request.fixed_stage is None else request.fixed_stage)
     recipe = load_recipe(arguments.recipe) if arguments.recipe else {}
     flags = config_class(recipe).flags()
     left_out = {name for name in recipe if flags[name].section in ("run", "data")}
@@ -164,15 +160,15 @@ def cost_at(arguments: argparse.Namespace, json: DeepSpeedJson, stage: int, tp: 
     values: dict[str, Any] = {"lr": 1e-3}  # of which neither memory nor time depends
     values |= {name: value for name, value in recipe.items() if name not in left_out}
     values |= {name: value for name in _OF_RUN if (value := getattr(arguments, name))}
-    values |= {"deepspeed_config": json_at_stage(json, stage).dump(), "tp": tp, "batch_size": 2, "max_steps": 10}
-    values |= {"model_kwargs": parse_kwargs(arguments.model_kwargs), "grad_checkpointing": ""}
+    values |= {"deepspeed_config": json.dump(), "batch_size": 2, "max_steps": 10, "grad_checkpointing": ""}
+    values |= {"model_kwargs": parse_kwargs(arguments.model_kwargs)}
     task = task_of(values)
     values |= {"dataset": task.example_dataset}
     values |= {"num_classes": arguments.num_classes or 1000} if task.has_classes else {}
-    config, world = from_values(values), World(Process("none", 0, tp, 0, tp), on_cpu=False)
+    config, world = from_values(values), World(Process("none", 0, 1, 0, 1), on_cpu=False)
     data = task.open_source(config, "", "train") or open_source(task.example_dataset, None, "train")
     data.class_names = data.class_names[: config.num_classes]  # fewer than the example has
-    return Cost(resolve(config, world, (data, None), with_weights=False))
+    return resolve(config, world, (data, None), with_weights=False)
 
 
 # Output

@@ -109,7 +109,7 @@ class Cost:
             loss=functools.cache(self._loss),
         )
 
-    @property
+    @cached_property
     def _scaled_share(self) -> float:
         """The share of the trained weights whose factor on the learning rate is not 1 in the first step."""
         optimizer, schedule, model = self.run.optimizer, self.run.schedule, self.run.model
