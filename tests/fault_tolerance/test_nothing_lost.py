@@ -42,6 +42,7 @@ def tensors(path: Path) -> tuple[dict[str, str], dict[str, bytes]]:
         return file.metadata(), {name: file.get_tensor(name).tobytes() for name in file.keys()}  # noqa: SIM118
 
 
+@pytest.mark.slow
 def test_ctrl_c_and_the_command_that_it_ends_with(ranks, tmp_path):
     """A step that is not saved; a command that does not go on, or with another run; figures of an epoch that forget
     what came before the interruption; a best that is none, or that nobody is told of."""

@@ -45,6 +45,7 @@ def whole(ranks, tmp_path_factory):
     return train_in(ranks, 2, words("--max-steps", 12, "--output", output))
 
 
+@pytest.mark.slow
 def test_one_rank_of_a_pipeline_receives_a_signal_and_all_save(ranks, tmp_path, whole):
     # Catches: a rank that stops alone, a step that is not saved, a code that schedulers cannot tell from a failure, a
     # process that waits for ever for the workers of its loader.

@@ -98,6 +98,7 @@ def test_which_errors_speak_of_a_peer(error, of_a_peer):
 # ---- one process ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_one_rank_that_stands_still(capfd):
     # Catches: beats that do not count, a stall that is not seen, stacks that are not shown.
     codes = []

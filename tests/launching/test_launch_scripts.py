@@ -323,6 +323,7 @@ def test_a_driver_that_is_too_old_for_torch(uv_clone, driver, said):
     assert "warning" not in uv_clone.setup(PIP_EXTRA_INDEX_URL="x").stderr
 
 
+@pytest.mark.slow
 def test_a_torch_outside_is_kept(clone):
     # Catches: a second torch next to the one that a module or container has built for the machine.
     clone.tool(

@@ -175,6 +175,7 @@ def supervise(
             signal.signal(signum, handler)
 
 
+@pytest.mark.slow
 def test_a_failed_run_is_started_again_and_goes_on(tmp_path, capfd):
     # Catches: a restart from the beginning, one too many, a log that the second start overwrites.
     script = """

@@ -457,6 +457,7 @@ def test_options_equal_timm(ranks, folders, layout, optimizer, params, layer_dec
         assert files == ["optimizer-exp_avg", "optimizer-exp_avg_sq", "optimizer-momentum_buffer"]
 
 
+@pytest.mark.slow
 def test_offloaded_stages_with_other_groups(ranks, folders, tmp_path):
     """A norm that waits for a group that a stage lacks, or counts one twice: the first stage decays nothing."""
     frozen = ("--freeze", "patch_embed.proj.weight", "blocks.[012].*.weight", "cls_token", "pos_embed")
@@ -466,6 +467,7 @@ def test_offloaded_stages_with_other_groups(ranks, folders, tmp_path):
     assert_same(expected, found, "adamw")
 
 
+@pytest.mark.slow
 def test_bf16_iterations_stay_near(ranks, folders, reference, tmp_path):
     """An ns_dtype without effect; more than the rounding of bf16, which the iteration makes larger."""
     params = {"ns_dtype": "bfloat16"}

@@ -240,7 +240,7 @@ def compare_autoencoders(sequence_parallel: bool) -> None:
             close(own.eval()(pixels, keys), predictions[0].detach(), "prediction in evaluation")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "sequence_parallel"), [(3, True), (2, False)])
 def test_a_sharded_autoencoder_is_the_autoencoder(ranks, size, sequence_parallel):
     """A decoder left whole, a bridge whose gradients differ between ranks, tokens joined by the other half's count."""

@@ -83,7 +83,7 @@ def second_product_with_values(model: TimmViT) -> int:
     return blocks * 2 * tokens * tokens * model.embed_dim
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", range(8))
 def test_parameters_and_flops_are_the_published_ones(chunk, monkeypatch):
     """A factor of two, a forgotten product or token, a block counted once, another width, depth or head."""

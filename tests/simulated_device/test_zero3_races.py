@@ -87,7 +87,7 @@ def plant(race: str) -> AbstractContextManager:
     return RACES[race]()
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("race", RACES)
 def test_a_race_ends_the_run_on_the_device_only(ranks, device_library, tmp_path, race):
     """Two ranks, nothing stays gathered: every unit passes through the buffers in both directions."""

@@ -98,6 +98,7 @@ def test_equals_transformers_on_the_concatenated_batch(ranks, tmp_path, folder, 
 # ---- export ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_transformers_loads_the_export(ranks, tmp_path):
     # Catches: a scale of another shape, attention dropout that stays 0, other names, values of another type.
     from ds_vit.weights.export import export

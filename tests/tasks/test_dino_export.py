@@ -48,6 +48,7 @@ def features(checkpoint):
     return model(images)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "backbone", "head"),
     [

@@ -49,7 +49,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(30)
+@pytest.mark.slow
 @pytest.mark.parametrize(("centering", "layout", "recompute"), CASES)
 def test_trains_as_one_plain_process(ranks, tmp_path, folder, plain, centering, layout, recompute):
     words = ("--grad-checkpointing", recompute) if recompute else ()

@@ -196,6 +196,7 @@ def test_a_bad_image_is_counted_once_where_two_stages_decode_it(ranks, tmp_path)
     assert seen[1] == pytest.approx(seen[0], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_files(ranks, tmp_path):
     """An encoder that timm cannot load, a decoder that is lost, a file that no run can start from."""
     words = [*MAE, *RUN, "-b", 16, "--max-steps", 2, "--output", tmp_path / "run", "--model-ema"]

@@ -105,6 +105,7 @@ def test_class_folders_alone(folder, tmp_path, capsys):
     assert (tmp_path / "out").is_symlink()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130)])
 def test_a_run_that_is_ended_leaves_no_shards_and_no_processes(folder, tmp_path, capsys, number, code):
     """Would catch half a data set under its name, workers that outlive the command or that Ctrl-C ends before it, and

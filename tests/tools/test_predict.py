@@ -63,6 +63,7 @@ def weights_of(run):
     return f"weights: {run}/model.safetensors, step 2, top1 {top1:.4g} %\n"
 
 
+@pytest.mark.slow
 def test_a_table_of_files(run, data, by_timm, capsys):
     """Names of other classes, an image's share given to its neighbour, markup that swallows a name."""
     files = [path for name in NAMES for path in sorted(data.glob(f"val/{name.replace('[', '[[]')}/*.jpg"))[:1]]

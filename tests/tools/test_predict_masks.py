@@ -221,6 +221,7 @@ def test_timm_reads_the_exported_backbone(tmp_path, head):
     }
 
 
+@pytest.mark.slow
 def test_onnx_has_the_whole_model(tmp_path):
     """The backbone without its head."""
     runtime = pytest.importorskip("onnxruntime")

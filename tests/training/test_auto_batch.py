@@ -76,6 +76,7 @@ def test_a_pipeline_keeps_as_many_micro_batches_as_stages():
     assert "free on this machine, among 2 ranks" in said
 
 
+@pytest.mark.slow
 def test_a_resumed_run_searches_again(ranks, tmp_path):
     # Catches: the first machine's micro-batch for good, and a resume that takes another one for another run.
     folder = tmp_path / "run"

@@ -58,7 +58,7 @@ def reference(ranks, tmp_path_factory):
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.sampled(9)
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_curve_is_that_of_eager_blocks(ranks, reference, tmp_path, layout):
     """A mask of another block or step, a weight that is gone, a graph that is made at every step or for every block."""

@@ -26,7 +26,7 @@ BF16 = ("--set", "bf16.enabled=true")
 AUTOCAST = ("--set", 'torch_autocast={"enabled": true, "dtype": "bfloat16"}')
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "words"), [(3, BF16), (1, AUTOCAST)], ids=["bf16, ZeRO-3", "autocast, ZeRO-1"])
 def test_in_16_bits_too(ranks, stage, words):
     # Catches: norms in fp32 or an autocast whose casts differ in the second run. To the last bit: nothing is rounded

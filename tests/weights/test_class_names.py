@@ -34,6 +34,7 @@ def run(ranks, data):
     return short_run(ranks, data, data / "run", "--model-ema", "--checkpoint-interval", 2, "--num-classes", 4)
 
 
+@pytest.mark.slow
 def test_a_run_writes_them(run):
     """A file that is moved away from its run, or a run whose weights are gone, and with it the names."""
     checkpoint = run / "checkpoints" / "step-00000002"
