@@ -135,8 +135,8 @@ def normal_bits(keys: torch.Tensor, name: str) -> torch.Tensor:
 
 def normal(bits: torch.Tensor, shape: Sequence[int] = ()) -> torch.Tensor:
     """Standard normal float32 draws of shape [B, *shape] by Box and Muller (1958), from `normal_bits` on any device."""
-    radius = torch.sqrt(-2.0 * torch.log1p(-uniform_of(bits[0], shape)))
-    return radius * torch.cos((2.0 * math.pi) * uniform_of(bits[1], shape))
+    radius, angle = uniform_of(bits.flatten(), shape).unflatten(0, bits.shape)
+    return torch.sqrt(-2.0 * torch.log1p(-radius)) * torch.cos((2.0 * math.pi) * angle)
 
 
 def permute(positions: Sequence[int] | np.ndarray, size: int, key: int) -> np.ndarray:

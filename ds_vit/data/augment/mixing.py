@@ -52,21 +52,21 @@ class ErasingBoxes:
         return boxes
 
 
-def box_mask(boxes: torch.Tensor, size: Size) -> torch.Tensor:
+def box_mask(boxes: torch.Tensor, size: Size, device: torch.device) -> torch.Tensor:
     """Which pixels lie in a box.
 
     Args:
-        boxes: (top, left, bottom, right), integers [B, 4].
+        boxes: (top, left, bottom, right), integers [B, 4] on the CPU, which compares the rows and columns.
         size: height and width.
+        device: of the result.
 
     Returns:
-        bool [B, 1, H, W] on the device of `boxes`.
+        bool [B, 1, H, W].
     """
     top, left, bottom, right = (edge[:, None] for edge in boxes.unbind(1))
-    rows = torch.arange(size[0], device=boxes.device)
-    columns = torch.arange(size[1], device=boxes.device)
-    inside_rows = (rows >= top) & (rows < bottom)
-    inside_columns = (columns >= left) & (columns < right)
+    rows, columns = (torch.arange(length) for length in size)
+    inside = torch.cat([(rows >= top) & (rows < bottom), (columns >= left) & (columns < right)], dim=1)
+    inside_rows, inside_columns = send(inside, device).split(list(size), dim=1)
     return (inside_rows[:, :, None] & inside_columns[:, None, :])[:, None]
 
 
@@ -87,7 +87,6 @@ def erase(images: torch.Tensor, boxes: torch.Tensor, keys: torch.Tensor, mode: s
     if not len(touched):
         return images
     rows = send(touched, device)
-    row_boxes = send(boxes[touched], device)
     part = images[rows]
     if mode == "pixel":
         fill = randomness.normal(send(randomness.normal_bits(keys[touched], "erase/noise"), device), part.shape[1:])
@@ -97,7 +96,7 @@ def erase(images: torch.Tensor, boxes: torch.Tensor, keys: torch.Tensor, mode: s
             fill = randomness.normal(send(bits, device), (3, 1, 1))
         elif mode == "const":
             fill = torch.zeros((), device=device)
-        part = torch.where(box_mask(row_boxes[:, number], size), fill, part)
+        part = torch.where(box_mask(boxes[touched, number], size, device), fill, part)
     images[rows] = part
     return images
 
@@ -161,7 +160,7 @@ def mix_images(images: torch.Tensor, num_rows: int, mix: PairMix) -> torch.Tenso
     lam = send(torch.where(is_cutmix, 1.0, mix.lam), device)[:, None, None, None]
     mixed = own * lam + partner * (1.0 - lam)
     if bool(is_cutmix.any()):
-        mask = box_mask(mix.box.to(device, non_blocking=True), (images.shape[2], images.shape[3]))
+        mask = box_mask(mix.box, (images.shape[2], images.shape[3]), device)
         mixed = torch.where(mask, partner, mixed)
     return mixed
 

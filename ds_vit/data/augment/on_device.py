@@ -259,11 +259,13 @@ def _filters(device: torch.device, resizes: np.ndarray) -> torch.Tensor:
     begin, end = (np.clip((edge + 0.5).astype(int), 0, sizes[:, None]) for edge in (centre - reach, centre + reach))
     steps = np.arange(max(1, (end - begin).max()))  # K of the pixels that one is made of
     far, factors = ((begin - centre + 0.5) / stretch)[..., None], _FILTERS[:, cubic, None, None]
-    taps, first, number, distance, further, there = _sent(
-        device, steps, begin[..., None], (end - begin)[..., None], far, (steps / stretch)[:, None], factors
+    taps, first, number, distance, further, there, ends = _sent(
+        device,
+        *(steps, begin[..., None], (end - begin)[..., None], far, (steps / stretch)[:, None], factors),
+        np.array([2.0, 1.0]),
     )
     distance = (distance + further).abs_()  # [m, S, K]
-    sides = torch.stack([2.0 - distance, 1.0 - distance], dim=-1).clamp_(min=0.0)
+    sides = (ends - distance[..., None]).clamp_(min=0.0)
     weights = torch.addcmul(there[0], torch.addcmul(there[1], there[2], sides), sides).mul_(sides).sum(-1)
     weights *= taps < number
     weights = weights.div_(weights.sum(-1, keepdim=True).mul_(_UNIT)).round_()
@@ -405,11 +407,12 @@ def _sample(images: torch.Tensor, operations: Sequence[Operation], a: np.ndarray
     numbers = [_PLACES[one.name](value, width, height) for one, value in zip(operations, a, strict=True)]
     cubic = [int(one.keywords.get("resample") == Image.Resampling.BICUBIC) for one in operations]
     colours = np.array([one.keywords.get("fillcolor", (0, 0, 0)) for one in operations], dtype=np.float32)
-    (by_x, by_y, by_one), factors, fill, x, y, size, near, planes = _sent(
+    size = np.array([width, height])[:, None, None]
+    (by_x, by_y, by_one), factors, fill, x, y, size, (first, last), near, planes = _sent(
         images.device,
         np.array(numbers, dtype=np.float64).reshape(-1, 2, 3).transpose(2, 0, 1)[..., None, None],
         *(_TAPS[:, cubic, None, None, None], colours[..., None, None]),
-        *(np.arange(width) + 0.5, np.arange(height)[:, None] + 0.5, np.array([width, height])[:, None, None]),
+        *(np.arange(width) + 0.5, np.arange(height)[:, None] + 0.5, size, np.stack([0 * size, size - 1])[..., None]),
         *(np.arange(-1, 3), np.arange(3 * len(cubic)).reshape(-1, 3, 1, 1, 1, 1)),
     )
     place = by_x * x + torch.addcmul(by_one, by_y, y)  # [n, 2, H, W]
@@ -418,7 +421,7 @@ def _sample(images: torch.Tensor, operations: Sequence[Operation], a: np.ndarray
     distance = (place - second)[..., None]
     weights = torch.addcmul(factors[1], torch.addcmul(factors[2], factors[3], distance), distance)
     weights = torch.addcmul(factors[0], weights, distance).float()  # [n, 2, H, W, 4]
-    pixels = torch.minimum((second.long()[..., None] + near).clamp_(min=0), size[..., None] - 1)
+    pixels = (second.long()[..., None] + near).clamp_(first, last)
     columns, rows = pixels[:, None, 0, ..., None, :], pixels[:, None, 1, ..., None]
     taps = images.flatten(0, 1)[planes, rows, columns]  # [n, 3, H, W, 4, 4]
     taps *= (weights[:, 0, ..., None, :] * weights[:, 1, ..., None])[:, None]
