@@ -9,7 +9,8 @@ import torch
 from curves import read_rows
 from runs import run_quietly
 
-from ds_vit.tasks.dino.metrics import FeatureSpread, centre_similarities, collapse_concerns
+from ds_vit.tasks.dino.metrics import FeatureSpread, collapse_concerns
+from ds_vit.tasks.dino.similarity import centre_similarities
 
 WIDTH = 24
 

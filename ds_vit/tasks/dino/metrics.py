@@ -1,4 +1,4 @@
-"""What tells features that are learned from those that collapse: their deviation, effective rank and similarity."""
+"""What tells features that are learned from those that collapse: their deviation and effective rank."""
 
 from __future__ import annotations
 
@@ -19,11 +19,6 @@ _SHARE_OF_RANKME = 1 / 8
 _EARLIEST = 1000
 """The step from which features are rated where the first epoch is longer: LayerScale begins near zero, and with it the
 differences between the class tokens of images."""
-SIMILARITY = "patch-similarity"
-SIMILARITIES = (
-    "Images, and at several steps the cosine of each patch token of the teacher with the one in the centre, dark: 0 or "
-    "less, bright: 1"
-)
 _EPS = 1e-7
 """RankMe's ε, which its paper adds to each share."""
 
@@ -73,20 +68,6 @@ def _rankme(gram: torch.Tensor, images: int) -> float:
     singular = squares.sqrt()
     shares = singular / singular.sum() + _EPS
     return float((-(shares * shares.log()).sum()).exp())
-
-
-def centre_similarities(tokens: torch.Tensor) -> torch.Tensor:
-    """The cosine of patch tokens with the one in the centre, as by Siméoni et al. 2025, arXiv 2508.10104.
-
-    Args:
-        tokens: [B, rows, columns, D], which a norm without weights precedes.
-
-    Returns:
-        float [B, rows, columns].
-    """
-    rows = F.normalize(F.layer_norm(tokens.double(), tokens.shape[-1:]), dim=-1)
-    centre = rows[:, rows.shape[1] // 2, rows.shape[2] // 2]
-    return torch.einsum("brcd,bd->brc", rows, centre).float()
 
 
 def collapse_concerns(figures: Mapping[str, float], width: int, step: int, steps_per_epoch: int) -> Mapping[str, str]:

@@ -49,14 +49,12 @@ from ds_vit.tasks.dino.loss import (
 from ds_vit.tasks.dino.metrics import (
     DEVIATION,
     RANKME,
-    SIMILARITIES,
-    SIMILARITY,
     FeatureSpread,
-    centre_similarities,
     collapse_concerns,
 )
 from ds_vit.tasks.dino.published import BACKBONE_NAMES, HEAD_NAMES
 from ds_vit.tasks.dino.rope import CoordinateDraws
+from ds_vit.tasks.dino.similarity import SIMILARITIES, SIMILARITY, centre_similarities
 from ds_vit.tasks.dino.towers import (
     HEAD,
     LOCAL_NORM,
