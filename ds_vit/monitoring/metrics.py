@@ -27,7 +27,6 @@ from ds_vit.device import hardware_name
 from ds_vit.engine.step_guard import HostScalar
 from ds_vit.monitoring.progress import Line
 from ds_vit.monitoring.sheets import TrainingSheet
-from ds_vit.monitoring.token_maps import add_step, picture
 from ds_vit.planner.hardware import accelerator_of_device
 from ds_vit.tasks.metrics import Figure
 
@@ -188,19 +187,6 @@ class Reporter:
             with self._refusable(path, "without this picture"):
                 save_picture(pixels, path)
             self._on_board(methodcaller("add_image", f"pictures/{path.stem}", pixels, step))
-
-    def maps_of_step(self, step: int, name: str, shown: torch.Tensor) -> None:
-        """Token maps of which the run's folder keeps those of earlier steps too.
-
-        Args:
-            step: that was evaluated.
-            name: of the file.
-            shown: of `token_maps.tiles`.
-        """
-        path = self._folder.picture(name)
-        with self._refusable(path, "without this picture"):
-            add_step(path, step, shown)
-        self._on_board(methodcaller("add_image", f"pictures/{name}", picture(shown), step))
 
     def evaluated(self, write_files: Callable[[RunFolder], None]) -> None:
         """Write the task's files on the newest evaluation into the folder."""

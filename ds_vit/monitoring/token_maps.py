@@ -6,8 +6,7 @@ High-norm tokens in dull places are the artefacts of "Vision Transformers Need R
 is what the classifier's input pays to each patch in the last step before it: the class token in the last block, the
 latent of an attention pooling, or else the patches themselves, in the mean; always the mean over all heads. The first
 three principal components of the normalised patch tokens of all images, as red, green and blue, give patches alike the
-same colour (Oquab et al. 2024, arXiv 2304.07193, figure 1). A task may add maps, which are shown at several steps
-(`Task.patch_maps`).
+same colour (Oquab et al. 2024, arXiv 2304.07193, figure 1).
 
 Shapes: B samples, S tokens, D width, H heads of this rank, K head width, Q queries.
 """
@@ -17,26 +16,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from PIL import Image
 from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torchvision.transforms.functional import to_pil_image
 from torchvision.utils import make_grid
 
 from ds_vit.data.settings import ImageConfig
 from ds_vit.models.sequential import SequentialViT
 from ds_vit.tasks.metrics import Batch
-from ds_vit.tasks.panels import TILE, read_sheet, save_sheet, viridis
+from ds_vit.tasks.panels import TILE, viridis
 
 SIDE = TILE  # pixels of an image in the picture
 MOST = 8
-MOST_STEPS = 6  # of `add_step`
 _GAP = 4
 NORMS, ATTENTION, COMPONENTS = "token-norms", "attention", "patch-pca"
 
@@ -184,26 +179,23 @@ def watched(model: SequentialViT) -> Iterator[Seen]:
         handles.close()
 
 
-def tiles(
-    images: torch.Tensor, values: torch.Tensor, image: ImageConfig, span: tuple[float, float] | None = None
-) -> torch.Tensor:
-    """The images, and of each a value for each of its patches, from its least (dark) to its highest (bright), or a
+def picture(images: torch.Tensor, values: torch.Tensor, image: ImageConfig) -> torch.Tensor:
+    """The images, and under each a value for each of its patches, from its least (dark) to its highest (bright), or a
     colour.
 
     Args:
         images: [B, 3, height, width], as the model gets them.
         values: [B, rows, columns], or shares of red, green and blue [B, 3, rows, columns].
         image: for mean and std.
-        span: the values that are dark and bright, instead of those of each image.
 
     Returns:
-        uint8 [2 * B, 3, SIDE, SIDE], the images first.
+        uint8 [3, height, width], in two rows of B.
     """
     if values.ndim == 4:
         maps = values.nan_to_num(0.0) * 255.0
     else:
-        low, high = span or (values.amin((1, 2), keepdim=True), values.amax((1, 2), keepdim=True))
-        shares = ((values - low) / torch.as_tensor(high - low).clamp(min=1e-12)).nan_to_num(0.0).clamp(0.0, 1.0)
+        low, high = values.amin((1, 2), keepdim=True), values.amax((1, 2), keepdim=True)
+        shares = ((values - low) / (high - low).clamp(min=1e-12)).nan_to_num(0.0)
         maps = torch.from_numpy(viridis(shares.numpy())).permute(0, 3, 1, 2)
     mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (image.mean, image.std))
     pixels = (images * std + mean).clamp(0.0, 1.0) * 255.0
@@ -211,43 +203,5 @@ def tiles(
     shrink: dict[str, Any] = {"mode": "bilinear", "antialias": True} if pixels.shape[-1] > SIDE else {}
     pixels = functional.interpolate(pixels, (SIDE, SIDE), **shrink)
     maps = functional.interpolate(maps.float(), (SIDE, SIDE))
-    return torch.cat((pixels, maps)).round().to(torch.uint8)
-
-
-def picture(shown: torch.Tensor) -> torch.Tensor:
-    """`tiles` in two rows, the maps below their images: uint8 [3, height, width]."""
-    grid = make_grid(shown, nrow=len(shown) // 2, padding=_GAP, pad_value=128)
-    return grid[:, _GAP:-_GAP, _GAP:-_GAP]
-
-
-def add_step(path: Path, step: int, shown: torch.Tensor) -> None:
-    """Add the maps of a step to a sheet (tasks/panels.py): a row of images, then a row for each step.
-
-    Steps from `step` on are of a run that was interrupted, and are replaced. An unreadable sheet, or one with
-    another number of images, is begun anew. Of more than `MOST_STEPS` steps those that are spread most evenly stay, the
-    first and the last among them.
-
-    Args:
-        path: of the sheet, which need not exist.
-        step: of the weights.
-        shown: as of `tiles`.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    count = len(shown) // 2
-    images, maps = ([to_pil_image(tile) for tile in half] for half in shown.chunk(2))
-    before, captions, num_views = read_sheet(path)
-    rows: dict[int, list[Image.Image]] = {}
-    if num_views == count:
-        numbers = (int(caption.removeprefix("step ")) for caption in captions[count::count])
-        rows = {number: before[at * count :][:count] for at, number in enumerate(numbers, 1) if number < step}
-    rows[step] = maps
-    if len(rows) > MOST_STEPS:
-        steps = [*rows]
-        del rows[min(steps[1:-1], key=lambda at: steps[steps.index(at) + 1] - steps[steps.index(at) - 1])]
-    captions = [""] * count
-    for number, row in rows.items():
-        images += row
-        captions += [f"step {number}", *[""] * (count - 1)]
-    save_sheet(images, captions, path, num_views=count)
+    grid = make_grid(torch.cat((pixels, maps)), nrow=len(images), padding=_GAP, pad_value=128)
+    return grid[:, _GAP:-_GAP, _GAP:-_GAP].round().to(torch.uint8)

@@ -599,16 +599,19 @@ class Task(Configurable, ABC):
         """
         return
 
-    def patch_maps(self, tokens: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        """Maps of patches, of which the run's folder keeps a sheet of several steps, by the name of its picture.
+    def write_patches(self, folder: RunFolder, *, step: int, images: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Write what `panels` shows of the patches of a few images, the same in each evaluation, on rank 0.
 
         Args:
-            tokens: of the patches of some images behind the last block of the feature tower [B, rows, columns, D].
+            folder: of the run.
+            step: of the weights.
+            images: as the model gets them [B, 3, height, width].
+            tokens: of their patches behind the last block of the feature tower [B, rows, columns, D].
 
-        Returns:
-            Values from 0 (dark) to 1 (bright), float [B, rows, columns].
+        Raises:
+            OSError: a file cannot be written.
         """
-        return {}
+        return
 
     @classmethod
     def panels(cls, folder: RunFolder) -> Mapping[str, Sequence[Panel]]:

@@ -371,13 +371,10 @@ class Evaluations:
             deque(engine.forward_batches(batches, inputs.num_batches, features=True), maxlen=0)
         if seen.images and engine.groups.dp_rank == 0:
             images, maps = torch.cat(seen.images), seen.maps(tower, engine.groups.tp)
-            shown = {name: token_maps.tiles(images, values, task.image) for name, values in maps.items()}
-            self._show(step, "eval", {name: token_maps.picture(each) for name, each in shown.items()})
+            pictures = {name: token_maps.picture(images, values, task.image) for name, values in maps.items()}
+            self._show(step, "eval", pictures)
             if self.reporter and (tokens := seen.patch_tokens(tower)) is not None:
-                for name, values in task.patch_maps(tokens).items():
-                    self.reporter.maps_of_step(
-                        step, name, token_maps.tiles(images, values.cpu(), task.image, span=(0.0, 1.0))
-                    )
+                self.reporter.evaluated(partial(task.write_patches, step=step, images=images, tokens=tokens))
 
     def _show(self, step: int, kind: str, pictures: Pictures) -> None:
         if self.reporter:

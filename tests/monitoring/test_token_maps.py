@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from unittest import mock
 
 import numpy as np
@@ -15,16 +14,12 @@ from curves import train_in
 from PIL import Image
 from project import ROOT
 
-from ds_vit.config.run_folder import RunFolder
-from ds_vit.data.settings import ImageConfig
 from ds_vit.data.sources.combined import across_classes
 from ds_vit.data.sources.source import Source
 from ds_vit.models import compiled
 from ds_vit.models.layers import take_apart
 from ds_vit.models.sequential import SequentialViT
 from ds_vit.monitoring import token_maps
-from ds_vit.tasks.panels import viridis
-from ds_vit.training.output import move_unsaved_run
 
 RUN = [*("--model", oracle.MODEL, *oracle.kwargs_words(), "--img-size", 16, "--dataset", "digits", "--workers", 0)]
 RUN += ["--max-steps", 1, "--warmup-steps", 0, "-b", 16, "--model-kwargs", "patch_size=4", "embed_dim=32", "depth=2"]
@@ -92,50 +87,6 @@ def test_principal_components_colour_patches_that_are_alike():
     assert (colours.movedim(1, -1) - of_kinds[kinds]).abs().max() < 0.01, "patches alike have one colour"
     assert torch.pdist(of_kinds).min() > 0.3, "and others another"
     torch.testing.assert_close(token_maps.principal_components(tokens), colours)
-
-
-def drawn_at(path, step, image, images=2):
-    """Add the maps of a step, of some images, whose similarity is step / 1000; the colours of the sheet's tiles."""
-    values = torch.full((images, 2, 2), step / 1000)
-    token_maps.add_step(path, step, token_maps.tiles(torch.zeros(images, 3, 8, 8), values, image, span=(0.0, 1.0)))
-    return np.asarray(Image.open(path))[56::112, 56::112]
-
-
-def test_a_sheet_keeps_the_maps_of_several_steps(tmp_path):
-    # Catches: only the newest maps, steps that a resumed run repeats, a sheet that grows with each evaluation, a
-    # separate scale for each step.
-    image, path = ImageConfig((8, 8), mean=(0.5,) * 3, std=(0.5,) * 3), tmp_path / "sheet.png"
-
-    def steps():
-        return [int(text[5:]) for text in json.loads(path.with_suffix(".json").read_text())["captions"][2::2]]
-
-    path.write_bytes(b"no picture")
-    for step in (100, 200, 300):
-        colours = drawn_at(path, step, image)
-    assert steps() == [100, 200, 300]
-    assert (colours[0] == 128).all()
-    expected = viridis(np.array([0.1, 0.2, 0.3]))
-    assert (colours[1:] == expected[:, None]).all()
-    drawn_at(path, 200, image)
-    assert steps() == [100, 200]
-    for step in range(300, 1001, 100):
-        colours = drawn_at(path, step, image)
-    found = steps()
-    assert len(found) == token_maps.MOST_STEPS
-    assert (found[0], found[-1]) == (100, 1000)
-    assert max(np.diff(found)) <= 400
-    assert (colours[1:] == viridis(np.array(found) / 1000)[:, None]).all()
-    for images in (4, 1, 2):  # another validation split
-        assert drawn_at(path, 1100, image, images).shape == (2, images, 3)
-
-
-def test_a_new_run_does_not_continue_the_sheet_of_one_that_saved_nothing(tmp_path):
-    # Catches: maps of other weights above those of this run.
-    folder = RunFolder(tmp_path)
-    folder.metrics.write_text("")
-    drawn_at(folder.picture("patch-similarity"), 100, ImageConfig((8, 8)))
-    assert "holds a run that saved nothing" in move_unsaved_run(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["unsaved-1"]
 
 
 def softmax_into(found, softmax=torch.Tensor.softmax):

@@ -1,5 +1,6 @@
 """What tells a run of DINO that learns from one whose features collapse: figures, pictures and warnings."""
 
+import json
 from unittest import mock
 
 import numpy as np
@@ -7,10 +8,14 @@ import plain_dino
 import pytest
 import torch
 from curves import read_rows
+from PIL import Image
 from runs import run_quietly
 
+from ds_vit.config.run_folder import RunFolder
 from ds_vit.tasks.dino.metrics import FeatureSpread, collapse_concerns
-from ds_vit.tasks.dino.similarity import centre_similarities
+from ds_vit.tasks.dino.similarity import MOST_STEPS, add_step, centre_similarities
+from ds_vit.tasks.panels import viridis
+from ds_vit.training.output import move_unsaved_run
 
 WIDTH = 24
 
@@ -79,6 +84,49 @@ def test_similarities_are_cosines_with_the_centre_patch():
         for of_image in normed
     ]
     np.testing.assert_allclose(centre_similarities(tokens), expected, atol=1e-4)
+
+
+def drawn_at(path, step, images=2):
+    """Add a step with some images, whose similarity is step / 1000; the colours of the sheet's tiles."""
+    add_step(path, step, torch.full((images, 3, 8, 8), 0.5), torch.full((images, 2, 2), step / 1000))
+    return np.asarray(Image.open(path))[56::112, 56::112]
+
+
+def test_a_sheet_keeps_the_maps_of_several_steps(tmp_path):
+    # Catches: only the newest maps, steps that a resumed run repeats, a sheet that grows with each evaluation, a
+    # separate scale for each step.
+    path = tmp_path / "sheet.png"
+
+    def steps():
+        return [int(text[5:]) for text in json.loads(path.with_suffix(".json").read_text())["captions"][2::2]]
+
+    path.write_bytes(b"no picture")
+    for step in (100, 200, 300):
+        colours = drawn_at(path, step)
+    assert steps() == [100, 200, 300]
+    assert (colours[0] == 128).all()
+    expected = viridis(np.array([0.1, 0.2, 0.3]))
+    assert (colours[1:] == expected[:, None]).all()
+    drawn_at(path, 200)
+    assert steps() == [100, 200]
+    for step in range(300, 1001, 100):
+        colours = drawn_at(path, step)
+    found = steps()
+    assert len(found) == MOST_STEPS
+    assert (found[0], found[-1]) == (100, 1000)
+    assert max(np.diff(found)) <= 400
+    assert (colours[1:] == viridis(np.array(found) / 1000)[:, None]).all()
+    for images in (4, 1, 2):  # another validation split
+        assert drawn_at(path, 1100, images).shape == (2, images, 3)
+
+
+def test_a_new_run_does_not_continue_the_sheet_of_one_that_saved_nothing(tmp_path):
+    # Catches: maps of other weights above those of this run.
+    folder = RunFolder(tmp_path)
+    folder.metrics.write_text("")
+    drawn_at(folder.picture("patch-similarity"), 100)
+    assert "holds a run that saved nothing" in move_unsaved_run(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["unsaved-1"]
 
 
 def evaluate_on_rank(argv, folder):

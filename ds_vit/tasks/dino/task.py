@@ -54,7 +54,7 @@ from ds_vit.tasks.dino.metrics import (
 )
 from ds_vit.tasks.dino.published import BACKBONE_NAMES, HEAD_NAMES
 from ds_vit.tasks.dino.rope import CoordinateDraws
-from ds_vit.tasks.dino.similarity import SIMILARITIES, SIMILARITY, centre_similarities
+from ds_vit.tasks.dino.similarity import SIMILARITIES, SIMILARITY, add_step, centre_similarities
 from ds_vit.tasks.dino.towers import (
     HEAD,
     LOCAL_NORM,
@@ -468,9 +468,10 @@ class SelfDistillation(Task):
         """As `Task.metrics`."""
         return FeatureSpread(self.model.num_features, device)
 
-    def patch_maps(self, tokens: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        """As `Task.patch_maps`: the similarity of patches."""
-        return {SIMILARITY: centre_similarities(tokens)}
+    def write_patches(self, folder: RunFolder, *, step: int, images: torch.Tensor, tokens: torch.Tensor) -> None:
+        """As `Task.write_patches`: the similarity of patches."""
+        mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (self.image.mean, self.image.std))
+        add_step(folder.picture(SIMILARITY), step, images * std + mean, centre_similarities(tokens))
 
     @classmethod
     def panels(cls, folder: RunFolder) -> Mapping[str, Sequence[Panel]]:
