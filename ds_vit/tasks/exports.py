@@ -56,6 +56,7 @@ class Exported:
         tokenizer: of a task with text: --tokenizer.
         text_tower: makes the text tower; None where the model has none.
         masks: the classes of an image's pixels, where the model gives those; else None.
+        pipeline_tag: of `Task.pipeline_tag`; "" for a model of timm's.
         head: parameters of a task with a teacher that timm's model lacks, under the names of the task.
     """
 
@@ -68,6 +69,7 @@ class Exported:
     tokenizer: str = ""
     text_tower: Callable[[], TextTower] | None = None
     masks: MaskPredictor | None = None
+    pipeline_tag: str = ""
     head: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 

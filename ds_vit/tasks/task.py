@@ -239,6 +239,8 @@ class Task(Configurable, ABC):
     export_formats: ClassVar[Mapping[str, Format]] = {}
     """Other tools' forms of the whole model, by the words of `ds-vit export --to`. A tool that has none here gets the
     main tower as a model of timm's."""
+    pipeline_tag: ClassVar[str] = ""
+    """Hugging Face's word for what the whole model does; "" for that of a model of timm's."""
     mask_predictor: ClassVar[Callable[..., MaskPredictor] | None] = None
     """Of a task whose model gives each pixel a class, a static method: how `ds-vit predict` writes masks, of the whole
     model (`Exported`), the flags of its run by their recipe names, and the folder of the run or of weights without one.

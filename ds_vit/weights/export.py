@@ -170,7 +170,7 @@ def _main_tower(exported: Exported) -> Exported:
     tower = create_model(spec, for_training=False, classifier=False, device="cpu")
     state = {"head.bias": torch.zeros(classes), **exported.model.state_dict()}
     tower.load_state_dict({name: state[name] for name in tower.state_dict()})
-    return replace(exported, model=tower.eval())
+    return replace(exported, model=tower.eval(), pipeline_tag="")
 
 
 def export(

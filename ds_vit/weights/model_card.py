@@ -36,7 +36,6 @@ def model_card(stored: StoredWeights, exported: Exported, library: str, *, has_h
     lines = [f"| {key} | {value} |" for key, value in rows.items()]
     if has_head:
         lines += ["", "`head.safetensors` has what timm's model lacks: the head, and further norms if any."]
-    kind = "image-classification" if exported.labels else "image-feature-extraction"
-    kind = kind if exported.masks is None else "image-segmentation"
+    kind = exported.pipeline_tag or ("image-classification" if exported.labels else "image-feature-extraction")
     front = ["---", f"library_name: {library}", f"pipeline_tag: {kind}", "---"]
     return "\n".join([*front, f"# {origin['model']}", "", "| | |", "|---|---|", *lines, ""])

@@ -147,6 +147,7 @@ def load_whole(
     texts = partial(task.text_tower, model) if task.has_text else None
     names = _labels(labels, weights, model) if task.has_classes else ()
     exported = Exported(model, image, names, weights.path, spec, tokenizer=tokenizer, text_tower=texts)
+    exported = replace(exported, pipeline_tag=task.pipeline_tag)
     if task.mask_predictor is None:
         return exported
     folder = weights.recipe.parent if weights.recipe else weights.folder

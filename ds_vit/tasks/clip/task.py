@@ -278,6 +278,7 @@ class TwoTowers(Contrastive):
     tower_files: ClassVar = {"text": "text tower"}
     foreign_names = (CLIP_NAMES,)
     export_formats: ClassVar = FORMATS
+    pipeline_tag = "zero-shot-image-classification"
 
 
 class Clip(TwoTowers):

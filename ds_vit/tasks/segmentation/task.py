@@ -80,6 +80,7 @@ class Segmentation(Task):
     separate_files: ClassVar = {"seg_head": (HEAD,)}
     tower_files: ClassVar = {"seg_head": "segmentation head"}
     export_formats = FORMATS
+    pipeline_tag = "image-segmentation"
     mask_predictor = staticmethod(predict_masks)
     predict_flags = ("slide_stride",)
     figures = FIGURES
