@@ -192,8 +192,8 @@ def predict(source: str | Path, images: Sequence[str], **settings: Any) -> dict[
             `ds_vit.tools.predict.predict`, and flags of the model and its pixels.
 
     Returns:
-        What `ds-vit predict --json` writes: "images", each with its "classes", and "unreadable". Of a model that gives
-        each pixel a class, an image has the class numbers of its pixels as "mask", [H, W], and no file is written.
+        What `ds-vit predict --json` writes: "images", rows as `ds_vit.tools.predict.Row` describes them, and
+        "unreadable". No file is written.
 
     Raises:
         UserError: anything that the command line would refuse.

@@ -43,6 +43,21 @@ class TextTower:
 
 
 @dataclass(frozen=True)
+class ArrayPredictor:
+    """How `ds-vit predict` reads an image and writes its prediction, of a task that predicts an array of classes.
+
+    Attributes:
+        classes: (bytes of an image's file, its name, the model on the device for any number of normalised images on the
+            CPU) → class numbers of the image's size, int64 [H, W] on the CPU; ImageDecodeError for a damaged image.
+        write: (path of an image, what `classes` gave as numpy's, folder to write into, path of the files below their
+            folders without an ending) → the path of its file. OSError where it cannot.
+    """
+
+    classes: Callable[[bytes, str, Predict], torch.Tensor]
+    write: Callable[[str, np.ndarray, Path, str], Path]
+
+
+@dataclass(frozen=True)
 class Exported:
     """A model with its weights, and what another tool has to know about it.
 
@@ -54,8 +69,7 @@ class Exported:
         spec: how timm builds the main tower.
         bce: trained with binary cross-entropy: each logit is for its class only.
         tokenizer: of a task with text: --tokenizer.
-        text_tower: makes the text tower; None where the model has none.
-        masks: the classes of an image's pixels, where the model gives those; else None.
+        predictor: of `Task.predictor`; None where the model gives the logits of classes, or features.
         pipeline_tag: of `Task.pipeline_tag`; "" for a model of timm's.
         head: parameters of a task with a teacher that timm's model lacks, under the names of the task.
     """
@@ -67,25 +81,9 @@ class Exported:
     spec: ModelSpec
     bce: bool = False
     tokenizer: str = ""
-    text_tower: Callable[[], TextTower] | None = None
-    masks: MaskPredictor | None = None
+    predictor: TextTower | ArrayPredictor | None = None
     pipeline_tag: str = ""
     head: Mapping[str, torch.Tensor] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class MaskPredictor:
-    """How `ds-vit predict` reads an image and writes its result, of a task whose model gives each pixel a class.
-
-    Attributes:
-        classes: (bytes of an image's file, its name, the model on the device for any number of normalised images on the
-            CPU) → class numbers of the image's size, int64 [H, W] on the CPU; ImageDecodeError for a damaged image.
-        write: (path of an image, what `classes` gave as numpy's, folder to write into, path of the files below their
-            folders without an ending) → the mask's path; it also writes a picture of it. OSError where it cannot.
-    """
-
-    classes: Callable[[bytes, str, Predict], torch.Tensor]
-    write: Callable[[str, np.ndarray, Path, str], Path]
 
 
 @dataclass(frozen=True)

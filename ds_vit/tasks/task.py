@@ -19,6 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -34,11 +35,11 @@ from ds_vit.data.sources.source import Source
 from ds_vit.data.text import Tokenizer
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.layers import MAIN_TOWER, Layer, take_apart_towers
-from ds_vit.models.zoo import ModelSpec, TimmViT, create_model, require_supported_name
+from ds_vit.models.zoo import ModelSpec, create_model, require_supported_name
 from ds_vit.parallel.groups import Groups
 from ds_vit.parallel.tensor.collectives import TensorParallel
 from ds_vit.tasks.evaluators import chosen_evaluators
-from ds_vit.tasks.exports import Format, MaskPredictor, TextTower
+from ds_vit.tasks.exports import ArrayPredictor, Exported, Format, TextTower
 from ds_vit.tasks.foreign_names import VIT_NAMES, ForeignNames
 from ds_vit.tasks.metrics import Batch, Chart, Figure, Metrics
 from ds_vit.tasks.panels import Panel
@@ -238,13 +239,9 @@ class Task(Configurable, ABC):
     main tower, if that has their tensors and these fit."""
     export_formats: ClassVar[Mapping[str, Format]] = {}
     """Other tools' forms of the whole model, by the words of `ds-vit export --to`. A tool that has none here gets the
-    main tower as a model of timm's."""
+    main tower as a model of timm's; of a task with classes only ONNX, which gets the whole model."""
     pipeline_tag: ClassVar[str] = ""
     """Hugging Face's word for what the whole model does; "" for that of a model of timm's."""
-    mask_predictor: ClassVar[Callable[..., MaskPredictor] | None] = None
-    """Of a task whose model gives each pixel a class, a static method: how `ds-vit predict` writes masks, of the whole
-    model (`Exported`), the flags of its run by their recipe names, and the folder of the run or of weights without one.
-    The classifier of such a model is one of `parts`."""
     predict_flags: ClassVar[Sequence[str]] = ()
     """Flags of the task that `ds-vit predict` takes."""
     peers: ClassVar[tuple[str, ...]] = ()
@@ -564,9 +561,17 @@ class Task(Configurable, ABC):
         raise NotImplementedError(f"--task {self.name} compares no images with texts")
 
     @classmethod
-    def text_tower(cls, model: TimmViT) -> TextTower:
-        """Of a task with text: the text tower of a model with weights, for `ds-vit predict` and `ds-vit embed`."""
-        raise UserError(f"--task {cls.name} has no text tower whose features are compared with those of images")
+    def predictor(
+        cls, exported: Exported, values: Mapping[str, Any], folder: Path
+    ) -> TextTower | ArrayPredictor | None:
+        """How `ds-vit predict` and `ds-vit embed` use a whole model that gives no logits of the classes of images.
+
+        Args:
+            exported: the model with weights.
+            values: the flags of its run, by their recipe names.
+            folder: of the run, or of weights without one.
+        """
+        return None
 
     def further_texts(self, source: Source) -> Sequence[tuple[int, str]]:
         """Texts that the task's metrics take in addition to the batches of a split, each after the number of its

@@ -47,7 +47,7 @@ from ds_vit.data.text import build_tokenizer
 from ds_vit.fault_tolerance import exit_codes
 from ds_vit.fault_tolerance.errors import UserError, memory_errors, read_text, stripped_lines, written
 from ds_vit.monitoring.metrics import make_console
-from ds_vit.tasks.exports import Exported, MaskPredictor, TextTower
+from ds_vit.tasks.exports import ArrayPredictor, Exported, TextTower
 from ds_vit.tasks.registry import all_tasks
 from ds_vit.weights.files import add_weights_arguments, find_weights, tokenizer_name, weights_line
 from ds_vit.weights.source import MODEL_FLAGS, load_source
@@ -114,8 +114,9 @@ def predict_each(
     texts, file = _texts_of(labels)
     exported = load_source(found, settings, file, with_text=True)
     forward = _Forward(batch_size, workers, device)
-    if exported.text_tower is not None:
-        return _predict_texts(exported, texts, files, top_k, forward)
+    predictor = exported.predictor
+    if isinstance(predictor, TextTower):
+        return _predict_texts(exported, predictor, texts, files, top_k, forward)
     if texts and file is None:
         raise UserError(f"--labels takes one file of class names for weights with a classifier, not {len(texts)} words")
     num_classes = exported.model.num_classes
@@ -123,10 +124,10 @@ def predict_each(
         raise UserError(
             f"{source} has no classifier: its run's task has no classes; `ds-vit embed` writes its features"
         )
-    if exported.masks:
+    if predictor is not None:
         if workers is not None:
             raise UserError(f"--workers has no effect for {source}: images are read one after the other; drop it")
-        return exported, forward.of_pixels(exported, exported.masks, files, _top_k(top_k, num_classes, 3))
+        return exported, forward.of_pixels(exported, predictor, files, _top_k(top_k, num_classes, 3))
     top_k = _top_k(top_k, num_classes)
     return exported, forward.of_images(exported, files, lambda logits: _most_probable(exported, logits, top_k))
 
@@ -170,7 +171,7 @@ def embed(
     if not files and not words:
         raise UserError("there is nothing to embed: give images, or --texts FILE")
     exported = load_source(stored, settings, classifier=False, with_text=True)
-    tower = exported.text_tower and exported.text_tower()
+    tower = exported.predictor if isinstance(exported.predictor, TextTower) else None
     if words and tower is None:
         raise UserError(f"--texts: {source} has no text tower; drop it")
     forward = _Forward(batch_size, workers, device)
@@ -202,6 +203,7 @@ def _texts_of(labels: str | Path | Sequence[str] | None) -> tuple[tuple[str, ...
 
 def _predict_texts(
     exported: Exported,
+    tower: TextTower,
     texts: Sequence[str],
     files: Sequence[str],
     top_k: int | None,
@@ -210,8 +212,7 @@ def _predict_texts(
     """Which of some texts each image resembles, by the model's own logit scale and bias."""
     if not texts:
         raise UserError(f'{exported.path} has no classes: give texts, --labels "a cat" "a dog", or a file')
-    assert exported.text_tower is not None, "the caller has seen it"
-    features, (scale, *bias) = forward.of_texts(exported, exported.text_tower(), texts)
+    features, (scale, *bias) = forward.of_texts(exported, tower, texts)
     exported, top_k = replace(exported, labels=tuple(texts), bce=bool(bias)), _top_k(top_k, len(texts))
 
     def described(image: torch.Tensor) -> Row:
@@ -283,7 +284,7 @@ class _Forward:
                     yield {"image": source.describe(index), **row}
 
     @torch.inference_mode()
-    def of_pixels(self, exported: Exported, masks: MaskPredictor, files: Sequence[str], top_k: int) -> Iterator[Row]:
+    def of_pixels(self, exported: Exported, masks: ArrayPredictor, files: Sequence[str], top_k: int) -> Iterator[Row]:
         """The classes of each file's pixels; files are read one after the other."""
         source, model = ImageFiles(list(files)), exported.model
 
@@ -330,11 +331,18 @@ def _most_probable(exported: Exported, logits: torch.Tensor, top_k: int) -> Row:
 
 def _largest(exported: Exported, values: torch.Tensor, top_k: int) -> list[Row]:
     """The classes with the largest values [C]: probabilities, or shares of the pixels."""
-    what = "share" if exported.masks else "probability"
+    what = "share" if _by(exported) == "pixels" else "probability"
     names = exported.labels or tuple(f"LABEL_{number}" for number in range(exported.model.num_classes))
     best = values.topk(top_k)
     pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
     return [{"number": number, "name": names[number], what: value} for number, value in pairs]
+
+
+def _by(exported: Exported) -> str:
+    """What gives the values of classes, as of `predict`."""
+    if isinstance(exported.predictor, ArrayPredictor):
+        return "pixels"
+    return "sigmoid" if exported.bce else "softmax"
 
 
 def _collect(exported: Exported, rows: Iterable[Row]) -> dict[str, Any]:
@@ -343,7 +351,7 @@ def _collect(exported: Exported, rows: Iterable[Row]) -> dict[str, Any]:
     return {
         "model": exported.model.pretrained_cfg["architecture"],
         "weights": str(exported.path),
-        "by": "pixels" if exported.masks else "sigmoid" if exported.bce else "softmax",
+        "by": _by(exported),
         "images": [row for row in rows if "classes" in row],
         "unreadable": [row for row in rows if "reason" in row],
     }
@@ -370,8 +378,7 @@ def build_parser(command: str) -> flags.Parser:
     """The command line of `ds-vit predict` or `ds-vit embed`."""
     does = "Write the features of images." if command == "embed" else "Predict the classes of images or pixels."
     of_tasks = (flag for task in all_tasks() for flag in task.predict_flags)
-    more = ("bce_loss", *of_tasks) if command == "predict" else ()
-    only = (*MODEL_FLAGS, *PIXEL_FLAGS, "exif_rotation", *more)
+    only = (*MODEL_FLAGS, *PIXEL_FLAGS, "exif_rotation", *(of_tasks if command == "predict" else ()))
     examples = "\n".join(line for line in str(__doc__).splitlines() if line.startswith(f"ds-vit {command} "))
     parser = flags.build_parser(f"ds-vit {command}", does, only, show_defaults=False, examples=examples)
     add_weights_arguments(parser)
@@ -403,9 +410,9 @@ def build_parser(command: str) -> flags.Parser:
 def _predict(source: str, images: Sequence[str], output: str | None = None, **words: Any) -> int:
     as_json, table = words.pop("json", False), output
     exported, rows = predict_each(source, images, **words)
-    if exported.masks:
+    if isinstance(exported.predictor, ArrayPredictor):
         output, table = output or "predictions", None
-        rows = _written(exported.masks, rows, _stems(images), Path(output))
+        rows = _written(exported.predictor, rows, _stems(images), Path(output))
     form = _form(images, as_json, table)
     # Names of files need not be UTF-8.
     with _opened(table, mode="w", newline="", encoding="utf-8", errors="surrogateescape") as file:
@@ -433,7 +440,7 @@ def _stems(images: Sequence[str]) -> dict[str, str]:
     return {file: stem for stem, file in first.items()}
 
 
-def _written(masks: MaskPredictor, rows: Iterable[Row], stems: dict[str, str], folder: Path) -> Iterator[Row]:
+def _written(masks: ArrayPredictor, rows: Iterable[Row], stems: dict[str, str], folder: Path) -> Iterator[Row]:
     """The rows with the path of each mask in place of it, once it is written into a new folder."""
     if folder.suffix in (".csv", ".json"):
         raise UserError(f"--output {folder}: name the folder of the masks; the table is printed, with --json as JSON")

@@ -145,7 +145,8 @@ def _load(
     """What to export, and the format for it."""
     values, task = settings_of(stored, settings)
     form = task.export_formats.get(to)
-    if form is None and (task.takes_pairs or (task.mask_predictor and to != "onnx")):
+    whole = task.has_classes and bool(task.export_formats)  # timm has no model with its classifier
+    if form is None and (task.takes_pairs or (whole and to != "onnx")):
         raise UserError(
             f"--to {to} has no counterpart of --task {task.name}; use --to {' or '.join(task.export_formats)}"
         )
@@ -158,7 +159,7 @@ def _load(
     if not task.export_formats:
         return load_source(stored, settings, labels), _OF_TIMM[to]
     exported = load_whole(stored, values, task, labels)
-    if form is None and exported.masks is None:
+    if form is None and not whole:
         exported = _main_tower(exported)
     return exported, form or _OF_TIMM[to]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +81,7 @@ def load_source(
         settings: flags by their recipe names; they override the run's config.yaml.
         labels: a file of class names, one per line; None for those stored with the weights.
         classifier: refuse weights without one, or with one of another number of classes; else it may have drawn values.
-            Of a task that gives pixels a class, the whole model; else its backbone.
+            Of a task whose classifier is in a separate file, the whole model; else its backbone.
         with_text: of a task with text, the whole model; else the image tower without its projection.
 
     Raises:
@@ -97,9 +96,10 @@ def load_source(
     idle = idle_flags(task) if classifier else {}
     for name in idle.keys() & settings.keys():
         raise UserError(f"{spelling(name)} has no effect with --task {task.name}{idle[name]}")
-    if (task.has_text and with_text) or (task.mask_predictor and classifier):
+    separate = task.has_classes and bool(task.tower_files)
+    if (task.has_text and with_text) or (separate and classifier):
         return load_whole(weights, values, task, labels)
-    if not task.has_classes or task.mask_predictor:
+    if not task.has_classes or separate:
         values["num_classes"] = 0  # only the encoder, which has no classifier
     spec = model_spec(values)
     model = create_model(spec, for_training=False, classifier=spec.num_classes > 0)
@@ -144,14 +144,11 @@ def load_whole(
         )
     image = _filled(model, checkpoint, values)
     tokenizer = str(values.get("tokenizer") or RunConfig.default_of("tokenizer")) if task.has_text else ""
-    texts = partial(task.text_tower, model) if task.has_text else None
     names = _labels(labels, weights, model) if task.has_classes else ()
-    exported = Exported(model, image, names, weights.path, spec, tokenizer=tokenizer, text_tower=texts)
-    exported = replace(exported, pipeline_tag=task.pipeline_tag)
-    if task.mask_predictor is None:
-        return exported
+    tag = task.pipeline_tag
+    exported = Exported(model, image, names, weights.path, spec, tokenizer=tokenizer, pipeline_tag=tag)
     folder = weights.recipe.parent if weights.recipe else weights.folder
-    return replace(exported, masks=task.mask_predictor(exported, values, folder))
+    return replace(exported, predictor=task.predictor(exported, values, folder))
 
 
 def _filled(model: TimmViT, checkpoint: InitialCheckpoint, values: Mapping[str, Any]) -> ImageConfig:

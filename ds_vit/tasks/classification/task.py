@@ -45,6 +45,7 @@ class Classification(ChainTask):
     with_teacher = "ds_vit.tasks.distillation.task:Distillation"
     not_replayed = ""
     settings = SETTINGS
+    predict_flags = ("bce_loss",)
     figures: tuple[Figure, ...] = (
         Figure("top1", "top-1", "%"),
         Figure("top5", "top-5", "%"),

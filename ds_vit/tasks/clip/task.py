@@ -13,6 +13,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -30,13 +31,13 @@ from ds_vit.data.text import Tokenizer, build_tokenizer, default_context_length
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.layers import MAIN_TOWER, Layer, chain_towers, take_apart
 from ds_vit.models.sequential import SequentialViT
-from ds_vit.models.zoo import ModelSpec, TimmViT
+from ds_vit.models.zoo import ModelSpec
 from ds_vit.tasks.clip.export import FORMATS
 from ds_vit.tasks.clip.flags import SETTINGS
 from ds_vit.tasks.clip.loss import CLIP_LOSS, SIGLIP_LOSS, PairLoss
 from ds_vit.tasks.clip.tower import ContrastiveModel, create_contrastive_model, text_settings
 from ds_vit.tasks.clip.weights import CLIP_NAMES
-from ds_vit.tasks.exports import TextTower
+from ds_vit.tasks.exports import Exported, TextTower
 from ds_vit.tasks.metrics import Batch, Chart, Figure, Metrics
 from ds_vit.tasks.panels import Panel, sheet
 from ds_vit.tasks.retrieval import DIRECTIONS, RANKS, Retrieval, pair_panels, write_pairs
@@ -235,12 +236,6 @@ class Contrastive(Task):
         features = self._features(context, batch)
         return torch.cat((features["images"], features["texts"]), dim=1)
 
-    @classmethod
-    def text_tower(cls, model: TimmViT) -> TextTower:
-        """As `Task.text_tower`."""
-        tower = SequentialViT(take_apart(model.text)).eval()
-        return TextTower(tower, model.text.settings.context_length, model.common_dim)
-
     def further_texts(self, source: Source) -> list[tuple[int, str]]:
         """As `Task.further_texts`: the captions after each image's first one, which is in the batches."""
         return [(sample, text) for sample in range(len(source)) for text in source.captions(sample)[1:]]
@@ -279,6 +274,13 @@ class TwoTowers(Contrastive):
     foreign_names = (CLIP_NAMES,)
     export_formats: ClassVar = FORMATS
     pipeline_tag = "zero-shot-image-classification"
+
+    @classmethod
+    def predictor(cls, exported: Exported, values: Mapping[str, Any], folder: Path) -> TextTower:
+        """As `Task.predictor`: the text tower."""
+        model: Any = exported.model
+        tower = SequentialViT(take_apart(model.text)).eval()
+        return TextTower(tower, model.text.settings.context_length, model.common_dim)
 
 
 class Clip(TwoTowers):

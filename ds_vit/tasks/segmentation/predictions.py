@@ -21,15 +21,15 @@ from ds_vit.data.fields import normalised
 from ds_vit.data.sources.listing import LABELS_FILE
 from ds_vit.data.sources.masks import default_palette, find_labels
 from ds_vit.data.sources.source import Source
-from ds_vit.tasks.exports import Exported, MaskPredictor, Predict
+from ds_vit.tasks.exports import ArrayPredictor, Exported, Predict
 from ds_vit.tasks.segmentation.windows import canvas_of, predicted_classes, windows_of
 
 _SIDES = (512, 2048)  # of an overlay's longer side: the legend is readable, and a photo of 50 megapixels opens
 _FONT = Path(ds_vit.data.__path__[0]) / "glyphs" / "DejaVuSans.ttf"
 
 
-def predict_masks(exported: Exported, values: Mapping[str, Any], folder: Path) -> MaskPredictor:
-    """As `Task.mask_predictor`: `masks/` has palette PNG files, `overlays/` JPEG files with a legend."""
+def predict_masks(exported: Exported, values: Mapping[str, Any], folder: Path) -> ArrayPredictor:
+    """As `Task.predictor`: `masks/` has palette PNG files, `overlays/` JPEG files with a legend."""
     image, size, stride = exported.image, exported.image.img_size, values.get("slide_stride")
     canvas_of(size, size, stride)  # a wrong stride fails before any image
     flags = values.get("ignore_index", -1), bool(values.get("reduce_zero_label"))
@@ -52,7 +52,7 @@ def predict_masks(exported: Exported, values: Mapping[str, Any], folder: Path) -
         overlay_picture(pixels, classes, names, labels.colours).save(overlay, quality=90)
         return mask
 
-    return MaskPredictor(classes, write)
+    return ArrayPredictor(classes, write)
 
 
 def write_labels(folder: Path, source: Source) -> None:

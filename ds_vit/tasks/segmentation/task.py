@@ -13,6 +13,7 @@ import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -34,6 +35,7 @@ from ds_vit.fault_tolerance.errors import EndedTogether, UserError, read_text
 from ds_vit.models.layers import MAIN_TOWER, Layer
 from ds_vit.models.zoo import ModelSpec, TimmViT
 from ds_vit.parallel.groups import gather_objects
+from ds_vit.tasks.exports import ArrayPredictor, Exported
 from ds_vit.tasks.metrics import Batch, Metrics
 from ds_vit.tasks.panels import Panel, pictures
 from ds_vit.tasks.segmentation.export import FORMATS
@@ -81,7 +83,6 @@ class Segmentation(Task):
     tower_files: ClassVar = {"seg_head": "segmentation head"}
     export_formats = FORMATS
     pipeline_tag = "image-segmentation"
-    mask_predictor = staticmethod(predict_masks)
     predict_flags = ("slide_stride",)
     figures = FIGURES
 
@@ -195,11 +196,16 @@ class Segmentation(Task):
         loss.backward()
         return loss
 
-    # ---- evaluation and the report ---------------------------------------------------------------------------------
+    # ---- evaluation, predictions and the report ----------------------------------------------------------------------
 
     def metrics(self, device: torch.device) -> Metrics:
         """As `Task.metrics`."""
         return MeanIoU(self.num_classes, self.image, self.config.slide_stride, device, self.validation)
+
+    @classmethod
+    def predictor(cls, exported: Exported, values: Mapping[str, Any], folder: Path) -> ArrayPredictor:
+        """As `Task.predictor`: masks."""
+        return predict_masks(exported, values, folder)
 
     def write_classes(self, folder: RunFolder) -> None:
         """As `Task.write_classes`, with the colours and the pixel values of the classes."""
