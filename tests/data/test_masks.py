@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -211,7 +212,7 @@ def test_a_folder_without_the_split_or_either_layout_is_refused(data):
     (data / "train/masks").rename(data / "train/annotations")
     with pytest.raises(NoSuchSplit, match=r"has no train/images with train/masks .*, or DIR/images/train and "):
         opened(data)
-    with pytest.raises(UserError, match=r"^--dataset digits has no masks: pass --dataset scenes, hfds/PATH or "):
+    with pytest.raises(UserError, match=r"^--dataset digits has no masks: pass --dataset scenes, hfds/PATH, "):
         opened("", dataset="digits")
 
 
@@ -285,22 +286,30 @@ def test_a_damaged_mask_is_skipped_and_another_size_is_an_error(data):
         _load(data, _fields())
 
 
-def test_hugging_face_rows_with_masks(data):
-    """Would catch the image read for its mask, and a column of labels taken for classes."""
-    datasets = pytest.importorskip("datasets")
+@pytest.mark.parametrize("form", ["parquet", "wds"])
+@pytest.mark.parametrize("name", ["label", "other"])
+def test_rows_and_shards_with_masks(data, form, name):
+    """Would catch the image read for its mask, masks of other samples, and a column of labels taken for classes."""
     files = {kind: sorted(data.glob(f"train/{kind}/*.png")) for kind in ("images", "masks")}
-    for name, folder in (("label", "good"), ("other", "bad")):
+    if form == "parquet":
+        datasets = pytest.importorskip("datasets")
         columns = {"image": files["images"], name: files["masks"]}
         rows = {column: [{"bytes": f.read_bytes(), "path": None} for f in of] for column, of in columns.items()}
         table = datasets.Dataset.from_dict(rows).cast(datasets.Features(dict.fromkeys(rows, datasets.Image())))
-        (data / folder).mkdir()
-        table.to_parquet(data / folder / "train-00000-of-00001.parquet")
-    source = opened(f"parquet/{data / 'good'}")
-    for number, file in enumerate(files["masks"]):
-        assert np.array_equal(source.entry("mask", number), np.asarray(Image.open(file)))
-        assert source.entry("mask_size", number) == source.entry("mask", number).shape
-    with pytest.raises(UserError, match=r"has no Image column named mask, .*; it has image, other: rename_"):
-        opened("", dataset=f"parquet/{data / 'bad'}")
+        table.to_parquet(data / "train-00000-of-00001.parquet")
+    else:
+        with tarfile.open(data / "train-0.tar", "w") as tar:
+            for number, (image, mask) in enumerate(zip(*files.values(), strict=True)):
+                tar.add(mask, f"{number}.{name}.png")
+                tar.add(image, f"{number}.png")
+    if name == "other":
+        with pytest.raises(UserError, match=r"has the images image, other and none named mask, .*: (rename_|name the)"):
+            opened("", dataset=f"{form}/{data}")
+        return
+    for source in (opened(f"{form}/{data}"), opened("", dataset=f"{form}/{data}")):  # an index is read, then loaded
+        for number, file in enumerate(files["masks"]):
+            assert np.array_equal(source.entry("mask", number), np.asarray(Image.open(file)))
+            assert source.entry("mask_size", number) == source.entry("mask", number).shape
 
 
 def test_doctor_checks_masks(data, capsys):

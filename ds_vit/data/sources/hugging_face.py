@@ -6,7 +6,6 @@ cannot be: it is converted to an Arrow file in a cache next to it, once. Nothing
 
 from __future__ import annotations
 
-import copy
 import glob
 import itertools
 import os
@@ -69,6 +68,8 @@ def open_hugging_face(
 class HuggingFaceSource(ArraySource):
     """Rows of Arrow or parquet files with an image column (bytes of files) and a column of class numbers or captions.
 
+    Further columns of images are entries under their names.
+
     Args:
         files: in their order.
         classes: the training split's, when this is the validation split: what its class numbers mean where the files
@@ -88,6 +89,9 @@ class HuggingFaceSource(ArraySource):
         first = self._tables[0]
         named = _named(first, captions.image, "--csv-img-key", files[0]) if captions else ""
         self._image = named or _column(first, "Image", _IMAGES, files[0])
+        known = (self._image, "image", "target", "captions")
+        self._further = [name for name in _of_kind(first, "Image") if name not in known]
+        self.entries = ("image", *self._further)
         for path, table in zip(files, self._tables, strict=True):
             if table.column_names != first.column_names:
                 raise UserError(f"{path} has other columns than {files[0]}")
@@ -110,21 +114,6 @@ class HuggingFaceSource(ArraySource):
         self.class_names = tuple(map(listing.class_name, known or map(str, range(int(self._targets.max()) + 1))))
         check_labels(self, self._targets, self._targets, self.class_names)
 
-    def of_column(self, names: Sequence[str]) -> HuggingFaceSource:
-        """The same rows with the images of another column: the first of these names.
-
-        Raises:
-            UserError: there is none.
-        """
-        kinds = {name: type(feature).__name__ for name, feature in self._tables[0].features.items()}
-        named = [name for name in names if name != self._image and kinds.get(name) == "Image"]
-        if not named:
-            has = f"it has {', '.join(kinds)}: rename_column and save it again"
-            raise UserError(f"{self._files[0]} has no Image column named {', '.join(names)}; {has}")
-        other = copy.copy(self)
-        other._image = named[0]
-        return other
-
     def __len__(self) -> int:
         return int(self._bounds[-1])
 
@@ -133,9 +122,15 @@ class HuggingFaceSource(ArraySource):
         file = int(np.searchsorted(self._bounds, index, side="right")) - 1
         return file, index - int(self._bounds[file])
 
+    def entry(self, name: str, index: int) -> Any:
+        return self._bytes(name, index) if name in self._further else super().entry(name, index)
+
     def encoded(self, index: int) -> bytes:
+        return self._bytes(self._image, index)
+
+    def _bytes(self, column: str, index: int) -> bytes:
         file, row = self._place(index)
-        value = self._tables[file].data.fast_slice(row, 1)[self._image][0].as_py()  # not decoded
+        value = self._tables[file].data.fast_slice(row, 1)[column][0].as_py()  # not decoded
         data = value.get("bytes") if isinstance(value, dict) else value
         if data is None and not (isinstance(value, dict) and value.get("path")):
             raise undecodable(self.describe(index), ValueError("its row has no image"))
@@ -239,12 +234,17 @@ def _check_all_there(files: Sequence[str]) -> None:
             )
 
 
+def _of_kind(table: Any, kind: str) -> list[str]:
+    """The columns of a kind of the library's features."""
+    return [name for name, feature in table.features.items() if type(feature).__name__ == kind]
+
+
 def _column(table: Any, kind: str, names: Sequence[str], where: str) -> str:
     """The one column of a kind, else the first of the usual names."""
-    kinds = {name: type(feature).__name__ for name, feature in table.features.items()}
-    of_kind = [name for name in kinds if kinds[name] == kind]
-    # A column of images named "label" has masks.
-    usual = [name for name in names if name in of_kind or (not of_kind and kinds.get(name, "Image") != "Image")]
+    of_kind, images = _of_kind(table, kind), _of_kind(table, "Image")
+    # A column of images may be named "label".
+    known = of_kind or [name for name in table.column_names if name not in images]
+    usual = [name for name in names if name in known]
     if not (usual or of_kind):
         has = f"it has {', '.join(table.column_names)}: rename_column and save it again"
         raise UserError(f"{where} has no {kind} column and none of the names {', '.join(names)}; {has}")

@@ -1,4 +1,4 @@
-"""Images with masks: in folders, and in the rows of Hugging Face data sets.
+"""Images with masks: in folders, in the rows of Hugging Face data sets, and in shards.
 
     DIR/train/images/a.jpg  DIR/train/masks/a.png      or      DIR/images/train/a.jpg  DIR/masks/train/a.png
     DIR/labels.csv
@@ -31,12 +31,13 @@ from ds_vit.data.sources import listing
 from ds_vit.data.sources.combined import Subset
 from ds_vit.data.sources.folders import FileSource, read_table, require_utf8, walk
 from ds_vit.data.sources.hugging_face import open_hugging_face
+from ds_vit.data.sources.shards import open_shards
 from ds_vit.data.sources.source import Source
 from ds_vit.fault_tolerance.errors import UserError
 
 _LAYOUTS = "DIR/train/images and DIR/train/masks, or DIR/images/train and DIR/masks/train (and val for train)"
 _COLUMNS = ("mask", "annotation", "label", "segmentation", "seg_map")
-_FORMS = ("hfds/", "parquet/")
+_FORMS = {"hfds": open_hugging_face, "parquet": open_hugging_face, "wds": open_shards}
 _CLASS = re.compile(r"[0-9]{1,5},(#[0-9a-fA-F]{6})?")
 T = TypeVar("T")
 IGNORED = -1
@@ -300,12 +301,13 @@ class MaskSource(Subset):
         images: of all samples.
         masks: the files of their masks, in the same order.
         labels: the classes.
+        key: the entry of `masks` that has them.
     """
 
-    def __init__(self, images: Source, masks: Source, labels: Labels) -> None:
+    def __init__(self, images: Source, masks: Source, labels: Labels, key: str = "image") -> None:
         super().__init__(images, np.arange(len(images)))
         self.class_names, self.multi_label = labels.names, True
-        self._labels, self._masks = labels, masks
+        self._labels, self._masks, self._key = labels, masks, key
         self.entries = ("image", "mask", "mask_size", "values", "colours")
 
     def entry(self, name: str, index: int) -> Any:
@@ -314,8 +316,8 @@ class MaskSource(Subset):
             return getattr(self._labels, name)
         if name not in ("mask", "mask_size"):
             return super().entry(name, index)
-        where = self._masks.describe(index)
-        with open(where, "rb") if os.path.isfile(where) else io.BytesIO(self._masks.encoded(index) or b"") as file:
+        masks, where = self._masks, self._masks.describe(index)
+        with open(where, "rb") if os.path.isfile(where) else io.BytesIO(masks.entry(self._key, index)) as file:
             if name == "mask_size":
                 return size_of_mask(file, where)
             return self._labels.classes(decode_mask(file.read(), where), where)
@@ -339,7 +341,7 @@ def open_masks(
     """A split of --dataset and --data-dir.
 
     Args:
-        dataset: hfds/PATH, parquet/PATH, or "" for `folder`.
+        dataset: hfds/PATH, parquet/PATH, wds/PATH, or "" for `folder`.
         folder: a --data-dir; "" for none.
         split: its name.
         num_classes: as for `find_labels`.
@@ -352,15 +354,23 @@ def open_masks(
     """
     images: Source
     masks: Source
-    if not dataset and folder.startswith(_FORMS) and not os.path.exists(folder):
+    key = "image"
+    if not dataset and folder.partition("/")[0] in _FORMS and not os.path.exists(folder):
         dataset, folder = folder, ""
-    if dataset.startswith(_FORMS):
-        folder = os.path.join(folder, dataset.partition("/")[2])
-        images = rows = open_hugging_face(folder, split)
-        masks = rows.of_column(_COLUMNS)
+    form, _, path = dataset.partition("/")
+    if form in _FORMS:
+        folder = os.path.join(folder, path)
+        images = masks = _FORMS[form](folder, split)
+        key = next((name for name in _COLUMNS if masks.has(name)), "")
+        if not key:
+            has = f"has the images {', '.join(masks.entries)} and none named {', '.join(_COLUMNS)}"
+            way_out = "name the files KEY.mask.png" if form == "wds" else "rename_column and save it again"
+            raise UserError(f"{masks.describe(0)} {has}: {way_out}")
+        folder = os.path.dirname(folder) if folder.endswith(".tar") else folder
     elif dataset or not folder:
         what = f"--dataset {dataset} has no masks" if dataset else "no data"
-        raise UserError(f"{what}: pass --dataset scenes, hfds/PATH or parquet/PATH, or --data-dir DIR with {_LAYOUTS}")
+        ways = "--dataset scenes, hfds/PATH, parquet/PATH or wds/PATH"
+        raise UserError(f"{what}: pass {ways}, or --data-dir DIR with {_LAYOUTS}")
     elif not os.path.isdir(folder):
         raise UserError(f"--data-dir {folder} is no folder")
     else:
@@ -375,4 +385,4 @@ def open_masks(
             raise UserError(problem)
         targets = np.zeros(len(pairs), dtype=np.int64)
         images, masks = (FileSource(roots[at], [pair[at] for pair in pairs], targets) for at in (0, 1))
-    return MaskSource(images, masks, find_labels(folder, num_classes, ignore_index, reduce_zero_label))
+    return MaskSource(images, masks, find_labels(folder, num_classes, ignore_index, reduce_zero_label), key)

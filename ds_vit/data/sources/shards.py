@@ -177,6 +177,12 @@ class ShardSource(PackedSource):
         )
         self.left_out = dict(sum((Counter(index.left_out) for index in indexes), Counter()))
         self._states = [index.state for index in indexes]
+        names_of = [{*index.further} for index in indexes]
+        self._further = {
+            name: np.concatenate([index.further[name] for index in indexes], axis=1)
+            for name in sorted(set.intersection(*names_of))
+        }
+        self.entries = ("image", *self._further)
         if texts := [index.captions for index in indexes if index.captions is not None]:
             self.set_captions(Captions.joined(texts))
             return
@@ -204,6 +210,11 @@ class ShardSource(PackedSource):
         check_labels(self, labels, numbers, known)
         return tuple(known), numbers
 
+    def entry(self, name: str, index: int) -> Any:
+        if name in self._further:
+            return self.content(index, *self._further[name][:, index])
+        return super().entry(name, index)
+
     def open_tar(self, number: int) -> BinaryIO:
         file = super().open_tar(number)
         if state_of(file) != self._states[number]:
@@ -227,7 +238,8 @@ DOT_OF_SUFFIX = "%2e"
 FIRST_DOT = "a sample's name ends at the first dot of a file's name, and the image's suffix is all that follows"
 """The rule of WebDataset by which `22.05.jpg` is no image."""
 
-_FORMATS = (2, 3)  # of labels, and of captions
+_FORMATS = (4, 5)  # of labels, and of captions
+_FURTHER = "further "
 _JSON_LABELS = ("label", "cls")
 _LABEL_SUFFIXES, _TEXT_SUFFIXES = (".cls", ".json"), (".txt", ".json")
 _MOST_PROCESSES = 16  # each rank of a machine may be at it
@@ -244,6 +256,8 @@ class ShardIndex(NamedTuple):
         labels: class numbers int64 [N], or class names in UTF-8, bytes [N], empty for a sample without a label.
         left_out: how many files were found that are not read, by suffix.
         state: the shard's size and time of change (`state_of`) when it was read.
+        further: images of the samples whose files are named `KEY.NAME.png` or alike, by NAME: their places, int64
+            [2, N], of size 0 where a sample has none.
         captions: of the images, whose labels are then 0; None in an index of labels.
     """
 
@@ -252,6 +266,7 @@ class ShardIndex(NamedTuple):
     labels: np.ndarray
     left_out: dict[str, int]
     state: tuple[int, int]
+    further: dict[str, np.ndarray]
     captions: Captions | None = None
 
 
@@ -323,10 +338,10 @@ def make_index(shard: str, captions: CaptionKeys | None = None) -> ShardIndex:
 
 def save_index(shard: str, index: ShardIndex, captions: CaptionKeys | None = None) -> None:
     """Write an index next to its shard, whole or not at all; any number of processes may do so at once."""
-    texts: dict[str, Any] = {}
+    more: dict[str, Any] = {f"{_FURTHER}{name}": places for name, places in index.further.items()}
     if captions is not None and index.captions is not None:
         names = ("text", "starts", "firsts")
-        texts = {"caption_key": np.array(captions.caption), **dict(zip(names, index.captions.identity(), strict=True))}
+        more |= {"caption_key": np.array(captions.caption), **dict(zip(names, index.captions.identity(), strict=True))}
     separate = f".{uuid.uuid4().hex[:16]}"  # processes of any host may be at it
     name = Path(_name_of_index(shard, captions))
     with written_whole(name, separate) as temporary, temporary.open("wb") as file:
@@ -337,7 +352,7 @@ def save_index(shard: str, index: ShardIndex, captions: CaptionKeys | None = Non
             places=index.places,
             labels=index.labels,
             left_out=np.array(json.dumps(index.left_out)),
-            **texts,
+            **more,
         )
 
 
@@ -359,7 +374,8 @@ def load_index(shard: str, captions: CaptionKeys | None = None) -> ShardIndex | 
                 if str(arrays["caption_key"]) != captions.caption:
                     return None
                 texts = Captions(arrays["text"], arrays["starts"], arrays["firsts"])
-            return ShardIndex(arrays["paths"], arrays["places"], arrays["labels"], left_out, state, texts)
+            further = {name.removeprefix(_FURTHER): arrays[name] for name in arrays if name.startswith(_FURTHER)}
+            return ShardIndex(arrays["paths"], arrays["places"], arrays["labels"], left_out, state, further, texts)
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
         return None
 
@@ -386,12 +402,29 @@ def read_index(shard: str, captions: CaptionKeys | None = None) -> ShardIndex:
         left_out.update(suffix for suffix in files if image is None or suffix not in read)
     return ShardIndex(
         np.array([os.fsencode(_unpacked_name(image.name)) for image in images.values()], dtype=np.bytes_),
-        np.array([(image.offset, image.size) for image in images.values()], dtype=np.int64).T,
+        _places([*images.values()]),
         label_array,
         dict(left_out),
         state,
+        _further([samples[key] for key in images]),
         texts,
     )
+
+
+def _places(files: Sequence[_File | None]) -> np.ndarray:
+    """Offsets and sizes of files in a shard, int64 [2, N]; 0 for None."""
+    return np.array([(file.offset, file.size) if file else (0, 0) for file in files], dtype=np.int64).T
+
+
+def _further(samples: Sequence[dict[str, _File]]) -> dict[str, np.ndarray]:
+    """The places of `ShardIndex.further`."""
+    suffixes = dict.fromkeys(suffix for files in samples for suffix in files)
+    named = [(*posixpath.splitext(suffix), suffix) for suffix in suffixes]
+    return {
+        name[1:]: _places([files.get(suffix) for files in samples])
+        for name, extension, suffix in named
+        if extension in listing.IMAGE_EXTENSIONS
+    }
 
 
 def _files_of_samples(file: BinaryIO, shard: str) -> dict[str, dict[str, _File]]:

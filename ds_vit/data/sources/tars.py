@@ -42,6 +42,10 @@ class PackedSource(ArraySource):
         return {**self.__dict__, "_open": {}}
 
     def encoded(self, index: int) -> bytes:
+        return self.content(index, int(self._offsets[index]), int(self._sizes[index]))
+
+    def content(self, index: int, offset: int, size: int) -> bytes:
+        """The bytes at a place in the file that holds an image."""
         number = int(self._tar_of[index])
         file = self._open.get(number)
         if file is None:
@@ -49,7 +53,7 @@ class PackedSource(ArraySource):
                 self._open.pop(next(iter(self._open)), None)
             # Threads may open it at once; a file is closed when none of them holds it.
             file = self._open.setdefault(number, self.open_tar(number))
-        return os.pread(file.fileno(), int(self._sizes[index]), int(self._offsets[index]))
+        return os.pread(file.fileno(), size, offset)
 
     def open_tar(self, number: int) -> BinaryIO:
         """Open one of the files, unbuffered."""
