@@ -235,8 +235,8 @@ class Task(Configurable, ABC):
     foreign_names: ClassVar[tuple[ForeignNames, ...]] = (VIT_NAMES,)
     """The names of other tools for the tensors of the task's models."""
     tower_flags: ClassVar[Mapping[str, str]] = {}
-    """Further towers that may start from a file → the flag that names it. Without it they start from the file of the
-    main tower, if that has their tensors and these fit."""
+    """Further towers with weights of their own → the flag that names them. Without it a fixed tower has those of its
+    model's name, and another one starts from the file of the main tower, if that has its tensors and these fit."""
     export_formats: ClassVar[Mapping[str, Format]] = {}
     """Other tools' forms of the whole model, by the words of `ds-vit export --to`. A tool that has none here gets the
     main tower as a model of timm's; of a task with classes only ONNX, which gets the whole model."""

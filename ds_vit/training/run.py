@@ -56,8 +56,7 @@ class Model:
         task: the training task.
         image: size and normalisation of the images.
         initial_checkpoint: source of the weights; None if they are random, or if the run resumes.
-        separate: sources of the weights of towers that the initial checkpoint does not fill.
-        fixed: tower of `Task.fixed_towers` → source of its weights, also if the run resumes.
+        towers: tower → source of its weights, where that is not the initial checkpoint.
         frozen: timm names of parameters that are not trained.
         bounds: pipeline stage i has the layers bounds[i] to bounds[i + 1] - 1.
         class_parallel: whether the classifier is sharded over classes.
@@ -69,8 +68,7 @@ class Model:
     task: Task
     image: ImageConfig
     initial_checkpoint: InitialCheckpoint | None
-    separate: tuple[InitialCheckpoint, ...]
-    fixed: Mapping[str, InitialCheckpoint]
+    towers: Mapping[str, InitialCheckpoint]
     frozen: frozenset[str] = field(repr=False)
     bounds: tuple[int, ...]
     class_parallel: bool
@@ -94,8 +92,8 @@ class Model:
 
     def weights_of(self, tower: str) -> InitialCheckpoint | None:
         """The source of a tower's weights; None if they are random, or come from a checkpoint of the run."""
-        sources = (*self.separate, self.initial_checkpoint)
-        return self.fixed.get(tower) or next((source for source in sources if source and tower in source.towers), None)
+        initial = self.initial_checkpoint
+        return self.towers.get(tower) or (initial if initial and tower in initial.towers else None)
 
 
 @dataclass(frozen=True)

@@ -112,7 +112,7 @@ class SelfDistillation(Task):
     separate_files: ClassVar = {"head": (f"{HEAD}.", f"{PATCH_NORM}.", f"{LOCAL_NORM}.")}
     tower_files: ClassVar = {"head": "projection head"}
     foreign_names = (*Task.foreign_names, BACKBONE_NAMES, HEAD_NAMES)
-    tower_flags: ClassVar[Mapping[str, str]] = {HEAD: "initial_head"}
+    tower_flags: ClassVar = {HEAD: "initial_head"}
     teachers: ClassVar[Mapping[str, str]] = {TEACHER: MAIN_TOWER, TEACHER_HEAD: HEAD}
     feature_tower = TEACHER
     epoch_flags = ("freeze_last_layer_epochs", "freeze_backbone_epochs")

@@ -79,6 +79,7 @@ class Distillation(Classification):
     """`--task classification` with a teacher: `--kd-model-name` or `--kd-checkpoint`."""
 
     fixed_towers = (TEACHER,)
+    tower_flags: ClassVar = {TEACHER: "kd_checkpoint"}
     parts: ClassVar = {f"{PROJECTION}.": "projection to a teacher's width"}
     separate_files: ClassVar = {PROJECTION: (*parts,)}
     not_replayed = ""
@@ -138,7 +139,7 @@ class Distillation(Classification):
         return super().supports(model)
 
     def identity(self) -> dict[str, Any]:
-        """As `Task.identity`: how the teacher is learnt from; its weights have a fingerprint (`Model.fixed`)."""
+        """As `Task.identity`: how the teacher is learnt from; its weights have a fingerprint (`Model.towers`)."""
         return super(Classification, self).identity()
 
     # ---- a step ----------------------------------------------------------------------------------------------------

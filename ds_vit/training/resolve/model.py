@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from ds_vit.config.batch import BatchSizes
-from ds_vit.config.flag import spelling
 from ds_vit.config.schema import RunConfig
 from ds_vit.config.units import all_sizes
 from ds_vit.data.field import origins
@@ -25,7 +24,7 @@ from ds_vit.planner.memory import layers_of_rank
 from ds_vit.planner.pipeline import fastest_stages, stage_bounds
 from ds_vit.tasks.registry import part_of, refused_flags
 from ds_vit.tasks.task import Task
-from ds_vit.training.resolve.teacher import describe_teacher, open_teacher
+from ds_vit.training.resolve.teacher import describe_teacher, open_towers
 from ds_vit.training.run import Model
 from ds_vit.weights.files import find_weights
 from ds_vit.weights.initial_checkpoint import InitialCheckpoint, enumerate_some, find_pretrained
@@ -70,15 +69,16 @@ def resolve_model(
     )
     whole = task_type.create_model(spec, config, for_training=not config.eval_only)
     classes = data.train_source.class_names if task_type.has_classes else ()
-    initial, separate, notes = None, [], []
-    if with_weights and not resumes:
-        initial, notes = _initial_weights(config, task_type, whole, classes)
-        separate, of_towers = _separate_weights(config, task_type, whole, initial)
+    initial, notes = None, []
+    towers: Mapping[str, InitialCheckpoint] = {}
+    if with_weights:
+        if not resumes:
+            initial, notes = _initial_weights(config, task_type, whole, classes)
+        towers, of_towers = open_towers(config, task_type, whole, classes, initial, resumes=resumes)
         notes += of_towers
-    fixed, teacher_notes = open_teacher(config, whole, classes) if spec.teacher and with_weights else ({}, [])
     probes = not disabled_probes and (config.eval_knn or config.eval_linear_probe)
     notes += _describe_classes(data.train_source, num_classes, are_used=bool(task_type.has_classes or probes))
-    notes += [*teacher_notes, *disabled_probes, *_describe_dropped_pixels(whole)]
+    notes += [*disabled_probes, *_describe_dropped_pixels(whole)]
     if config.tp > 1:
         for name in tower_names(whole):
             check_degree(tower_of(whole, name), config.tp)
@@ -111,8 +111,7 @@ def resolve_model(
         task=task,
         image=image,
         initial_checkpoint=initial,
-        separate=tuple(separate),
-        fixed=fixed,
+        towers=towers,
         frozen=frozen,
         bounds=bounds,
         class_parallel=class_parallel,
@@ -140,34 +139,12 @@ def _initial_weights(
         path, whole, resample_patch_embed=resampled, classes=classes, task=task_type, source=source
     )
     notes = [f"weights from {source}: {initial.summary}"]
-    flags, teachers = task_type.tower_flags, task_type.teachers
-    heads = {*flags, *(teacher for teacher, student in teachers.items() if student in flags)}  # with separate lines
-    others = [name for name in initial.left_out if name.split(".")[0] not in heads]
+    others = [name for name in initial.left_out if name.split(".")[0] not in task_type.tower_flags]
     for what, number in Counter(map(part_of, others)).items():
         notes.append(f"{source} has a {what} of {number} tensors, which is not loaded")
     if resampled and "patch_embed.proj.weight" not in initial.adapted:
         notes.append("--resample-patch-embed: the weights have the model's patch size already, so nothing is resampled")
     return initial, notes
-
-
-def _separate_weights(
-    config: RunConfig, task_type: type[Task], whole: TimmViT, initial: InitialCheckpoint | None
-) -> tuple[list[InitialCheckpoint], list[str]]:
-    """The sources of `Task.tower_flags`, and lines for people."""
-    found, notes = [], []
-    for tower, flag in task_type.tower_flags.items() if not config.eval_only else ():
-        given: str = getattr(config, flag)
-        path = given or (initial.path if initial else None)
-        if path is None:
-            continue
-        try:
-            found.append(InitialCheckpoint(path, tower_of(whole, tower), tower=tower, task=task_type))
-            notes.append(f"{tower} from {path}: {found[-1].summary}")
-        except UserError as error:
-            if given:
-                raise UserError(f"{spelling(flag)}: {error}") from error
-            notes.append(f"{tower} is newly initialised: {error}")
-    return found, notes
 
 
 def _describe_classes(source: Source, num_classes: int, *, are_used: bool) -> list[str]:

@@ -71,7 +71,7 @@ def identity_of(run: Run) -> dict[str, Any]:
     of_fields = {field.name: field.identity() for field in origins(model.task.training_fields) if field.identity()}
     return {
         "task": config.task,
-        **{tower: checkpoint.fingerprint for tower, checkpoint in model.fixed.items()},
+        **{tower: model.towers[tower].fingerprint for tower in model.task.fixed_towers},
         **model.task.identity(),
         **({"fields": of_fields} if of_fields else {}),
         "model": config.model,
@@ -101,9 +101,10 @@ def origin_of(run: Run) -> dict[str, Any]:
         and "initial_weights": the files that training started from, each with a hash; "" for random ones. A
         resumed run has the checkpoint's.
     """
-    config, resume = run.config, run.output.resume
+    config, model, resume = run.config, run.model, run.output.resume
     folders = (config.data_dir,) if isinstance(config.data_dir, str) else config.data_dir
-    files = [file for file in (run.model.initial_checkpoint, *run.model.separate) if file]
+    trained = (file for tower, file in model.towers.items() if tower not in model.task.fixed_towers)
+    files = dict.fromkeys(file for file in (model.initial_checkpoint, *trained) if file)
     start = "; ".join(f"{file.source}, blake2b {file.fingerprint} of a sample of its values" for file in files)
     if resume is not None:
         start = resume.checkpoint.state.get("origin", {}).get("initial_weights", "")

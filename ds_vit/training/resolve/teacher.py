@@ -1,17 +1,19 @@
-"""The fixed teacher of a run that distils: its description and its weights, checked before any process group exists."""
+"""Further towers with weights of their own, checked before any process group exists: a fixed teacher, a head."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+from ds_vit.config.flag import spelling
 from ds_vit.config.parser import load_recipe
 from ds_vit.config.schema import RunConfig
 from ds_vit.data.settings import PIXEL_FLAGS
 from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.models.layers import tower_of
 from ds_vit.models.zoo import ModelSpec, TeacherSpec, TimmViT, image_size
-from ds_vit.tasks.distillation.task import TEACHER
 from ds_vit.tasks.registry import task_of
+from ds_vit.tasks.task import Task
 from ds_vit.weights.files import find_weights
 from ds_vit.weights.initial_checkpoint import InitialCheckpoint, find_pretrained
 
@@ -51,31 +53,59 @@ def describe_teacher(config: RunConfig) -> TeacherSpec | None:
     return TeacherSpec(ModelSpec(name, model_kwargs=kwargs), pixels)
 
 
-def open_teacher(
-    config: RunConfig, whole: TimmViT, classes: Sequence[str]
+def open_towers(
+    config: RunConfig,
+    task_type: type[Task],
+    whole: TimmViT,
+    classes: Sequence[str],
+    initial: InitialCheckpoint | None,
+    *,
+    resumes: bool,
 ) -> tuple[dict[str, InitialCheckpoint], list[str]]:
-    """The weights of the teacher by its tower, and lines for people.
+    """The weights of `Task.tower_flags` by tower, and lines for people.
+
+    A fixed tower has weights in any case; one that is trained starts from them, or from random ones.
 
     Args:
         config: the flags.
-        whole: the student, with the teacher as a further tower.
-        classes: names of the student's classes; a teacher that names the same in another order is reordered.
+        task_type: the class of --task.
+        whole: the model with its further towers.
+        classes: names of the model's classes; a teacher that names the same in another order is reordered.
+        initial: the source of the main tower's weights.
+        resumes: the run continues from a checkpoint.
 
     Raises:
         UserError: the weights do not fit, are of another number of classes, or cannot be found.
     """
-    teacher = whole.get_submodule(TEACHER)
-    if config.kd_checkpoint:
-        stored = find_weights(config.kd_checkpoint)  # describe_teacher has verified it
-        path, source = stored.path, str(stored)
-    else:
-        path, source = find_pretrained(teacher, "--kd-model-name", "--kd-checkpoint")
-    checkpoint = InitialCheckpoint(path, teacher, classes=classes, tower=TEACHER)
-    if checkpoint.newly_initialised:
-        theirs = next((shape[0] for name, shape in checkpoint.ignored.items() if name.endswith("head.weight")), 0)
-        raise UserError(
-            f"the teacher of {source} has {theirs} classes and the student {whole.num_classes}: both need the same; "
-            "fine-tune the teacher on this data first, and give its run by --kd-checkpoint"
-        )
-    height, width = image_size(teacher)
-    return {TEACHER: checkpoint}, [f"teacher from {source}, at {height} x {width} pixels: {checkpoint.summary}"]
+    found: dict[str, InitialCheckpoint] = {}
+    notes = []
+    for tower, flag in task_type.tower_flags.items():
+        model, given, is_fixed = tower_of(whole, tower), getattr(config, flag), tower in task_type.fixed_towers
+        if not is_fixed and (resumes or config.eval_only):
+            continue
+        try:
+            if file := given or (initial and not is_fixed and initial.path):
+                stored = find_weights(file)
+                path, source = stored.path, str(stored)
+            elif is_fixed:
+                path, source = find_pretrained(model, "--kd-model-name", spelling(flag))
+            else:
+                continue
+            checkpoint = InitialCheckpoint(path, model, classes=classes, tower=tower, task=task_type, source=source)
+        except UserError as error:
+            if given:
+                raise UserError(f"{spelling(flag)}: {error}") from error
+            if is_fixed:
+                raise
+            notes.append(f"{tower} is newly initialised: {error}")
+            continue
+        if checkpoint.newly_initialised:
+            theirs = next((shape[0] for name, shape in checkpoint.ignored.items() if name.endswith("head.weight")), 0)
+            raise UserError(
+                f"the {tower} of {source} has {theirs} classes and the student {whole.num_classes}: both need the "
+                "same; fine-tune the teacher on this data first, and give its run by --kd-checkpoint"
+            )
+        found |= dict.fromkeys(checkpoint.towers, checkpoint)
+        size = ", at {} x {} pixels".format(*image_size(model)) if is_fixed else ""
+        notes.append(f"{tower} from {source}{size}: {checkpoint.summary}")
+    return found, notes
