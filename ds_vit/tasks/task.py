@@ -225,8 +225,6 @@ class Task(Configurable, ABC):
     parts: ClassVar[Mapping[str, str]] = {}
     """How names of parameters begin that a ViT of timm's lacks → what those are, in words. A file of initial weights
     has all of a part or nothing of it; a model without the part leaves it out."""
-    begins_as: ClassVar[Mapping[str, str]] = {}
-    """Of `parts`: one that a file of initial weights lacks → how the names in the file begin whose values it has."""
     separate_files: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Files that the end of a run writes apart from `model.safetensors` → how the names of their parameters begin."""
     tower_files: ClassVar[Mapping[str, str]] = {}
@@ -330,6 +328,11 @@ class Task(Configurable, ABC):
             UserError: a model that cannot be trained for this task, or arguments that it does not take.
         """
         return create_model(spec, for_training=for_training)
+
+    @classmethod
+    def fit_tensors(cls, model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The tensors of a file of initial weights as a model takes them, before and after timm translates them."""
+        return tensors
 
     @classmethod
     def locked_names(cls, model: nn.Module, config: RunConfig) -> Mapping[str, frozenset[str]]:

@@ -94,13 +94,6 @@ def _other_shapes(given: Mapping[str, torch.Size], wanted: Mapping[str, torch.Si
     return other
 
 
-def _as_projection(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Without a classifier; a projection to features has no bias, or one of zeros where timm translates its name."""
-    bias = tensors.get("head.bias")
-    left_out = () if bias is None else ("head.bias", *(("head.weight",) if bias.any() else ()))
-    return {name: tensor for name, tensor in tensors.items() if name not in left_out}
-
-
 def _new_classifier(
     model: TimmViT, wanted: Mapping[str, torch.Size], given: Mapping[str, torch.Size], *, beside_others: bool
 ) -> tuple[str, ...]:
@@ -174,14 +167,13 @@ class InitialCheckpoint:
         self.path = path = Path(path)
         separate = any(names.tower == tower for names in task.foreign_names)
         tensors, self._cut_off = open_prefixed(path, tower if separate else MAIN_TOWER)
-        self.tower = tower
+        self.tower, self._task = tower, task
         self._wanted = names_and_shapes(model)
         self._parts = {
             part: names
             for part in task.parts
             if (names := sorted(name for name, _ in model.named_parameters() if name.startswith(part)))
         }
-        self._begins_as = task.begins_as
         self._averages = tuple(teacher for teacher, student in task.teachers.items() if student == tower)
         others = [name for name in tensors if part_of(name) and name not in self._wanted]
         self.left_out = {name: tensors.pop(name) for name in others if not name.startswith(tuple(self._parts))}
@@ -197,7 +189,7 @@ class InitialCheckpoint:
             raise UserError(f"initial checkpoint {path} does not fit {architecture}: {error}") from error
         self._classifier = classifier_names(model) - {*self.newly_initialised}
         self._rows, note = self._class_rows(class_names(path), classes)
-        remarks = (names.remark(tensors) for names in task.foreign_names if names.tower == tower)
+        remarks = (names.remark(tensors | self._values) for names in task.foreign_names if names.tower == tower)
         self._note = "; ".join(filter(None, (note, *remarks)))
 
     def _class_rows(self, theirs: Sequence[str], ours: Sequence[str]) -> tuple[list[int] | None, str]:
@@ -214,9 +206,7 @@ class InitialCheckpoint:
         """Translate and compare; UserError for what differs."""
         wanted, parts = self._wanted, tuple(self._parts)
         opened = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
-        is_projection = "head.weight" in wanted and "head.bias" not in wanted
-        if is_projection:
-            tensors = _as_projection(tensors)
+        tensors = self._task.fit_tensors(model, tensors)
         of_parts = {name: tensors.pop(name) for name in [*tensors] if name.startswith(parts)}
         self._foreign = not set(tensors) <= set(wanted)
         self._of_timm = isinstance(model, get_args(TimmViT))
@@ -245,10 +235,7 @@ class InitialCheckpoint:
             self._values = {name: tensor for name, tensor in self._values.items() if tensor.numel()}
         else:
             self._values = tensors | _translate(model, {name: tensors[name] for name in _RESAMPLED if name in tensors})
-        if is_projection:
-            self._values = _as_projection(self._values)
-        self._values |= of_parts
-        self._copied = self._copy_to_parts()
+        self._values = self._task.fit_tensors(model, self._values) | of_parts
         if not classifier_names(model):
             self._values = {name: tensor for name, tensor in self._values.items() if not name.startswith("head.")}
         given = {name: tensor.shape for name, tensor in self._values.items()}
@@ -274,18 +261,6 @@ class InitialCheckpoint:
         self.ignored = {name: shape for name, shape in shapes.items() if name not in used and shape.numel()}
         _check_lost_biases(model, {name: opened[name] for name in self.ignored})
 
-    def _copy_to_parts(self) -> dict[str, str]:
-        """Fill the parts that begin as others: their names, and those of the values."""
-        missing = {part: names for part, names in self._parts.items() if not self._values.keys() & {*names}}
-        copied = {
-            name: source + name.removeprefix(part)
-            for part, source in self._begins_as.items()
-            for name in missing.get(part, ())
-        }
-        copied = {name: source for name, source in copied.items() if source in self._values}
-        self._values |= {name: self._values[source] for name, source in copied.items()}
-        return copied
-
     @property
     def towers(self) -> frozenset[str]:
         """The towers of the model that may have values here; a teacher begins as its student."""
@@ -295,14 +270,13 @@ class InitialCheckpoint:
     @property
     def summary(self) -> str:
         """The tensors that are loaded, resampled, newly initialised and ignored, for people."""
-        num_taken = len(self._wanted) - len(self.newly_initialised) - len(self.adapted) - len(self._copied)
+        num_taken = len(self._wanted) - len(self.newly_initialised) - len(self.adapted)
         how = "under names that timm translates" if self._foreign and self._of_timm else "as they are"
         parts = [f"{num_taken} of {len(self._wanted)} tensors taken {how}"]
         adapted = [f"{name} {tuple(s)} in the file to {tuple(self._wanted[name])}" for name, s in self.adapted.items()]
         ignored = [f"{name} {tuple(shape)}" for name, shape in sorted(self.ignored.items())]
         parts += [f"resampled: {', '.join(adapted)}"] if adapted else []
         parts += [f"newly initialised: {enumerate_some(self.newly_initialised)}"] if self.newly_initialised else []
-        parts += [f"{', '.join(self._copied)} begin as {', '.join(self._copied.values())}"] if self._copied else []
         parts += [f"ignored: {enumerate_some(ignored)}"] if ignored else []
         parts += [f'names begin with "{self._cut_off}" in the file, which is cut off'] if self._cut_off else []
         parts += [self._note] if self._note else []

@@ -264,7 +264,7 @@ def test_norms_that_a_file_lacks_begin_as_its_norm(tmp_path, folder):
     argv = plain_dino.words_of(folder, 1, tmp_path / "run", "-b", 4, variant=DINOV3)
     argv += ["--initial-checkpoint", str(file)]
     checkpoint = resolved(argv).model.initial_checkpoint
-    assert "patch_norm.bias, patch_norm.weight" in checkpoint.summary
+    assert "patch_norm and local_cls_norm begin as norm" in checkpoint.summary
     assert not NORMS & {*checkpoint.newly_initialised}
     whole = _description(untied=DINOV3.norms)
     for tower, norms in ((MAIN_TOWER, DINOV3.norms), ("teacher", ("patch_norm",))):

@@ -31,7 +31,7 @@ from ds_vit.data.text import Tokenizer, build_tokenizer, default_context_length
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.layers import MAIN_TOWER, Layer, chain_towers, take_apart
 from ds_vit.models.sequential import SequentialViT
-from ds_vit.models.zoo import ModelSpec
+from ds_vit.models.zoo import ModelSpec, names_and_shapes
 from ds_vit.tasks.clip.export import FORMATS
 from ds_vit.tasks.clip.flags import SETTINGS
 from ds_vit.tasks.clip.loss import CLIP_LOSS, SIGLIP_LOSS, PairLoss
@@ -281,6 +281,15 @@ class TwoTowers(Contrastive):
         model: Any = exported.model
         tower = SequentialViT(take_apart(model.text)).eval()
         return TextTower(tower, model.text.settings.context_length, model.common_dim)
+
+    @classmethod
+    def fit_tensors(cls, model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """As `Task.fit_tensors`: a projection has no bias, or one of zeros from timm; another is a classifier's."""
+        bias = tensors.get("head.bias")
+        if bias is None or "head.bias" in names_and_shapes(model):
+            return tensors
+        left_out = ("head.bias", "head.weight") if bias.any() else ("head.bias",)
+        return {name: tensor for name, tensor in tensors.items() if name not in left_out}
 
 
 class Clip(TwoTowers):

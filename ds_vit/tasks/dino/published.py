@@ -25,7 +25,7 @@ from torch import nn
 
 from ds_vit.config.flag import spelling
 from ds_vit.models.zoo import names_and_shapes
-from ds_vit.tasks.dino.towers import HEAD, ProjectionHead
+from ds_vit.tasks.dino.towers import HEAD, LOCAL_NORM, PATCH_NORM, ProjectionHead
 from ds_vit.tasks.foreign_names import ForeignNames, Shapes
 
 _LAST_LAYER = {
@@ -85,7 +85,16 @@ def _head_differences(model: nn.Module, shapes: Shapes, _: Callable[[str], dict[
             yield f"its head has {spelling(flag)} {theirs}, and the model {ours}; give {spelling(flag)} {theirs}"
 
 
-BACKBONE_NAMES = ForeignNames(r"patch_embed\.proj\.weight$", _from_backbone, lambda *_: iter(()))
+def _backbone_remark(tensors: Mapping[str, torch.Tensor]) -> str:
+    """As `ForeignNames.remark`: norms that begin as another (`SelfDistillation.fit_tensors`)."""
+    norms = (norm for norm in (PATCH_NORM, LOCAL_NORM) if f"{norm}.weight" in tensors)
+    copies = [norm for norm in norms if torch.equal(tensors[f"{norm}.weight"], tensors["norm.weight"])]
+    return f"{' and '.join(copies)} begin as norm" if copies else ""
+
+
+BACKBONE_NAMES = ForeignNames(
+    r"patch_embed\.proj\.weight$", _from_backbone, lambda *_: iter(()), remark=_backbone_remark
+)
 HEAD_NAMES = ForeignNames(
     rf"(?:{HEAD}\.|(?<!ibot_head\.))mlp\.0\.weight$", _from_head, _head_differences, tower=HEAD, remark=_head_remark
 )

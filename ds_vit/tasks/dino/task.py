@@ -108,7 +108,6 @@ class SelfDistillation(Task):
         f"{TEACHER}.": "teacher",
         f"{TEACHER_HEAD}.": "projection head",
     }
-    begins_as: ClassVar = {f"{PATCH_NORM}.": "norm.", f"{LOCAL_NORM}.": "norm."}
     separate_files: ClassVar = {"head": (f"{HEAD}.", f"{PATCH_NORM}.", f"{LOCAL_NORM}.")}
     tower_files: ClassVar = {"head": "projection head"}
     foreign_names = (*Task.foreign_names, BACKBONE_NAMES, HEAD_NAMES)
@@ -174,6 +173,13 @@ class SelfDistillation(Task):
     def create_model(cls, spec: ModelSpec, config: RunConfig, *, for_training: bool) -> SelfDistillationViT:
         """As `Task.create_model`."""
         return create_self_distillation(spec, config, for_training=for_training)
+
+    @classmethod
+    def fit_tensors(cls, model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """As `Task.fit_tensors`: a separate norm that the file lacks begins as its norm."""
+        norms = [norm for norm in (PATCH_NORM, LOCAL_NORM) if hasattr(model, norm)]
+        of_norm = {name: tensor for name, tensor in tensors.items() if name.startswith("norm.")}
+        return {f"{norm}.{name[5:]}": tensor for norm in norms for name, tensor in of_norm.items()} | tensors
 
     @classmethod
     def locked_names(cls, model: nn.Module, config: RunConfig) -> Mapping[str, frozenset[str]]:
