@@ -7,15 +7,14 @@ so that it can be corrected and trained on.
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image
 
-import ds_vit.data
 from ds_vit.data.decode import decode, upright
 from ds_vit.data.fields import normalised
 from ds_vit.data.sources.listing import LABELS_FILE
@@ -24,12 +23,9 @@ from ds_vit.data.sources.source import Source
 from ds_vit.tasks.exports import ArrayPredictor, Exported, Predict
 from ds_vit.tasks.segmentation.windows import canvas_of, predicted_classes, windows_of
 
-_SIDES = (512, 2048)  # of an overlay's longer side: the legend is readable, and a photo of 50 megapixels opens
-_FONT = Path(ds_vit.data.__path__[0]) / "glyphs" / "DejaVuSans.ttf"
-
 
 def predict_masks(exported: Exported, values: Mapping[str, Any], folder: Path) -> ArrayPredictor:
-    """As `Task.predictor`: `masks/` has palette PNG files, `overlays/` JPEG files with a legend."""
+    """As `Task.predictor`: `masks/` has palette PNG files, `overlays/` JPEG files of the same sizes."""
     image, size, stride = exported.image, exported.image.img_size, values.get("slide_stride")
     canvas_of(size, size, stride)  # a wrong stride fails before any image
     flags = values.get("ignore_index", -1), bool(values.get("reduce_zero_label"))
@@ -48,8 +44,7 @@ def predict_masks(exported: Exported, values: Mapping[str, Any], folder: Path) -
         for made in (mask, overlay):
             made.parent.mkdir(parents=True, exist_ok=True)
         mask_picture(classes, labels.values, labels.colours).save(mask)
-        pixels, names = decoded(Path(path).read_bytes(), path), exported.labels or labels.names
-        overlay_picture(pixels, classes, names, labels.colours).save(overlay, quality=90)
+        overlay_picture(decoded(Path(path).read_bytes(), path), classes, labels.colours).save(overlay, quality=90)
         return mask
 
     return ArrayPredictor(classes, write)
@@ -87,21 +82,6 @@ def mask_picture(classes: np.ndarray, values: np.ndarray, colours: np.ndarray) -
     return picture
 
 
-def overlay_picture(image: Image.Image, classes: np.ndarray, names: Sequence[str], colours: np.ndarray) -> Image.Image:
-    """An image under the half transparent colours of its classes, next to their names and shares, the largest first."""
-    scale = np.clip(max(image.size), *_SIDES) / max(image.size)
-    width, height = (max(1, round(length * scale)) for length in image.size)
-    tint = Image.fromarray(colours[classes]).resize((width, height), Image.Resampling.NEAREST)
-    line = max(width, height) // 24
-    font = ImageFont.truetype(_FONT, line * 2 // 3, layout_engine=ImageFont.Layout.BASIC)  # every Pillow has that one
-    shares = np.bincount(classes.flatten(), minlength=len(names)) / classes.size
-    present = np.flatnonzero(shares)[np.argsort(-shares[shares > 0], kind="stable")][: height // line - 1 or 1]
-    lines = [f"{100 * shares[number]:.1f} %  {names[number]}" for number in present]
-    whole = Image.new("RGB", (width + round(max(map(font.getlength, lines))) + line * 5 // 2, height), "white")
-    whole.paste(Image.blend(image.resize((width, height)), tint, 0.5), (0, 0))
-    draw = ImageDraw.Draw(whole)
-    for top, number, text in zip(range(line // 2, height, line), present, lines, strict=False):
-        swatch = (width + line // 3, top, width + line * 4 // 3, top + line * 3 // 4)
-        draw.rectangle(swatch, fill=tuple(colours[number].tolist()))
-        draw.text((width + line * 5 // 3, top), text, fill="black", font=font)
-    return whole
+def overlay_picture(image: Image.Image, classes: np.ndarray, colours: np.ndarray) -> Image.Image:
+    """An image under the half transparent colours of its classes."""
+    return Image.blend(image, Image.fromarray(colours[classes]), 0.5)
