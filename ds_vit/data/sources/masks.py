@@ -335,18 +335,14 @@ class MaskSource(Subset):
 # ---- opening ---------------------------------------------------------------------------------------------------------
 
 
-def open_masks(
-    dataset: str, folder: str, split: str, num_classes: int | None, ignore_index: int, reduce_zero_label: bool
-) -> MaskSource:
+def open_masks(dataset: str, folder: str, split: str, classes: tuple[int | None, int, bool]) -> MaskSource:
     """A split of --dataset and --data-dir.
 
     Args:
         dataset: hfds/PATH, parquet/PATH, wds/PATH, or "" for `folder`.
         folder: a --data-dir; "" for none.
         split: its name.
-        num_classes: as for `find_labels`.
-        ignore_index: as for `find_labels`.
-        reduce_zero_label: as for `find_labels`.
+        classes: what `find_labels` takes after the folder.
 
     Raises:
         NoSuchSplit: there is no such split.
@@ -385,4 +381,4 @@ def open_masks(
             raise UserError(problem)
         targets = np.zeros(len(pairs), dtype=np.int64)
         images, masks = (FileSource(roots[at], [pair[at] for pair in pairs], targets) for at in (0, 1))
-    return MaskSource(images, masks, find_labels(folder, num_classes, ignore_index, reduce_zero_label), key)
+    return MaskSource(images, masks, find_labels(folder, *classes), key)

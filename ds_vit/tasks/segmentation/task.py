@@ -119,11 +119,9 @@ class Segmentation(Task):
     def open_source(cls, config: RunConfig, folder: str, split: str) -> Source:
         """As `Task.open_source`: images with masks."""
         split, percent = part_of(split)
-        if config.dataset == "scenes":
-            source: Source = open_scenes(split)
-        else:
-            flags = config.num_classes, config.ignore_index, config.reduce_zero_label
-            source = open_masks(config.dataset, folder, split, *flags)
+        classes = config.num_classes, config.ignore_index, config.reduce_zero_label
+        scenes = config.dataset == "scenes"
+        source = open_scenes(split) if scenes else open_masks(config.dataset, folder, split, classes)
         return source if percent == 100 else first_part(source, percent)
 
     def fields(self, *, training: bool) -> tuple[Field, ...]:
