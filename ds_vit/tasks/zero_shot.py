@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -29,11 +28,8 @@ ZERO_SHOT = (
     Figure("zeroshot_top1", "zero-shot top-1", "%"),
     Figure("zeroshot_top5", "zero-shot top-5", "%", summed_up=False),
 )
-_WORDS = ("none", "simple", "openai")
+_SENTENCES = {"none": "{}", "simple": "a photo of a {}."}
 _SPLIT = "validation"
-
-Template = Callable[[str], str]
-"""The name of a class → a sentence."""
 
 
 def open_zero_shot(name: str, templates: str, data_dir: str | None = None) -> ZeroShotData:
@@ -56,7 +52,7 @@ def open_zero_shot(name: str, templates: str, data_dir: str | None = None) -> Ze
         raise UserError(f"--zeroshot {name} needs one class an image, and these have {found}")
     source, words = _named_by_file(name, source)
     sentences = read_templates(templates)
-    return ZeroShotData(source, tuple(template(word) for word in words for template in sentences))
+    return ZeroShotData(source, tuple(line.replace("{}", word) for word in words for line in sentences))
 
 
 def _open_split(name: str, data_dir: str | None) -> Source:
@@ -113,28 +109,25 @@ def class_words(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(words[name] for name in names)
 
 
-def read_templates(word: str) -> tuple[Template, ...]:
-    """The templates of `--zeroshot-templates`: none, simple, openai, or a file with one per line, {} for the class.
+def read_templates(word: str) -> tuple[str, ...]:
+    """The sentences of `--zeroshot-templates`, {} for the class: none, simple, openai, or a file with one per line.
 
     Raises:
         UserError: no such word or file, a line without {}, or open_clip is not installed.
     """
     if word == "openai":
-        return tuple(_of_open_clip("OPENAI_IMAGENET_TEMPLATES"))
-    lines = {"none": ["{}"], "simple": ["a photo of a {}."]}.get(word)
-    if lines is None:
-        if not os.path.isfile(word):
-            near = did_you_mean(word, _WORDS)
-            raise UserError(f"--zeroshot-templates {word} is none of {', '.join(_WORDS)}, and no file{near}")
-        lines = [*stripped_lines(read_text(word, "--zeroshot-templates "))]
-    for line in lines or [""]:
+        return tuple(template("{}") for template in _of_open_clip("OPENAI_IMAGENET_TEMPLATES"))
+    if word in _SENTENCES:
+        return (_SENTENCES[word],)
+    if not os.path.isfile(word):
+        known = (*_SENTENCES, "openai")
+        near = did_you_mean(word, known)
+        raise UserError(f"--zeroshot-templates {word} is none of {', '.join(known)}, and no file{near}")
+    lines = stripped_lines(read_text(word, "--zeroshot-templates "))
+    for line in lines or ("",):
         if "{}" not in line:
             raise UserError(f'--zeroshot-templates {word} needs {{}} for the class in each line; "{line}" has none')
-    return tuple(partial(_filled, line) for line in lines)
-
-
-def _filled(template: str, name: str) -> str:
-    return template.replace("{}", name)
+    return lines
 
 
 def _of_open_clip(name: str) -> Sequence:
