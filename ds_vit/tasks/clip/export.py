@@ -257,7 +257,7 @@ def _write_open_clip(exported: Exported, folder: Path, save: Save) -> tuple[str,
         )
     state = model.state_dict()
     rules: tuple[Rule, ...] = (*names.OPEN_CLIP_TEXT, *names.OPEN_CLIP_PROJECTIONS[settings.projection_bias])
-    if by_name := _is_timms_own(exported.spec, model):
+    if _is_timms_own(exported.spec, model):
         vision = _timm_vision(model, exported.spec)
         trunk = {name: state.pop(name) for name in [*state] if not name.startswith("text.")}
         named = {f"{names.OPEN_CLIP_TRUNK}{name}": tensor for name, tensor in trunk.items()}
@@ -270,8 +270,7 @@ def _write_open_clip(exported: Exported, folder: Path, save: Save) -> tuple[str,
     config = {
         "embed_dim": model.common_dim,
         "custom_text": True,
-        "quick_gelu": "quick_gelu"
-        in ((activation(model.text),) if by_name else (activation(model), activation(model.text))),
+        "quick_gelu": activation(model.text) == "quick_gelu",  # of open_clip's own ViT too, which has the same
         "vision_cfg": {**vision, "image_size": list(image.img_size)},
         "text_cfg": open_clip_text(model),
         **({"init_logit_bias": model.text.initial_logits[1]} if _is_siglip(model) else {}),
