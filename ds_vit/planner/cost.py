@@ -184,7 +184,7 @@ def _layer_time(work: LayerWork, machine: Machine, rules: MemoryRules, micro_bat
 
     forward, again, sums_again = seconds(work.forward), 0.0, 0.0
     if checkpointing.interval and work.is_block:
-        again = seconds(work.forward.without_products) if checkpointing.selective else forward
+        again = seconds(work.forward._replace(products=())) if checkpointing.selective else forward
         sums_again = one_sum if work.regions else 0.0
     return _PassTime(forward + seconds(work.backward), forward, again, 2 * work.regions * one_sum, sums_again)
 

@@ -201,16 +201,6 @@ class Pass(NamedTuple):
         """Of all products."""
         return sum(one.flops for one in self.products)
 
-    @property
-    def without_products(self) -> Pass:
-        """What selective recomputing repeats."""
-        return Pass((), self.bytes, self.operations)
-
-    def times(self, images: float) -> Pass:
-        """Of a sample that brings several images; the number of operations stays."""
-        products = tuple(one._replace(rows=round(one.rows * images), flops=one.flops * images) for one in self.products)
-        return Pass(products, self.bytes * images, self.operations)
-
     def seconds(self, accelerator: Accelerator, of_type: int, micro_batch: int) -> float:
         """The device's time, or the host's where that is longer.
 
@@ -258,8 +248,8 @@ def work_of_layers(layers: Sequence[Layer]) -> list[LayerWork]:
             outputs = _run_backward(layer, outputs)
         is_block = isinstance(layer, BlockLayer)
         work = LayerWork(
-            forward.counted().times(layer.images_per_sample[0]),
-            backward.counted().times(layer.images_per_sample[0]),
+            forward.counted(layer.images_per_sample[0]),
+            backward.counted(layer.images_per_sample[0]),
             given=outputs[0].numel() * outputs[0].element_size() // _IMAGES,
             parameters=sum(parameter.numel() for parameter in layer.parameters()),
             regions=sum(isinstance(module, Entered) for module in layer.modules()) if is_block else 0,
@@ -294,10 +284,11 @@ class _Counter(TorchDispatchMode):
             self.bytes += sum(t.numel() * t.element_size() for t in (*tensors, *made))
         return out
 
-    def counted(self) -> Pass:
-        """The sum for one image."""
-        products = tuple(Product(*shape, flops / _IMAGES) for shape, flops in sorted(self.products.items()))
-        return Pass(products, self.bytes / _IMAGES, self.operations)
+    def counted(self, images: float) -> Pass:
+        """The sum for a sample that brings so many images; the number of operations is that of any batch."""
+        share, products = images / _IMAGES, sorted(self.products.items())
+        of_sample = (Product(width, round(rows * images), flops * share) for (width, rows), flops in products)
+        return Pass(tuple(of_sample), self.bytes * share, self.operations)
 
 
 _MATRICES = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm}

@@ -106,9 +106,7 @@ class Accelerator:
 def _between(table: Mapping[int, float], width: int) -> float:
     """A table's value at a width: interpolated, and below the least width in proportion to it."""
     widths = sorted(table)
-    if width < widths[0]:
-        return table[widths[0]] * max(width / widths[0], 0.05)
-    return float(np.interp(width, widths, [table[one] for one in widths]))
+    return float(np.interp(max(width, widths[0] / 20), [0, *widths], [0.0, *(table[one] for one in widths)]))
 
 
 Kind = TypeVar("Kind", Accelerator, Link)
@@ -143,12 +141,12 @@ def names(kind: str) -> list[str]:
 
 
 def _load(kind: type[Kind], folder: str, name: str, flag: str) -> Kind:
+    known = names(folder)
     if name.endswith((".yaml", ".yml")):
         path = Path(name)
-    elif name.lower() in names(folder):
+    elif name.lower() in known:
         path = _DATA / folder / f"{name.lower()}.yaml"
     else:
-        known = names(folder)
         raise UserError(
             f"{flag} {name} is unknown{did_you_mean(name.lower(), known, 0.3)} (known: {', '.join(known)}), or give a "
             f"file like those of ds_vit/planner/data/{folder}/ by its path"
