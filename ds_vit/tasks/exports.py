@@ -87,41 +87,27 @@ class Exported:
 
 
 @dataclass(frozen=True)
-class Tool:
-    """Another tool that reads weights.
-
-    Attributes:
-        reader: the package that loads them.
-        packages: needed in addition to the required ones.
-        extra: of `launch/setup.sh`, which installs them.
-        loaded_with: the call for people, with {} for the folder; "" for none.
-    """
-
-    reader: str
-    packages: tuple[str, ...] = ()
-    extra: str = "export"
-    loaded_with: str = ""
-
-
-TRANSFORMERS = Tool("transformers", ("transformers",))
-
-
-@dataclass(frozen=True)
 class Format:
     """A form of a model that another tool reads.
 
     Attributes:
-        tool: the tool.
+        reader: the package that loads it.
+        packages: needed in addition to the required ones.
         write: writes a model into an empty folder, its tensors by `Save`, and gives lines for people. It raises
             UserError for a model that the tool cannot represent, before it writes anything.
         load: that folder as the tool loads it.
         predict: the model with the outputs that `load` gives.
+        extra: of `launch/setup.sh`, which installs the packages.
+        loaded_with: the call for people, with {} for the folder; "" for none.
     """
 
-    tool: Tool
+    reader: str
+    packages: tuple[str, ...]
     write: Callable[[Exported, Path, Save], tuple[str, ...]]
     load: Callable[[Path], Predict]
     predict: Callable[[Exported], Predict] = lambda exported: exported.model
+    extra: str = "export"
+    loaded_with: str = ""
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from ds_vit.config import parser as flags
 from ds_vit.data.settings import PIXEL_FLAGS
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.zoo import create_model
-from ds_vit.weights.export import TOLERANCE, export, tools
+from ds_vit.weights.export import TOLERANCE, export, formats
 from ds_vit.weights.files import (
     add_weights_arguments,
     class_names,
@@ -99,7 +99,7 @@ def main(argv: Sequence[str]) -> int:
         largest = f"the largest difference {difference.largest:.1e} is beyond {TOLERANCE:g}"
         print(f"ds-vit export: error: {largest}; {difference.folder} is not kept", file=sys.stderr)
         return 1
-    if call := tools()[given["to"]].loaded_with:
+    if call := formats()[given["to"]].loaded_with:
         print(f"load it with {call.format(difference.folder)}")
     return 0
 
@@ -126,7 +126,7 @@ def build_parser(command: str) -> flags.Parser:
         examples="ds-vit export runs/first --to hf\nds-vit export runs/first --to onnx --weights ema --output onnx",
     )
     add_weights_arguments(parser)
-    metavar = f"{{{','.join(tools())}}}"  # a task from outside may have others
+    metavar = f"{{{','.join(formats())}}}"  # a task from outside may have others
     parser.add_argument("--to", metavar=metavar, required=True, help="the tool to write for")
     parser.add_argument("--output", metavar="DIR", help="a new folder [export-<tool> next to the weights]")
     parser.add_argument("--labels", metavar="FILE", help="names of the classes, one per line [the run's]")

@@ -16,17 +16,7 @@ import torch
 from ds_vit.checkpoint.tensors import save_weights
 from ds_vit.fault_tolerance.errors import UserError, did_you_mean
 from ds_vit.models.zoo import create_model
-from ds_vit.tasks.exports import (
-    TRANSFORMERS,
-    Exported,
-    Format,
-    Predict,
-    Save,
-    Tool,
-    quiet,
-    read_transformers,
-    write_timm_config,
-)
+from ds_vit.tasks.exports import Exported, Format, Predict, Save, quiet, read_transformers, write_timm_config
 from ds_vit.tasks.registry import all_tasks
 from ds_vit.weights.files import StoredWeights, find_weights, names_as_metadata
 from ds_vit.weights.model_card import model_card
@@ -123,20 +113,21 @@ def _load_onnx(folder: Path) -> Predict:
     return lambda images: torch.from_numpy(session.run(["logits"], {"images": images.numpy()})[0])
 
 
-_TIMM = Tool("timm", loaded_with="timm.create_model('local-dir:{}', pretrained=True)")
-_ONNX_PACKAGES = ("onnx", "onnxruntime", "onnxscript")
-_ONNX = Tool("onnxruntime", _ONNX_PACKAGES, loaded_with="onnxruntime.InferenceSession('{}/model.onnx')")
+_ONNX = ("onnx", "onnxruntime", "onnxscript")
 _OF_TIMM = {
-    "timm": Format(_TIMM, _write_timm, _load_timm),
-    "hf": Format(TRANSFORMERS, _write_timm, _load_hf),
-    "onnx": Format(_ONNX, _write_onnx, _load_onnx),
+    "timm": Format(
+        "timm", (), _write_timm, _load_timm, loaded_with="timm.create_model('local-dir:{}', pretrained=True)"
+    ),
+    "hf": Format("transformers", ("transformers",), _write_timm, _load_hf),
+    "onnx": Format(
+        "onnxruntime", _ONNX, _write_onnx, _load_onnx, loaded_with="onnxruntime.InferenceSession('{}/model.onnx')"
+    ),
 }
 
 
-def tools() -> dict[str, Tool]:
-    """The tools by the words of --to."""
-    of_tasks = {to: form for task in all_tasks() for to, form in task.export_formats.items()}
-    return {to: form.tool for to, form in {**_OF_TIMM, **of_tasks}.items()}
+def formats() -> dict[str, Format]:
+    """The formats by the words of --to; those of a task are for its runs, and else there is one of timm's."""
+    return _OF_TIMM | {to: form for task in all_tasks() for to, form in task.export_formats.items()}
 
 
 def _load(
@@ -206,12 +197,11 @@ def export(
         UserError: invalid input, a model that the tool has no class for, or a missing package.
     """
     stored = find_weights(source, weights, checkpoint)
-    known = tools()  # with those of the run's task
+    known = formats()  # with those of the run's task
     if to not in known:
         raise UserError(f"cannot export to {to!r}; known are {', '.join(known)}{did_you_mean(to, known)}")
-    tool = known[to]
-    if missing := [package for package in tool.packages if find_spec(package) is None]:
-        raise UserError(f"--to {to} needs {', '.join(missing)}: bash launch/setup.sh {tool.extra}")
+    if missing := [package for package in known[to].packages if find_spec(package) is None]:
+        raise UserError(f"--to {to} needs {', '.join(missing)}: bash launch/setup.sh {known[to].extra}")
     folder = Path(output) if output else stored.folder / f"export-{to}"
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists already; remove it, or name another folder with --output")
@@ -227,11 +217,10 @@ def export(
         raise UserError(f"--output {folder}: {error.strerror}") from None
     try:
         notes += form.write(exported, partial, save_weights)
-        if card := model_card(stored, exported, tool.reader, has_head=(partial / "head.safetensors").is_file()):
+        if card := model_card(stored, exported, form.reader, has_head=(partial / "head.safetensors").is_file()):
             (partial / "README.md").write_text(card)
         largest, scale = _compare(form.predict(exported), form.load(partial), exported.image.img_size)
-        reader = f"{tool.reader} {version(tool.reader)}"
-        difference = Difference(folder, reader, largest, scale, notes)
+        difference = Difference(folder, f"{form.reader} {version(form.reader)}", largest, scale, notes)
         if difference.within:
             partial.replace(folder)
         return difference

@@ -22,8 +22,8 @@ from ds_vit.config.outside import pass_class
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.zoo import create_model
 from ds_vit.tasks.classification.task import Classification
-from ds_vit.tasks.exports import Format, Tool
-from ds_vit.weights.export import tools
+from ds_vit.tasks.exports import Format
+from ds_vit.weights.export import formats
 from ds_vit.weights.initial_checkpoint import InitialCheckpoint
 
 SOURCE = """
@@ -294,7 +294,7 @@ class WithPart(Classification):
 
     parts: ClassVar = {"own.": "part of its own"}
     tower_files: ClassVar = {"own": "part of its own"}
-    export_formats: ClassVar = {"mine": Format(Tool("timm"), None, None)}
+    export_formats: ClassVar = {"mine": Format("timm", (), None, None)}
 
 
 def test_its_weights_are_known_where_the_class_is(tmp_path):
@@ -305,7 +305,7 @@ def test_its_weights_are_known_where_the_class_is(tmp_path):
     save_weights(tmp_path, {"own.x": torch.zeros(1)}, name="own")
     with mock.patch.dict("ds_vit.config.outside.loaded", {"m:WithPart": WithPart}):
         assert InitialCheckpoint(tmp_path / "model.safetensors", model).left_out.keys() == {"own.x"}
-        assert "mine" in tools()
+        assert "mine" in formats()
     assert InitialCheckpoint(tmp_path / "model.safetensors", model).left_out == {}
 
 

@@ -113,7 +113,7 @@ def run_of(folder, kind, **more):
 def features(run):
     """Normalised features of four images and four captions, and the logits of the pairs."""
     width = run.model.common_dim
-    return pairs(run.model)(run.images()).split((width, width, 4), dim=1)
+    return pairs(run)(run.images()).split((width, width, 4), dim=1)
 
 
 def close(given, expected):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ds_vit.tasks.bridgetower.tower import BridgeTower
-from ds_vit.tasks.exports import TRANSFORMERS, Exported, Format, Predict, Save, read_transformers
+from ds_vit.tasks.exports import Exported, Format, Predict, Save, read_transformers
 
 _TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt")
 _IMAGE_FILES = ("preprocessor_config.json", "processor_config.json")
@@ -55,4 +55,4 @@ def _embeddings(model: Any) -> Predict:
     return embed
 
 
-FORMATS = {"hf": Format(TRANSFORMERS, _write, _load, lambda exported: _embeddings(exported.model))}
+FORMATS = {"hf": Format("transformers", ("transformers",), _write, _load, lambda exported: _embeddings(exported.model))}

@@ -26,7 +26,7 @@ from ds_vit.tasks.clip import hugging_face as hf
 from ds_vit.tasks.clip import weights as names
 from ds_vit.tasks.clip.hugging_face import activation, write_tokenizer
 from ds_vit.tasks.clip.tower import ContrastiveModel, TextSettings
-from ds_vit.tasks.exports import TRANSFORMERS, Exported, Format, Predict, Save, Tool, quiet, read_transformers
+from ds_vit.tasks.exports import Exported, Format, Predict, Save, quiet, read_transformers
 from ds_vit.tasks.foreign_names import Rule, general, to_theirs
 
 _OPEN_CLIP_INTERPOLATIONS = ("bicubic", "bilinear")
@@ -60,8 +60,9 @@ def _similarities(
     return torch.cat((images, texts[: len(images)], scale * images @ texts.T + bias), dim=1)
 
 
-def pairs(model: ContrastiveModel) -> Predict:
+def pairs(exported: Exported) -> Predict:
     """Images [B, 3, H, W] -> [B, 2E + N], as `_similarities`, with `example_captions`."""
+    model = _of(exported)
     layers = take_apart(model.text)
     ids = example_captions(model.text.settings)
 
@@ -334,8 +335,10 @@ def _notes(exported: Exported) -> Iterator[str]:
         yield f"open_clip's images have no margin to crop; the run evaluates with --crop-pct {pct:g}"
 
 
-_OPEN_CLIP = Tool("open_clip_torch", ("open_clip",), "text", "open_clip.create_model_and_transforms('local-dir:{}')")
+_OPEN_CLIP = "open_clip.create_model_and_transforms('local-dir:{}')"
 FORMATS = {
-    "hf": Format(TRANSFORMERS, _write_hf, _load_hf, lambda exported: pairs(exported.model)),
-    "open_clip": Format(_OPEN_CLIP, _write_open_clip, _load_open_clip, lambda exported: pairs(exported.model)),
+    "hf": Format("transformers", ("transformers",), _write_hf, _load_hf, pairs),
+    "open_clip": Format(
+        "open_clip_torch", ("open_clip",), _write_open_clip, _load_open_clip, pairs, "text", _OPEN_CLIP
+    ),
 }

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from ds_vit.models.zoo import create_model
-from ds_vit.tasks.exports import Exported, Format, Predict, Save, Tool, write_timm_config
+from ds_vit.tasks.exports import Exported, Format, Predict, Save, write_timm_config
 from ds_vit.tasks.segmentation.towers import HEAD, grid_of_logits, make_head
 
 
@@ -54,6 +54,4 @@ def _load(folder: Path) -> Predict:
     return predict
 
 
-FORMATS = {
-    "timm": Format(Tool("timm", loaded_with="timm.create_model('local-dir:{}', pretrained=True)"), _write, _load)
-}
+FORMATS = {"timm": Format("timm", (), _write, _load, loaded_with="timm.create_model('local-dir:{}', pretrained=True)")}
