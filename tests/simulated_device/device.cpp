@@ -132,7 +132,7 @@ struct Graph {
   std::map<char*, std::string> overwritten;  // of other blocks: nothing runs, so they get it back
 };
 
-std::recursive_mutex mutex;
+std::recursive_mutex mutex;               // see Lock
 std::map<Stream, Clock> streams;          // what the next operation of a stream comes after
 std::map<Stream, int64_t> stream_queries; // of a stream, that have answered "not yet" since its last operation
 Clock host;                               // what the host knows to be complete
@@ -150,6 +150,25 @@ std::map<int64_t, std::weak_ptr<Pool>> pools;  // each lives as long as a graph 
 auto& graphs = *new std::map<int64_t, std::shared_ptr<Graph>>;
 std::shared_ptr<Graph> captured;          // the graph that is being captured
 thread_local bool captures_here = false;  // this thread has begun it
+
+// Within the lock nothing may take Python's, whose holder may wait for this one (it frees memory, records an event). The
+// second reference to a tensor of Python's takes it, and so does going back to one: a copy that has landed frees its
+// tensors behind the lock, and who takes the lock holds a reference before.
+auto& landed = *new std::vector<PendingCopy>;
+int64_t locks = 0;                        // of the thread that holds the mutex
+
+class Lock {
+ public:
+  Lock() {
+    mutex.lock();
+    ++locks;
+  }
+  ~Lock() {
+    std::vector<PendingCopy> done;
+    if (--locks == 0) done.swap(landed);
+    mutex.unlock();
+  }
+};
 
 thread_local int current_device = 0;
 thread_local int64_t current_streams[kDevices] = {};
@@ -191,7 +210,7 @@ void land(const Clock& clock, bool host_waited) {
   for (auto& copy : copies) {
     bool lands = includes(clock, copy.stream, copy.operation) && (host_waited || !copy.to_host || is_read(copy));
     if (lands) copy.target.copy_(copy.source);
-    else pending.push_back(copy);
+    (lands ? landed : pending).push_back(copy);
   }
 }
 
@@ -246,7 +265,7 @@ void forget(const Block& block);
 size_t rounded(size_t bytes) { return (bytes + kRoundedTo - 1) / kRoundedTo * kRoundedTo; }
 
 void release(void* context) {
-  std::lock_guard lock(mutex);
+  Lock lock;
   auto* block = static_cast<Block*>(context);
   Clock users;
   for (const auto& use : block->uses) advance(users, {{use.stream, use.operation}});
@@ -275,7 +294,7 @@ class DeviceAllocator final : public c10::DeviceAllocator {
     void* data = nullptr;
     if (bytes == 0) return {nullptr, nullptr, &release_nothing, c10::Device(kDevice, current_device)};
     {
-      std::lock_guard lock(mutex);
+      Lock lock;
       if (is_captured(current_stream())) return allocate_in_pool(bytes);
     }
     check_limit(bytes);
@@ -287,7 +306,7 @@ class DeviceAllocator final : public c10::DeviceAllocator {
   // Count memory as the device's: from now on `release` frees it.
   c10::DataPtr adopt(char* data, size_t bytes, at::Storage owner) {
     if (owner) check_limit(bytes);
-    std::lock_guard lock(mutex);
+    Lock lock;
     auto* block = new Block{data, bytes, current_device, current_stream(), std::move(owner)};
     block->number = ++blocks_made;
     if (is_captured(block->stream)) {
@@ -332,7 +351,7 @@ class DeviceAllocator final : public c10::DeviceAllocator {
   static void release_nothing(void*) {}
 
   void check_limit(size_t bytes) {
-    std::lock_guard lock(mutex);
+    Lock lock;
     size_t used = stats[current_device].reserved_bytes[0].current, limit = limits[current_device];
     if (used + rounded(bytes) <= limit) return;
     stats[current_device].num_ooms++;
@@ -346,7 +365,7 @@ class DeviceAllocator final : public c10::DeviceAllocator {
   bool initialized() override { return true; }
   void emptyCache(c10::MempoolId_t) override {}
   void recordStream(const c10::DataPtr& data, c10::Stream stream) override {
-    std::lock_guard lock(mutex);
+    Lock lock;
     if (data.get_context() != nullptr && data.get() != nullptr)
       static_cast<Block*>(data.get_context())->recorded.insert(key_of(stream));
   }
@@ -381,14 +400,14 @@ class PinnedAllocator final : public c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     void* data = nullptr;
     TORCH_CHECK(posix_memalign(&data, 64, std::max<size_t>(bytes, 1)) == 0, "the host has no ", bytes, " bytes left");
-    std::lock_guard lock(mutex);
+    Lock lock;
     ranges_[static_cast<char*>(data)] = bytes;
     return {data, data, &unpin, at::kCPU};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &unpin; }
   void copy_data(void* to, const void* from, size_t bytes) const override { default_copy_data(to, from, bytes); }
   bool holds(const void* pointer) const {
-    std::lock_guard lock(mutex);
+    Lock lock;
     auto above = ranges_.upper_bound(static_cast<const char*>(pointer));
     if (above == ranges_.begin()) return false;
     auto [begin, bytes] = *std::prev(above);
@@ -403,7 +422,7 @@ class PinnedAllocator final : public c10::Allocator {
 PinnedAllocator pinned_allocator;
 
 void PinnedAllocator::unpin(void* data) {
-  std::lock_guard lock(mutex);
+  Lock lock;
   pinned_allocator.ranges_.erase(static_cast<char*>(data));
   std::free(data);
 }
@@ -462,7 +481,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   bool isPinnedPtr(const void* data) const override { return pinned_allocator.holds(data); }
   c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator; }
   at::Device getDeviceFromPtr(void* data) const override {
-    std::lock_guard lock(mutex);
+    Lock lock;
     auto above = blocks.upper_bound(static_cast<char*>(data));
     TORCH_CHECK(above != blocks.begin(), "no device memory at this address");
     return {kDevice, static_cast<c10::DeviceIndex>(std::prev(above)->second->device)};
@@ -501,7 +520,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   c10::Stream getDefaultStream(c10::Device device) const override { return stream_on(here(device), 0); }
   c10::Stream getNewStream(c10::Device device, int) const override {
-    std::lock_guard lock(mutex);
+    Lock lock;
     return stream_on(here(device), ++streams_created);
   }
   c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override { return getNewStream(device, 0); }
@@ -511,7 +530,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void* getStreamNativeHandle(const c10::Stream stream) const override { return reinterpret_cast<void*>(stream.id()); }
 
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
-    std::lock_guard lock(mutex);
+    Lock lock;
     if (*event == nullptr) *event = new Event;
     auto& clock = streams[key_of(stream)];
     advance(clock, host);
@@ -519,7 +538,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
         clock, query_delay, std::chrono::steady_clock::now(), is_captured(key_of(stream))};
   }
   void block(void* event, const c10::Stream& stream) const override {
-    std::lock_guard lock(mutex);
+    Lock lock;
     if (event == nullptr) return;
     advance(streams[key_of(stream)], static_cast<Event*>(event)->clock);
     if (!captured || !static_cast<Event*>(event)->captured) return;
@@ -527,7 +546,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     captured->streams.insert(key_of(stream));
   }
   bool queryEvent(void* pointer) const override {
-    std::lock_guard lock(mutex);
+    Lock lock;
     auto* event = static_cast<Event*>(pointer);
     if (event == nullptr || includes(host, event->clock)) return true;
     if (event->queries-- > 0) return false;
@@ -535,7 +554,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return true;
   }
   void synchronizeEvent(void* event) const override {
-    std::lock_guard lock(mutex);
+    Lock lock;
     if (event != nullptr && !includes(host, static_cast<Event*>(event)->clock))
       synchronise("Event.synchronize", static_cast<Event*>(event)->clock);
   }
@@ -545,7 +564,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return std::chrono::duration<double, std::milli>(time_of(end) - time_of(begin)).count();
   }
   bool queryStream(const c10::Stream& stream) const override {
-    std::lock_guard lock(mutex);
+    Lock lock;
     auto& clock = streams[key_of(stream)];
     if (includes(host, clock)) return true;
     if (stream_queries[key_of(stream)]++ < query_delay) return false;
@@ -553,11 +572,11 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return true;
   }
   void synchronizeStream(const c10::Stream& stream) const override {
-    std::lock_guard lock(mutex);
+    Lock lock;
     synchronise("Stream.synchronize", streams[key_of(stream)]);
   }
   void synchronizeDevice(const c10::DeviceIndex device) const override {
-    std::lock_guard lock(mutex);
+    Lock lock;
     Clock all;
     for (auto& [stream, clock] : streams)
       if (stream / kStreamsPerDevice == device) advance(all, clock);
@@ -679,7 +698,8 @@ void poison(const Tensor& tensor) {
 }
 
 Tensor copy_from(const Tensor& self, const Tensor& target, bool non_blocking) {
-  std::lock_guard lock(mutex);
+  Tensor kept_self = self, result = target;
+  Lock lock;
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   bool to_host = !on_device(target), from_host = !on_device(self);
   c10::DeviceGuard guard(to_host ? self.device() : target.device());
@@ -712,11 +732,11 @@ Tensor copy_from(const Tensor& self, const Tensor& target, bool non_blocking) {
   } else {
     pending.push_back({stream, operation, source, destination, false});
   }
-  return target;
+  return result;
 }
 
 at::Scalar local_scalar_dense(const Tensor& self) {
-  std::lock_guard lock(mutex);
+  Lock lock;
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   c10::DeviceGuard guard(self.device());
   auto stream = current_stream();
@@ -931,7 +951,7 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   torch::jit::Stack of_graph;
   bool records;
   {
-    std::lock_guard lock(mutex);
+    Lock lock;
     if (call.host_reads()) refuse_in_capture(call.name());
     launch(stream);
     launches += !call.is_view();
@@ -943,7 +963,7 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     op.callBoxed(stack);
   }
-  std::lock_guard lock(mutex);
+  Lock lock;
   call.to_device(stream);
   if (records) captured->nodes.push_back({call.repeated(op, std::move(of_graph))});
   if (call.host_reads()) synchronise(call.name().substr(6), streams[stream]);
@@ -1023,7 +1043,7 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
 // ---- What Python asks for ----
 
 c10::Dict<std::string, int64_t> host_synchronisations() {
-  std::lock_guard lock(mutex);
+  Lock lock;
   c10::Dict<std::string, int64_t> copied;
   for (auto& [name, number] : counts) copied.insert(name, number);
   return copied;
@@ -1031,7 +1051,7 @@ c10::Dict<std::string, int64_t> host_synchronisations() {
 
 // A kernel that others run (a collective): begins on the current stream, reads and writes these tensors.
 void launch_foreign(const std::string& name, at::TensorList reads, at::TensorList writes) {
-  std::lock_guard lock(mutex);
+  Lock lock;
   auto stream = current_stream();
   launch(stream);
   for (const Tensor& tensor : reads) if (on_device(tensor)) touch(tensor, stream, false, name);
@@ -1041,14 +1061,14 @@ void launch_foreign(const std::string& name, at::TensorList reads, at::TensorLis
 // ---- Graphs ----
 
 int64_t new_pool() {
-  std::lock_guard lock(mutex);
+  Lock lock;
   static int64_t number = 0;
   pools[++number];
   return number;
 }
 
 void capture_begin(int64_t number, int64_t pool) {
-  std::lock_guard lock(mutex);
+  Lock lock;
   TORCH_CHECK(!captured, "another graph is being captured");
   auto stream = current_stream();
   TORCH_CHECK(stream % kStreamsPerDevice != 0, "graphs must be captured on a stream that is not the default one");
@@ -1062,7 +1082,7 @@ void capture_begin(int64_t number, int64_t pool) {
 }
 
 void capture_end() {
-  std::lock_guard lock(mutex);
+  Lock lock;
   auto graph = std::exchange(captured, nullptr);
   captures_here = false;
   TORCH_CHECK(graph, "no graph is being captured");
@@ -1082,7 +1102,7 @@ void capture_end() {
 
 // Run the nodes from `first` on until one that Python has to run: gives its number, or -1 at the end.
 std::tuple<int64_t, int64_t> replay(int64_t number, int64_t first) {
-  std::lock_guard lock(mutex);
+  Lock lock;
   refuse_in_capture("replay");
   auto& graph = *graphs.at(number);
   auto stream = current_stream();
@@ -1118,11 +1138,11 @@ TORCH_LIBRARY(simulated, m) {
   m.def("capture_begin", &capture_begin);
   m.def("capture_end", &capture_end);
   m.def("replay", &replay);
-  m.def("delete_graph", [](int64_t number) { std::lock_guard lock(mutex); graphs.erase(number); });
-  m.def("is_capturing", []() -> bool { std::lock_guard lock(mutex); return is_captured(current_stream()); });
-  m.def("record_foreign", [](int64_t number) { std::lock_guard lock(mutex); captured->nodes.push_back({{}, number}); });
-  m.def("launches", []() -> int64_t { std::lock_guard lock(mutex); return launches; });
-  m.def("reset", [] { std::lock_guard lock(mutex); counts.clear(); freed.clear(); launches = 0; });
+  m.def("delete_graph", [](int64_t number) { Lock lock; graphs.erase(number); });
+  m.def("is_capturing", []() -> bool { Lock lock; return is_captured(current_stream()); });
+  m.def("record_foreign", [](int64_t number) { Lock lock; captured->nodes.push_back({{}, number}); });
+  m.def("launches", []() -> int64_t { Lock lock; return launches; });
+  m.def("reset", [] { Lock lock; counts.clear(); freed.clear(); launches = 0; });
   m.def("refuse_host_synchronisations", [](bool refuse) { refuses_syncs = refuse; });
   m.def("set_memory_limit", [](int64_t device, int64_t bytes) { allocator.limits[device] = bytes; });
   m.def("device_count", []() -> int64_t { return kDevices; });

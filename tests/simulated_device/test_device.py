@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 import torch
 
@@ -62,6 +65,27 @@ def test_only_pinned_memory_is_copied_without_a_wait():
     pinned = torch.ones(3).pin_memory()
     assert pinned[1:].is_pinned()
     assert not pinned.clone().is_pinned()
+
+
+@on_device
+def test_threads_with_pythons_lock_and_with_the_devices_do_not_wait_for_each_other():
+    """Catches: Python's lock taken within the device's, by the first or the last reference to a tensor of Python's."""
+    copied = threading.Event()
+
+    def free_memory() -> None:
+        while not copied.is_set():
+            memory = torch.ones(1, device=DEVICE).untyped_storage()
+            time.sleep(0)
+            del memory  # with Python's lock
+
+    other = threading.Thread(target=free_memory, daemon=True)
+    other.start()
+    source, target = (torch.ones(2_000_000, device=DEVICE) for _ in range(2))
+    for _ in range(20):
+        target.copy_(source)
+        target.copy_(torch.ones(2_000_000).pin_memory(), non_blocking=True)  # freed when the copy has landed
+    copied.set()
+    other.join()
 
 
 # ---- Streams race ----
