@@ -62,6 +62,12 @@ class ModelSpec:
     model_kwargs: Mapping[str, Any] = field(default_factory=dict)
     teacher: TeacherSpec | None = None
 
+    @classmethod
+    def of(cls, values: Mapping[str, Any], **resolved: Any) -> ModelSpec:
+        """The spec of flags by their recipe names; `resolved` has attributes that are others there."""
+        given = {"img_size": values.get("img_size"), "model_kwargs": values.get("model_kwargs") or {}}
+        return cls(values["model"], **{**given, **resolved})
+
 
 class TeacherSpec(NamedTuple):
     """A fixed teacher.

@@ -34,9 +34,8 @@ def model_spec(values: Mapping[str, Any]) -> ModelSpec:
     """The spec that flags (by their recipe names) ask for; UserError without --model."""
     if not values.get("model"):
         raise UserError("no config.yaml says which model these weights are of: give --model")
-    size = values.get("img_size")
     classes = {} if values.get("num_classes") is None else {"num_classes": values["num_classes"]}
-    return ModelSpec(values["model"], img_size=size, model_kwargs=values.get("model_kwargs") or {}, **classes)
+    return ModelSpec.of(values, **classes)
 
 
 def settings_of(weights: StoredWeights, settings: Mapping[str, Any]) -> tuple[dict[str, Any], type[Task]]:

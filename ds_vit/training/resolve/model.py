@@ -59,8 +59,8 @@ def resolve_model(
     disabled_probes = _disabled_probes(config, task_type, data)
     num_classes = _num_classes(config, task_type, data)
     of_sizes, sizes = all_sizes(config.img_size_schedule, config.train_img_sizes)
-    spec = ModelSpec(
-        name=config.model,
+    spec = ModelSpec.of(
+        vars(config),
         num_classes=num_classes,
         img_size=sizes[-1] if sizes else config.img_size,
         drop_path_rate=config.drop_path if "drop_path" in config.model_fields_set else None,

@@ -50,7 +50,7 @@ def describe_teacher(config: RunConfig) -> TeacherSpec | None:
     given = values.get("model_kwargs") or {}
     kwargs = {key: value for key, value in given.items() if not key.endswith("drop_rate")}
     pixels = {key: values[key] for key in PIXEL_FLAGS if key in ("mean", "std") and values.get(key)}
-    return TeacherSpec(ModelSpec(name, model_kwargs=kwargs), pixels)
+    return TeacherSpec(ModelSpec.of({**values, "model": name}, img_size=None, model_kwargs=kwargs), pixels)
 
 
 def open_towers(
