@@ -25,6 +25,7 @@ from torch import nn
 from ds_vit.fault_tolerance.errors import UserError, first_line
 from ds_vit.models.hub import hub_file
 from ds_vit.models.layers import MAIN_TOWER, Layer
+from ds_vit.models.linear import added_names
 from ds_vit.models.param_groups import classifier_names
 from ds_vit.models.zoo import TimmViT, names_and_shapes
 from ds_vit.tasks.registry import part_of
@@ -242,6 +243,7 @@ class InitialCheckpoint:
         self.newly_initialised = (
             *_new_classifier(model, wanted, given, beside_others=bool(self.left_out)),
             *(name for names in self._parts.values() if not given.keys() & {*names} for name in names),
+            *(name for name in added_names(model) if name not in given),
         )
         in_file, in_model = ({name: str(tuple(s)) for name, s in shapes.items()} for shapes in (given, wanted))
         differences = [

@@ -19,6 +19,7 @@ from ds_vit.config.schema import RunConfig
 from ds_vit.data.settings import ImageConfig, resolve_pixels
 from ds_vit.fault_tolerance.errors import UserError, did_you_mean, read_text, stripped_lines
 from ds_vit.models.keyed_init import materialise
+from ds_vit.models.linear import Linear
 from ds_vit.models.zoo import ModelSpec, TimmViT, create_model, image_size
 from ds_vit.tasks.exports import Exported
 from ds_vit.tasks.registry import idle_flags, task_of
@@ -154,6 +155,9 @@ def _filled(model: TimmViT, checkpoint: InitialCheckpoint, values: Mapping[str, 
     """Load the weights into a model on the meta device, in place, and resolve how its images are prepared."""
     materialise(model, torch.device("cpu"))
     checkpoint.load(model.eval())
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.fold()
     return ImageConfig(image_size(model), **resolve_pixels(values, model))
 
 

@@ -15,16 +15,19 @@ import numpy as np
 import pytest
 import torch
 from curves import assert_same_curve, read_rows, train_in
+from outside_adapters import LoraLinear, add_adapters
 from outside_boxes import Boxes, make_boxes
 from outside_clips import ClipField, FolderOfClips, make_clips
 from pages import run_page
 from project import ROOT, give_a_clone, run_python
+from vits import shake
 
 from ds_vit.config.augmentation import AugmentConfig
 from ds_vit.data.field import Sample
 from ds_vit.data.fields import ImageField
 from ds_vit.data.settings import ImageConfig
 from ds_vit.data.sources.datasets import open_source
+from ds_vit.models.zoo import ModelSpec, create_model, names_and_shapes
 from ds_vit.randomness import mix
 
 PAGE = (ROOT / "docs" / "own_task.md").read_text()
@@ -200,3 +203,45 @@ def test_ragged_boxes(ranks, tmp_path):
     one, two = train(ranks, argv), train(ranks, argv, 2, 4)
     assert_same_curve(one, two, rtol=1e-5)
     assert_same_evaluations(one, two, "distance")
+
+
+# ---- adapters --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("batch", "zero", "more"),
+    [(4, 3, []), (8, 1, ["--tp", 2]), (8, 3, ["--tp", 2, "--sequence-parallel"]), (8, 1, ["--pp", 2])],
+    ids=["dp 2, ZeRO-3", "tp 2", "sequence parallelism, ZeRO-3", "pp 2"],
+)
+def test_adapters_in_every_layout(ranks, adapted, batch, zero, more):
+    # Catches: a small matrix sharded along the wrong axis, or whose gradient is one rank's alone; a frozen weight that
+    # moves; a base file that is refused because it has no adapters.
+    argv, alone = adapted
+    assert_same_curve(alone, train(ranks, argv, 2, batch, zero, more), rtol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def adapted(ranks, tmp_path_factory):
+    """A short run with adapters that starts from weights without them, and its rows on one process."""
+    base = tmp_path_factory.mktemp("base")
+    train(ranks, ["--dataset", "digits", "--output", base])
+    argv = ["--task", "outside_adapters:Adapted", "--dataset", "digits"]
+    argv += ["--initial-checkpoint", base / "model.safetensors"]
+    return argv, train(ranks, argv)
+
+
+def test_folded_adapters():
+    # Catches: a plain model for other tools that computes something else, or has other names.
+    spec = ModelSpec("vit_tiny_patch16_224", 10, 16, model_kwargs={"patch_size": 8, "embed_dim": 24, "num_heads": 2})
+    plain, model = create_model(spec, device="cpu"), add_adapters(create_model(spec, device="cpu"), 3)
+    adapters = [module for module in model.modules() if isinstance(module, LoraLinear)]
+    for adapter in adapters:
+        adapter.init_weights()
+    shake(model, seed=0)
+    images = torch.randn(2, 3, 16, 16)
+    expected = model(images)
+    for adapter in adapters:
+        adapter.fold()
+    assert names_and_shapes(model) == names_and_shapes(plain)
+    torch.testing.assert_close(model(images), expected)

@@ -12,10 +12,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from ds_vit.models.keyed_drop import KeyedDropout
+from ds_vit.models.linear import Linear
 from ds_vit.parallel.tensor.collectives import Region, TensorParallel, stack_over_group, sum_over_group
 
 
@@ -29,19 +29,19 @@ class Entered(nn.Module):
         return super().forward(self.region.enter(x, self.training), *args, **kwargs)
 
 
-class RowLinear(nn.Linear):
-    """A linear map with sharded input features; the whole bias is added once, to the sum."""
+class RowLinear(Linear):
+    """Mixed in before a linear map with sharded input features; the whole bias is added once, to the sum."""
 
     region: Region
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [B, S, this rank's] -> [B, S, D] as tokens are outside."""
-        out = self.region.leave(F.linear(x, self.weight))
-        return out if self.bias is None else out + self.bias.to(out.dtype)
+        out, bias = self.region.leave(self.product(x)), self.bias
+        return out if bias is None else out + bias.to(out.dtype)
 
 
-class SummandLinear(nn.Linear):
-    """A linear map with sharded input features, one of several whose sum leaves the region at once."""
+class SummandLinear(Linear):
+    """Mixed in before a linear map with sharded input features, one of several whose sum leaves the region at once."""
 
     region: Region
 
@@ -50,7 +50,8 @@ class SummandLinear(nn.Linear):
 
         The bias is a copy: ZeRO-3 frees a parameter when its owner's forward ends.
         """
-        return F.linear(x, self.weight), None if self.bias is None else self.bias.clone()
+        bias = self.bias
+        return self.product(x), None if bias is None else bias.clone()
 
 
 class ShareDropout(KeyedDropout):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial, singledispatch
 
 import torch
@@ -22,6 +22,7 @@ from ds_vit.models.layers import (
     RopeFrequencies,
     block_stacks,
 )
+from ds_vit.models.linear import Linear
 from ds_vit.models.param_groups import freeze
 from ds_vit.models.zoo import TimmViT
 from ds_vit.parallel.tensor.collectives import Region, TensorParallel, join_tokens, split_tokens, sum_over_group
@@ -142,17 +143,17 @@ def _lengths(sections: Sections, module: nn.Module, total: int) -> tuple[int, ..
     return sections(module) if callable(sections) else (total // sections,) * sections
 
 
-def _shard_columns(linear: nn.Linear, sections: tuple[int, ...], tp: TensorParallel) -> None:
-    _shard_tensor(linear, "weight", 0, sections, tp)
-    if linear.bias is not None:
-        _shard_tensor(linear, "bias", 0, sections, tp)
-    linear.out_features = linear.weight.shape[0]
+def _shard_linear(linear: nn.Linear, side: str, sections: tuple[int, ...], tp: TensorParallel) -> list[nn.Parameter]:
+    """Shard the features of one side, "outputs" or "inputs"; returns the whole parameters that get a partial gradient.
 
-
-def _shard_rows(linear: nn.Linear, sections: tuple[int, ...], region: Region, leaves: bool) -> None:
-    _shard_tensor(linear, "weight", 1, sections, region.tp)
-    linear.in_features = linear.weight.shape[1]
-    convert(linear, RowLinear if leaves else SummandLinear, region=region)
+    The bias of sharded inputs is added to the sum of all ranks, and gets a whole one.
+    """
+    axes: Mapping[str, int] = getattr(linear, side, getattr(Linear, side))
+    whole = [p for name, p in linear.named_parameters(recurse=False) if name not in ("bias", *axes)]
+    for name, _ in _members(linear, tuple(axes)):
+        _shard_tensor(linear, name, axes[name], sections, tp)
+    linear.out_features, linear.in_features = linear.weight.shape
+    return whole
 
 
 def _shard_norm(norm: nn.Module, tp: TensorParallel) -> None:
@@ -163,15 +164,18 @@ def _shard_norm(norm: nn.Module, tp: TensorParallel) -> None:
 
 
 def _shard_module(module: nn.Module, plan: ShardingPlan, region: Region) -> list[nn.Parameter]:
-    """Shard one module by its plan, in place; returns the replicated parameters that get a partial gradient."""
+    """Shard one module by its plan, in place; returns the whole parameters that get a partial gradient."""
     tp = region.tp
+    summed: list[nn.Parameter] = []
     # The lengths are those of the whole module: read them all before anything is changed.
     columns = {n: _lengths(plan.columns[n], module, m.out_features) for n, m in _members(module, tuple(plan.columns))}
     rows = {n: _lengths(plan.rows[n], module, m.in_features) for n, m in _members(module, tuple(plan.rows))}
     for name, sections in columns.items():
-        _shard_columns(getattr(module, name), sections, tp)
+        summed += _shard_linear(getattr(module, name), "outputs", sections, tp)
     for name, sections in rows.items():
-        _shard_rows(getattr(module, name), sections, region, leaves=name not in plan.summands)
+        linear = getattr(module, name)
+        summed += _shard_linear(linear, "inputs", sections, tp)
+        mix_in(linear, SummandLinear if name in plan.summands else RowLinear, region=region)
     for name, tensor in _members(module, plan.vectors):
         _shard_tensor(module, name, 0, tuple(tensor.shape[:1]), tp)
     for _, norm in _members(module, plan.norms):
@@ -187,11 +191,9 @@ def _shard_module(module: nn.Module, plan: ShardingPlan, region: Region) -> list
         mix_in(module, Entered, region=region)
     else:
         convert(module, plan.sharded_class, region=region)
-    return [
-        parameter
-        for _, member in _members(module, plan.partial)
-        for parameter in ([member] if isinstance(member, nn.Parameter) else member.parameters())
-    ]
+    for _, member in _members(module, plan.partial):
+        summed += [member] if isinstance(member, nn.Parameter) else member.parameters()
+    return summed
 
 
 @singledispatch
@@ -246,7 +248,7 @@ def shard_layer(layer: Layer, tp: TensorParallel, *, class_parallel: bool = Fals
             _shard_tensor(layer.rope, "freqs", 2, (layer.rope.freqs.shape[2],), tp)
         if class_parallel and isinstance(layer, HeadLayer):
             for _, head in _members(layer, ("head", "head_dist")):
-                _shard_columns(head, (head.out_features,), tp)
+                summed += _shard_linear(head, "outputs", (head.out_features,), tp)
                 mix_in(head, Entered, region=region)
         if tp.sequence_parallel:
             share_tokens(layer, tp)
