@@ -262,7 +262,7 @@ def require_whole_patches(
         if size % patch:
             near = max(1, round(size / patch)) * patch
             why = f"no multiple of the patch size {patch} of {name!r}"
-            raise UserError(f"{flag}: images of {size} pixels are {why}; the nearest is {near}")
+            raise UserError(f"images of {size} pixels are {why}; the nearest for {flag} is {near}")
 
 
 def require_all_patches(model: TimmViT, name: str) -> None:

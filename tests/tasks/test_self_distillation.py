@@ -127,7 +127,7 @@ REFUSED = [
     (("--model-kwargs", "patch_drop_rate=0.2"), "masks patches and predicts them"),
     (
         ("--local-crops-size", 6),
-        "--local-crops-size: images of 6 pixels are no multiple of the patch size 4 .*; the nearest is 8",
+        "images of 6 pixels are no multiple of the patch size 4 .*; the nearest for --local-crops-size is 8",
     ),
     (("--model-ema",), "--model-ema: the teacher of --task dino already is such an average"),
     (("--pp", 2), "--task dino cannot be split into pipeline stages"),
