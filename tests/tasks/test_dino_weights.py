@@ -195,7 +195,7 @@ def test_a_classifier_starts_from_a_published_backbone_too(tmp_path):
     name = "vit_small_patch14_reg4_dinov2"
     argv = words_of(tmp_path, name, write(tmp_path, published.backbone(kind_of(name))))
     argv = [*argv[argv.index("--dataset") : argv.index("--local-crops-size")], *argv[argv.index("--model") :]]
-    assert "of 1 tensors, which is not loaded" in " ".join(resolved(argv).notes)
+    assert "has a mask token of 1 tensor, which is not loaded" in " ".join(resolved(argv).notes)
 
 
 def test_biases_that_the_model_lacks_are_refused(tmp_path):
@@ -239,6 +239,7 @@ def test_files_of_training(tmp_path, name, form):
     assert_same_heads(published.head(kind.generation, *SIZES), towers)
     assert "its prototypes have lengths of" in notes
     assert "ignored: ibot_head.last_layer.weight" in notes
+    assert "its ibot_head is not used: one head serves class tokens and patches" in notes
 
 
 def assert_same_heads(state, towers):

@@ -175,7 +175,7 @@ def test_foreign_names_keep_their_patch_size(tmp_path, capsys):
     assert "it is of patches of 16 x 16 pixels" in refusal(capsys, argv)
     said = notes([*argv, "--resample-patch-embed"])
     assert 'names begin with "module." in the file, which is cut off' in said
-    assert "has a text tower of 1 tensors, which is not loaded" in said
+    assert "has a text tower of 1 tensor, which is not loaded" in said
     assert "blocks.0" not in said.split("ignored: ")[1]
 
 

@@ -61,13 +61,17 @@ def _from_head(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor] | No
 
 
 def _head_remark(tensors: Mapping[str, torch.Tensor]) -> str:
-    """As `ForeignNames.remark`: the lengths of prototypes, by which the logits of the published code are multiplied."""
+    """As `ForeignNames.remark`: a second head, and lengths of prototypes, which multiply the logits there."""
+    remarks = []
+    if any(name.startswith("ibot_head.") for name in tensors):
+        remarks.append("its ibot_head is not used: one head serves class tokens and patches")
     lengths = tensors.get("last_layer.weight_g")
     if lengths is None:
         lengths = torch.linalg.vector_norm(tensors["last_layer.weight"].float(), dim=1)
     low, high = float(lengths.min()), float(lengths.max())
-    has_none = 0.999 < low <= high < 1.001
-    return "" if has_none else f"its prototypes have lengths of {low:.3g} to {high:.3g}, which count as 1"
+    if not 0.999 < low <= high < 1.001:
+        remarks.append(f"its prototypes have lengths of {low:.3g} to {high:.3g}, which count as 1")
+    return "; ".join(remarks)
 
 
 def _head_differences(model: nn.Module, shapes: Shapes, _: Callable[[str], dict[str, Any]]) -> Iterator[str]:

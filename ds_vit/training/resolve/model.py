@@ -141,7 +141,7 @@ def _initial_weights(
     notes = [f"weights from {source}: {initial.summary}"]
     others = [name for name in initial.left_out if name.split(".")[0] not in task_type.tower_flags]
     for what, number in Counter(map(part_of, others)).items():
-        notes.append(f"{source} has a {what} of {number} tensors, which is not loaded")
+        notes.append(f"{source} has a {what} of {number} tensor{'s' * (number > 1)}, which is not loaded")
     if resampled and "patch_embed.proj.weight" not in initial.adapted:
         notes.append("--resample-patch-embed: the weights have the model's patch size already, so nothing is resampled")
     return initial, notes
