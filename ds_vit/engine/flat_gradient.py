@@ -7,9 +7,12 @@ gather per group distributes the weights.
 
 | | flat gradient of a rank | reduced |
 |---|---|---|
-| ZeRO-0 | whole; without graphs, freed after an update | in the last micro-batch, by all-reduce |
+| ZeRO-0 | whole | in the last micro-batch, by all-reduce |
 | ZeRO-1, and ZeRO-2 on one rank | whole | in the last micro-batch, each part to its owner |
 | ZeRO-2 | its partition | in each micro-batch, each part to its owner |
+
+At ZeRO-0, and at ZeRO-2 on several ranks, the memory is freed from the update to the next backward pass, except where
+graphs need it in place.
 
 DeepSpeed keeps the JSON, its flat weights and masters, `backward`, `step` and the loss scale.
 """
@@ -58,6 +61,7 @@ class _Bucket:
         parameters: last one first.
         starts: first element of each.
         home: of the gradients.
+        lasting: memory that has the bucket's gradients, or this rank's part of their sums, until the update.
         added: of the gradients of later micro-batches, which are added to `home`.
         sent: memory that is reduced: that of `home`, or a buffer in the type of the reduction.
         parts: (rank that receives the sum, or None for all; piece of `sent`).
@@ -72,6 +76,7 @@ class _Bucket:
     parameters: list[torch.Tensor] = field(init=False, default_factory=list)
     starts: list[int] = field(init=False, default_factory=list)
     home: _Places = field(init=False)
+    lasting: torch.Tensor = field(init=False)
     added: _Places = field(init=False)
     sent: torch.Tensor = field(init=False)
     parts: list[tuple[int | None, torch.Tensor]] = field(init=False, default_factory=list)
@@ -148,7 +153,6 @@ class FlatGradient:
         self._scaler = autocast_scaler(engine)
         self._scaled = self._scaler is not None or engine.fp16_enabled()
         self._measures = self._scaled or getattr(self._optimizer, "compute_grad_norm", True)
-        self.releases = self._stage == 0
         self._most = elements_of_bucket(json, sum(p.numel() for p in engine.module.parameters() if p.requires_grad))
         self.flats = flat_groups(self._optimizer) if self._stage else flatten_parameters(self._optimizer, self._most)
         self._masters = [group.master for group in self.flats]
@@ -163,6 +167,7 @@ class FlatGradient:
                 for p in group.parameters:
                     p._hp_mapping = None  # DeepSpeed's views of the old masters
         self._sharded = self._stage == 2 and self._ranks > 1
+        self.releases = self._stage == 0 or self._sharded
         self._in_place = self._ranks == 1 or (not self._sharded and wire == self._sum_type)
         divisor, prescaled = float(engine.gradient_predivide_factor()), not engine.postscale_gradients()
         # As DeepSpeed does: sums in 16 bits are divided before, where they could overflow.
@@ -214,6 +219,7 @@ class FlatGradient:
             length = bucket.stop - bucket.start
             home = slots[bucket.slot] if self._sharded else whole[bucket.group].narrow(0, bucket.start, length)
             bucket.home = bucket.lay_out(home)
+            bucket.lasting = self.shares[bucket.group] if self._sharded else home
             bucket.sent = bucket.home.memory if self._in_place else slots[bucket.slot].narrow(0, 0, length)
             if adding is not None and not self._sharded:
                 bucket.added = bucket.lay_out(adding)
@@ -280,14 +286,14 @@ class FlatGradient:
         self._engine._INSTRUCTION_MAP = {**instructions, BackwardPass: backward_pass}
 
     def _clear(self, set_to_none: bool = True) -> None:
-        """After the update: at ZeRO-0 free the memory for the forward pass; views stay valid.
+        """After the update: free the memory for the forward pass; views stay valid.
 
         Otherwise zero it where `clip` has spread NaN: no gradient overwrites the padding, and the scaler would skip all
         later steps.
         """
         if self.releases:
             for bucket in self._buckets:
-                bucket.home.memory.untyped_storage().resize_(0)
+                bucket.lasting.untyped_storage().resize_(0)
         elif self._scaler is not None and self.overflow:
             torch._foreach_zero_(self.shares)
 
@@ -336,8 +342,10 @@ class FlatGradient:
         adds = not (self.fresh or self._sharded)
         if self._sharded:
             self._fold(bucket.slot)
-        elif self.releases and self.fresh:
-            bucket.home.memory.untyped_storage().resize_(bucket.home.memory.nbytes)
+        if self.releases and self.fresh and not bucket.lasting.untyped_storage().nbytes():
+            bucket.lasting.untyped_storage().resize_(bucket.lasting.nbytes)
+            if self._sharded:
+                bucket.lasting.zero_()  # between the parameters is padding
         _, views, gaps = bucket.added if adds else bucket.home
         if gaps:
             torch._foreach_zero_(gaps)

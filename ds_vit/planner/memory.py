@@ -431,8 +431,9 @@ class StageMemory:
         """
         rules, whole = self.rules, sum(run.trained for run in self._runs)
         share = whole / rules.layout.dp if rules.stage >= 2 else whole
-        # All gradients are held from the start where they are flat between steps, or there are those of earlier passes.
-        held = (rules.flat and (rules.stage > 0 or rules.graphs)) or rules.stage == 3 or batch.accumulation > under_way
+        # Held from the start: flat gradients that no update frees, and those of earlier passes.
+        frees = rules.stage == 0 or (rules.stage == 2 and rules.layout.dp > 1)
+        held = (rules.flat and (rules.graphs or not frees)) or rules.stage == 3 or batch.accumulation > under_way
         waiting, done = self.waiting, 0
         fullest = rules.of_gradient * (share if held else 0) + batch.micro_batch * waiting * under_way
         fullest += rules.loss(batch.micro_batch) + rules.of_type * self._stays
