@@ -78,49 +78,33 @@ class Layout:
 _MAX_ROWS = 16
 
 
-@dataclass(frozen=True)
-class Placement:
-    """Ranks on hosts.
+def placement_rows(layout: Layout, hosts: Sequence[str]) -> list[tuple[str, str]]:
+    """(host, its ranks and what they are) of each host, and which axes cross the network; for a table.
 
-    Attributes:
+    Args:
         layout: the degrees.
         hosts: the host's name of each rank, in the order of ranks.
     """
+    by_host: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        by_host.setdefault(host, []).append(rank)
+    rows = [(host, _describe(layout, ranks)) for host, ranks in itertools.islice(by_host.items(), _MAX_ROWS)]
+    if len(by_host) > _MAX_ROWS:
+        rows.append(("…", f"and {len(by_host) - _MAX_ROWS} hosts more"))
+    grid = np.array(hosts).reshape(layout.dims)
+    axes = {name: axis for axis, name in ((2, "tp"), (1, "pp"), (0, "dp")) if layout.dims[axis] > 1}
+    across = [name for name, axis in axes.items() if (grid != grid.take([0], axis)).any()]
+    inside = [name for name in axes if name not in across]
+    return [*rows, ("inside a host", ", ".join(inside) or "nothing"), ("across hosts", ", ".join(across) or "nothing")]
 
-    layout: Layout
-    hosts: tuple[str, ...]
 
-    def crossing(self) -> dict[str, bool]:
-        """Axis ("tp", "pp", "dp") of degree above 1 → whether some group of it has ranks on several hosts."""
-        hosts = np.array(self.hosts).reshape(self.layout.dims)
-        axes = {"tp": 2, "pp": 1, "dp": 0}
-        return {
-            name: bool((hosts != hosts.take([0], axis)).any())
-            for name, axis in axes.items()
-            if getattr(self.layout, name) > 1
-        }
-
-    def rows(self) -> list[tuple[str, str]]:
-        """(host, its ranks and what they are) of each host, and which axes cross the network; for a table."""
-        by_host: dict[str, list[int]] = {}
-        for rank, host in enumerate(self.hosts):
-            by_host.setdefault(host, []).append(rank)
-        rows = [(host, self._describe(ranks)) for host, ranks in itertools.islice(by_host.items(), _MAX_ROWS)]
-        if len(by_host) > _MAX_ROWS:
-            rows.append(("…", f"and {len(by_host) - _MAX_ROWS} hosts more"))
-        crossing = self.crossing()
-        inside = ", ".join(axis for axis, crosses in crossing.items() if not crosses) or "nothing"
-        across = ", ".join(axis for axis, crosses in crossing.items() if crosses) or "nothing"
-        return [*rows, ("inside a host", inside), ("across hosts", across)]
-
-    def _describe(self, ranks: Sequence[int]) -> str:
-        layout = self.layout
-        parts = [f"ranks {_ranges(ranks)}", f"replica {_ranges({layout.dp_rank(r) for r in ranks})}"]
-        if layout.pp > 1:
-            parts.append(f"stage {_ranges({layout.stage(r) for r in ranks})}")
-        if layout.tp > 1:
-            parts.append(f"tp {_ranges({layout.tp_rank(r) for r in ranks})}")
-        return ", ".join(parts)
+def _describe(layout: Layout, ranks: Sequence[int]) -> str:
+    parts = [f"ranks {_ranges(ranks)}", f"replica {_ranges({layout.dp_rank(r) for r in ranks})}"]
+    if layout.pp > 1:
+        parts.append(f"stage {_ranges({layout.stage(r) for r in ranks})}")
+    if layout.tp > 1:
+        parts.append(f"tp {_ranges({layout.tp_rank(r) for r in ranks})}")
+    return ", ".join(parts)
 
 
 def check_tp_inside_hosts(layout: Layout, process: Process, allowed: bool) -> None:

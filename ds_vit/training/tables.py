@@ -36,7 +36,7 @@ from ds_vit.optim.build import rules_of, states_per_element
 from ds_vit.optim.rate_factors import layer_scales
 from ds_vit.optim.settings import Optimizer, Schedule
 from ds_vit.parallel.groups import gather_objects
-from ds_vit.parallel.layout import Placement
+from ds_vit.parallel.layout import placement_rows
 from ds_vit.planner.counting import Flops, count_flops
 from ds_vit.planner.hardware import accelerator_of_device
 from ds_vit.planner.memory import PARTS, num_states
@@ -286,7 +286,7 @@ def show_start(
         return []
     hosts: list[str] = gather_objects(socket.gethostname())
     if console is not None and len(set(hosts)) > 1:
-        print_table(console, "placement", Placement(run.layout, tuple(hosts)).rows())
+        print_table(console, "placement", placement_rows(run.layout, hosts))
     return hosts
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from ds_vit.fault_tolerance.errors import EndedTogether
 from ds_vit.launching.process import Process, discover, rendezvous
-from ds_vit.parallel.layout import AXES, Layout, Placement, check_tp_inside_hosts
+from ds_vit.parallel.layout import AXES, Layout, check_tp_inside_hosts, placement_rows
 from ds_vit.training.output import check_folder, check_shared
 
 
@@ -160,23 +160,24 @@ def test_output_folder_that_is_not_shared(ranks, tmp_path):
 def test_tp_stays_inside_a_host_then_pp_then_dp():
     """An order of ranks that puts stages or replicas of one group apart would send more over the network."""
     layout = Layout(pp=2, dp=2, tp=4)
-    two = Placement(layout, ("a",) * 8 + ("b",) * 8)
-    assert two.crossing() == {"tp": False, "pp": False, "dp": True}
-    four = Placement(layout, tuple(name for name in "abcd" for _ in range(4)))
-    assert four.crossing() == {"tp": False, "pp": True, "dp": True}
-    eight = Placement(layout, tuple(name for name in "abcdefgh" for _ in range(2)))
-    assert eight.crossing() == {"tp": True, "pp": True, "dp": True}
-    assert Placement(Layout(dp=2), ("a", "b")).crossing() == {"dp": True}
+    for hosts, inside, across in (
+        ("ab", "tp, pp", "dp"),
+        ("abcd", "tp", "pp, dp"),
+        ("abcdefgh", "nothing", "tp, pp, dp"),
+    ):
+        rows = placement_rows(layout, [name for name in hosts for _ in range(16 // len(hosts))])
+        assert rows[-2:] == [("inside a host", inside), ("across hosts", across)]
+    assert placement_rows(Layout(dp=2), ("a", "b"))[-2:] == [("inside a host", "nothing"), ("across hosts", "dp")]
 
 
 def test_the_map():
     """A map with a wrong replica or stage is worse than none."""
-    rows = dict(Placement(Layout(pp=2, dp=2, tp=2), ("a",) * 3 + ("b",) * 5).rows())
+    rows = dict(placement_rows(Layout(pp=2, dp=2, tp=2), ("a",) * 3 + ("b",) * 5))
     assert rows["a"] == "ranks 0-2, replica 0, stage 0-1, tp 0-1"
     assert rows["b"] == "ranks 3-7, replica 0-1, stage 0-1, tp 0-1"
     assert rows["inside a host"] == "nothing"
     assert rows["across hosts"] == "tp, pp, dp"
-    many = Placement(Layout(dp=100), tuple(f"n{i}" for i in range(100))).rows()
+    many = placement_rows(Layout(dp=100), [f"n{i}" for i in range(100)])
     assert len(many) == 19
     assert many[16] == ("…", "and 84 hosts more")
 
