@@ -81,8 +81,7 @@ class Lamb(PerParameterOptimizer):
                 tensors.mul_(flats, 1.0 - lr * decay * lr_scales)
         factors = lr_scales
         if decay or group["always_adapt"]:
-            ratios = _trust_ratios(*tensors.norms(flats, updates), clip=group["trust_clip"])
-            self._keep_ratios(parameters, tensors.names, ratios)
+            ratios = tensors.ratios = _trust_ratios(*tensors.norms(flats, updates), clip=group["trust_clip"])
             factors = ratios if factors is None else ratios * factors
         if factors is None:
             torch._foreach_add_(flats, updates, alpha=lr)

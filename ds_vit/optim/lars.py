@@ -77,7 +77,7 @@ class Lars(PerParameterOptimizer):
             if group["trust_clip"]:
                 rates = lr if lr_scales is None else lr * lr_scales
                 ratios = (ratios / rates).clamp(max=1.0)
-            self._keep_ratios(parameters, tensors.names, ratios)
+            tensors.ratios = ratios
             if decay:
                 torch._foreach_add_(grads, flats, alpha=decay)
             tensors.mul_(grads, ratios)

@@ -240,7 +240,7 @@ class Muon(PerParameterOptimizer):
     def _whole(self, parameters: Sequence[torch.Tensor]) -> WholeMatrices:
         key = tuple(map(id, parameters))
         if key not in self._matrices:
-            self._matrices[key] = WholeMatrices(self._attached(), parameters, self._cost)
+            self._matrices[key] = WholeMatrices(self._zero_map, parameters, self._cost)
         return self._matrices[key]
 
     @staticmethod

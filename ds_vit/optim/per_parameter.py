@@ -68,10 +68,9 @@ class PerParameterOptimizer(torch.optim.Optimizer):
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         super().__init__(params, defaults)
-        self._zero_map: ZeroMap | None = None
+        self._zero_map: ZeroMap  # set by `attach`
         self._rates = RateFactors({})
         self._together: dict[tuple[int, ...], SegmentedTensors] = {}
-        self._ratios: dict[tuple[int, ...], tuple[list[str], torch.Tensor]] = {}
 
     def attach(self, zero_map: ZeroMap, rates: RateFactors) -> None:
         """Set the map of the flat tensors.
@@ -88,8 +87,8 @@ class PerParameterOptimizer(torch.optim.Optimizer):
         """timm name → trust ratio of the last step, for the parameters of this pipeline stage that are adapted."""
         return {
             name: ratio
-            for names, ratios in self._ratios.values()
-            for name, ratio in zip(names, ratios.tolist(), strict=True)
+            for tensors in self._together.values()
+            for name, ratio in zip(tensors.names, tensors.ratios.tolist(), strict=False)
         }
 
     @torch.no_grad()
@@ -104,17 +103,11 @@ class PerParameterOptimizer(torch.optim.Optimizer):
     def _update(self, group: dict[str, Any], parameters: Sequence[torch.Tensor]) -> None:
         raise NotImplementedError
 
-    def _attached(self) -> ZeroMap:
-        """The map that `attach` was given."""
-        if self._zero_map is None:
-            raise RuntimeError(f"{type(self).__name__}.attach was not called after deepspeed.initialize")
-        return self._zero_map
-
     def _segmented(self, parameters: Sequence[torch.Tensor]) -> tuple[SegmentedTensors, torch.Tensor | None]:
         """The segments of these tensors, and the learning-rate factors of their parameters [P] (None: all are one)."""
         key = tuple(map(id, parameters))
         if key not in self._together:
-            self._together[key] = SegmentedTensors(self._attached(), parameters)
+            self._together[key] = SegmentedTensors(self._zero_map, parameters)
         tensors = self._together[key]
         return tensors, self._rates.of(tensors)
 
@@ -125,6 +118,3 @@ class PerParameterOptimizer(torch.optim.Optimizer):
                 # On the CPU, as in torch's Adam: the host reads it at each step.
                 self.state[p] = {"step": torch.zeros(()), **{key: torch.zeros_like(p) for key in keys}}
         return [self.state[p] for p in parameters]
-
-    def _keep_ratios(self, parameters: Sequence[torch.Tensor], names: list[str], ratios: torch.Tensor) -> None:
-        self._ratios[tuple(map(id, parameters))] = names, ratios
