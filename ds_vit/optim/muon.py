@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Any
@@ -33,31 +33,6 @@ from ds_vit.parallel.zero_map import ZeroMap
 
 _TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _ADJUSTMENTS = ("match_rms_adamw", "original", "rms_to_rms", None)
-
-
-def fallback_names(model: nn.Module, patterns: Collection[str] = ()) -> frozenset[str]:
-    """timm names of the parameters that get AdamW: no matrices, too thin ones, and what the patterns name.
-
-    The rule is timm's: `cls_token`, `pos_embed`, vectors, and matrices with a side below 4 or of a ratio above 128.
-
-    Args:
-        model: the whole one; only its parameters' shapes are read.
-        patterns: shell patterns of names, as in timm's `fallback_list`.
-
-    Raises:
-        UserError: no list, or a pattern that no parameter has.
-    """
-    shapes = dict(model.named_parameters())
-    if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
-        raise UserError(f"fallback_list: {patterns!r} is no list of names; write one such as ['head.*']")
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in shapes):
-            raise UserError(f"fallback_list: no parameter of this model is named {pattern!r}; try 'head.*'")
-    return frozenset(
-        name
-        for name, parameter in shapes.items()
-        if not timms._is_suitable_for_muon(parameter) or any(fnmatchcase(name, pattern) for pattern in patterns)
-    )
 
 
 class MuonRules(OptimizerRules):
@@ -84,23 +59,27 @@ class MuonRules(OptimizerRules):
         ]
 
     def fallback(self, model: nn.Module, arguments: Mapping[str, Any]) -> frozenset[str]:
-        """See `fallback_names`."""
-        return fallback_names(model, arguments.get("fallback_list", ()))
+        """As `OptimizerRules.fallback`: no matrices, too thin ones, and what the patterns of `fallback_list` name.
 
-    def identity(self, fallback: frozenset[str] | None) -> dict[str, Any]:
-        """The two rules keep different states."""
-        return {"left_to_adamw": dict.fromkeys(sorted(fallback or ()), "AdamW's")}
-
-    def rows(self, trained: Collection[str], fallback: frozenset[str] | None) -> list[tuple[str, str]]:
-        """How many tensors get which rule."""
-        left = len((fallback or frozenset()).intersection(trained))
-        return [("Muon", f"of {len(trained) - left} matrices; AdamW for {left} tensors")]
+        The rule is timm's: `cls_token`, `pos_embed`, vectors, and matrices with a side below 4 or of a ratio above 128.
+        """
+        shapes, patterns = dict(model.named_parameters()), arguments.get("fallback_list", ())
+        if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
+            raise UserError(f"fallback_list: {patterns!r} is no list of names; write one such as ['head.*']")
+        for pattern in patterns:
+            if not any(fnmatchcase(name, pattern) for name in shapes):
+                raise UserError(f"fallback_list: no parameter of this model is named {pattern!r}; try 'head.*'")
+        return frozenset(
+            name
+            for name, parameter in shapes.items()
+            if not timms._is_suitable_for_muon(parameter) or any(fnmatchcase(name, pattern) for pattern in patterns)
+        )
 
 
 class Muon(PerParameterOptimizer):
     """Momentum, orthogonalized matrix by matrix; AdamW for all other parameters.
 
-    Groups with `use_fallback` get AdamW (NAdamW with `nesterov`); `fallback_names` says which parameters those are.
+    Groups with `use_fallback` get AdamW (NAdamW with `nesterov`); `MuonRules.fallback` says which parameters those are.
     The momentum takes half of AdamW's memory. A matrix is gathered on one rank, orthogonalized there, and sent
     back: two all-to-all for each call of `step`, of 4 bytes per element and holder. The work is shared by the ranks
     that share the parameters. For the time of a step there are 4 bytes more for each element that a rank sends,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -34,7 +34,7 @@ class OptimizerRules:
         return []
 
     def fallback(self, model: nn.Module, arguments: Mapping[str, Any]) -> frozenset[str] | None:
-        """timm names of the parameters that get another update, in groups with `use_fallback`; None: all alike.
+        """timm names of the parameters that get AdamW, in groups with `use_fallback`; None: all are updated alike.
 
         Args:
             model: the whole one; only its parameters' names and shapes are read.
@@ -44,19 +44,6 @@ class OptimizerRules:
             UserError: an argument that does not fit the model.
         """
         return None
-
-    def identity(self, fallback: frozenset[str] | None) -> dict[str, Any]:
-        """Plain data that must be the same in a run that resumes from a checkpoint."""
-        return {}
-
-    def rows(self, trained: Collection[str], fallback: frozenset[str] | None) -> list[tuple[str, str]]:
-        """Rows for the table of a run's start.
-
-        Args:
-            trained: timm names of the trained parameters.
-            fallback: what `fallback` gave.
-        """
-        return []
 
 
 class PerParameterOptimizer(torch.optim.Optimizer):

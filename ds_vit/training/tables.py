@@ -32,7 +32,7 @@ from ds_vit.models.zoo import num_parameters
 from ds_vit.monitoring.metrics import Reporter, Throughput, make_console, print_columns, print_table, say
 from ds_vit.monitoring.report.page import write_report
 from ds_vit.monitoring.report.record import num_starts, read_records
-from ds_vit.optim.build import rules_of, states_per_element
+from ds_vit.optim.build import states_per_element
 from ds_vit.optim.rate_factors import layer_scales
 from ds_vit.optim.settings import Optimizer, Schedule
 from ds_vit.parallel.groups import gather_objects
@@ -211,7 +211,9 @@ def _rules(run: Run, optimizer: Optimizer, horizon: Horizon) -> Rows:
     if optimizer.weight_decay:
         free = no_weight_decay_names(model).intersection(trained)
         rows.append(("no weight decay", f"{len(free)} of {len(trained)} tensors: vectors, biases and what timm names"))
-    rows += rules_of(optimizer.cls).rows(trained, optimizer.fallback)
+    if optimizer.fallback is not None:
+        left = len(optimizer.fallback.intersection(trained))
+        rows.append((optimizer.cls.__name__, f"of {len(trained) - left} matrices; AdamW for {left} tensors"))
     if run.config.layer_decay not in (None, 1.0):
         scales, layers = layer_scales(model, run.config.layer_decay), layers_of(trained)
         # The parameters of a layer share a factor, except some that timm assigns elsewhere; the last has the layer's.

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from ds_vit.optim.build import build_optimizer, optimizer_class, parameter_groups, rules_of
 from ds_vit.optim.ema import Ema
 from ds_vit.optim.lamb import Lamb
-from ds_vit.optim.muon import Muon, _owners, fallback_names
+from ds_vit.optim.muon import Muon, _owners
 from ds_vit.optim.schedules import LearningRate
 
 
@@ -120,13 +120,14 @@ def test_what_muon_leaves_to_adamw():
     """A token or table that is orthogonalized, a matrix that is not, a pattern that no parameter has."""
     model = timm.create_model("vit_tiny_patch16_224", depth=1, num_classes=10)
     small = {name for name, p in model.named_parameters() if p.ndim < 2} | {"cls_token", "pos_embed"}
-    assert fallback_names(model) == small
-    assert fallback_names(model, ["head.*"]) == small | {"head.weight"}
+    assert Muon.rules.fallback(model, {}) == small
+    left = Muon.rules.fallback(model, {"fallback_list": ["head.*"]})
+    assert left == small | {"head.weight"}
     with pytest.raises(ValueError, match=re.escape("no parameter of this model is named 'haed.*'")):
-        fallback_names(model, ["haed.*"])
+        Muon.rules.fallback(model, {"fallback_list": ["haed.*"]})
     with pytest.raises(ValueError, match=re.escape("'head.*' is no list of names; write one such as ['head.*']")):
-        fallback_names(model, "head.*")
-    groups = parameter_groups(list(model.named_parameters()), 0.1, frozenset(small), fallback_names(model, ["head.*"]))
+        Muon.rules.fallback(model, {"fallback_list": "head.*"})
+    groups = parameter_groups(list(model.named_parameters()), 0.1, frozenset(small), left)
     assert [(len(g["params"]), g["weight_decay"], g["use_fallback"]) for g in groups] == [
         *((5, 0.1, False), (1, 0.1, True), (len(small), 0.0, True))
     ]
@@ -192,20 +193,18 @@ def test_lambs_update_is_torchs_adams_without_aliased_operands(device, dtype):
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "Lamb", "Lion", "Adagrad"])
 def test_an_elementwise_optimizer_has_nothing_to_say(name):
-    """A default that splits groups or enters a checkpoint's identity would change runs that go on."""
+    """A default that splits groups would change runs that resume."""
     rules = rules_of(optimizer_class(name, {}, "c")[0])
     assert rules.fallback(torch.nn.Linear(2, 2), {}) is None
-    assert (rules.notes({}), rules.identity(None), rules.rows(["w"], None)) == ([], {}, [])
+    assert rules.notes({}) == []
     assert rules.shown_to_deepspeed
 
 
 def test_muon_says_what_it_needs():
-    """Notes that come although the arguments were written down, or an identity that forgets a name."""
+    """Notes that come although the arguments were written down."""
     rules = rules_of(Muon)
     assert "0.2·√max(out, in)" in rules.notes({"lr": 1})[0]
     assert rules.notes({"nesterov": True}) == []
-    assert rules.identity(frozenset({"b", "a"})) == {"left_to_adamw": {"a": "AdamW's", "b": "AdamW's"}}
-    assert rules.rows(["a", "b", "c"], frozenset({"a", "frozen"})) == [("Muon", "of 2 matrices; AdamW for 1 tensors")]
     assert not rules.shown_to_deepspeed
 
 

@@ -13,7 +13,6 @@ from ds_vit.config.outside import is_outside, source_of
 from ds_vit.config.schema import KEY_OF_FLAG
 from ds_vit.data.field import origins
 from ds_vit.data.settings import PIXEL_FLAGS
-from ds_vit.optim.build import rules_of
 from ds_vit.optim.settings import Optimizer
 from ds_vit.tasks.registry import idle_flags
 from ds_vit.training.resolve.optimizer import DEFAULT_EPOCHS
@@ -66,7 +65,7 @@ def identity_of(run: Run) -> dict[str, Any]:
     """The settings that must be equal in a run that resumes from a checkpoint of this one."""
     config, model, source, sizes = run.config, run.model, run.data.train_source, run.data.sizes
     optimizer, schedule = run.training
-    shapes, horizon = model.saved_shapes, schedule.horizon
+    shapes, horizon, left = model.saved_shapes, schedule.horizon, optimizer.fallback
     scheduled = ", ".join(sorted(model.task.schedules(1, horizon)))
     of_fields = {field.name: field.identity() for field in origins(model.task.training_fields) if field.identity()}
     return {
@@ -87,7 +86,7 @@ def identity_of(run: Run) -> dict[str, Any]:
         "mixture": [list(part) for part in source.mixture],
         "samples": source.fingerprint,
         "optimizer": optimizer.cls.__name__,
-        **rules_of(optimizer.cls).identity(optimizer.fallback),
+        **({"left_to_adamw": dict.fromkeys(sorted(left), "AdamW's")} if left is not None else {}),
         "trained": [name for name in shapes if name not in model.frozen],
         **({"task_schedules": f"{scheduled} over {horizon.total_steps} steps"} if scheduled else {}),
     }
