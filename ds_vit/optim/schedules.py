@@ -49,8 +49,6 @@ class LearningRate:
     decay_fraction: float = 0.1
 
     def __post_init__(self) -> None:
-        if self.name not in ("cosine", "linear", "constant", "wsd"):
-            raise UserError(f"schedule {self.name!r} is not one of cosine, linear, constant, wsd")
         check_warmup(self.warmup_steps, self.total_steps)
         if self.min_lr > self.base_lr:
             raise UserError(f"--min-lr {self.min_lr} is above the base learning rate {self.base_lr}")
