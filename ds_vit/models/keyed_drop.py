@@ -50,11 +50,6 @@ class KeyedDrop(nn.Module):
         self.name = name
         self.rate = rate
 
-    @property
-    def draws(self) -> bool:
-        """Whether it draws anything in the current mode."""
-        return bool(drawing((self,)))
-
     def own_row(self, dtype: torch.dtype | None = None) -> torch.Tensor | None:
         """Its row, in another type if one is given; None where it draws nothing.
 
@@ -65,7 +60,7 @@ class KeyedDrop(nn.Module):
         """
         row = self.row
         if row is None:
-            if self.draws:
+            if drawing((self,)):
                 raise UserError(f"{self.name!r} is random: give the model the samples' keys")
             return None
         if dtype is not None and row.dtype != dtype:  # eager modules cast the masks of all of them once

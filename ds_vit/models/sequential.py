@@ -179,11 +179,10 @@ class SequentialViT(nn.Module):
         Raises:
             UserError: no keys for a model that draws random numbers: with drop-path, dropout or a mask.
         """
-        arguments = self.recompute_interval, self.checkpoint_function
-        if self._sizes is None:
-            return run_layers(self.layers, (images, keys, *others), *arguments)
-        set_size = partial(self._sizes.set, images.shape[-1])
-        return run_layers(self.layers, (images, keys, *others), *arguments, set_size)
+        arguments: list[Any] = [self.recompute_interval, self.checkpoint_function]
+        if self._sizes is not None:
+            arguments.append(partial(self._sizes.set, images.shape[-1]))
+        return run_layers(self.layers, (images, keys, *others), *arguments)
 
 
 class Towers(nn.Module):

@@ -7,7 +7,7 @@ from runs import KINDS
 
 from ds_vit.config.schema import RunConfig
 from ds_vit.models.conversions import compute_class_token
-from ds_vit.models.keyed_drop import KeyedDrop
+from ds_vit.models.keyed_drop import KeyedDrop, drawing
 from ds_vit.models.keyed_init import initialise
 from ds_vit.models.layers import MAIN_TOWER, take_apart_towers, tower_of
 from ds_vit.models.sequential import SequentialViT
@@ -101,8 +101,8 @@ def test_the_teacher_is_frozen_and_draws_nothing():
     whole, towers = made()
     for name in (TEACHER, TEACHER_HEAD):
         assert not any(parameter.requires_grad for parameter in whole.get_submodule(name).parameters())
-    assert not any(isinstance(module, KeyedDrop) and module.draws for module in towers[TEACHER].modules())
-    assert any(isinstance(module, KeyedDrop) and module.draws for module in towers[MAIN_TOWER].modules())
+    assert not any(isinstance(module, KeyedDrop) and drawing([module]) for module in towers[TEACHER].modules())
+    assert any(isinstance(module, KeyedDrop) and drawing([module]) for module in towers[MAIN_TOWER].modules())
     names = {name for name, _ in tower_of(whole, MAIN_TOWER).named_parameters()}
     assert {name for name, _ in whole.teacher.named_parameters()} == names - {"mask_token"}
 
