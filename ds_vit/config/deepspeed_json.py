@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,10 @@ def load_json(path: str | Path) -> dict[str, Any]:
     Raises:
         UserError: the file is missing, malformed (with line and column), has a duplicate key, or is not an object.
     """
+    import hjson
+
     path = Path(path)
-    text = read_text(path, "--deepspeed_config ")
+    text, is_hjson = read_text(path, "--deepspeed_config "), path.suffix == ".hjson"
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         keys = [key for key, _ in pairs]
@@ -39,31 +41,19 @@ def load_json(path: str | Path) -> dict[str, Any]:
         return dict(pairs)
 
     try:
-        data = (
-            _load_hjson(text, unique, path) if path.suffix == ".hjson" else json.loads(text, object_pairs_hook=unique)
-        )
-    except json.JSONDecodeError as error:
+        data = (hjson if is_hjson else json).loads(text, object_pairs_hook=unique)
+    except (json.JSONDecodeError, hjson.HjsonDecodeError) as error:
+        kind, hint = ("Hjson", "") if is_hjson else ("JSON", " (comments and trailing commas need .hjson)")
         where = f"{path}, line {error.lineno}, column {error.colno}"
-        raise UserError(f"{where}: malformed JSON: {error.msg} (comments and trailing commas need .hjson)") from None
+        raise UserError(f"{where}: malformed {kind}: {error.msg}{hint}") from None
     except UserError:
         raise
     except (RecursionError, ValueError) as error:  # brackets without end, a number of thousands of digits
         raise UserError(f"{path}: malformed JSON: {error}") from None
     if not isinstance(data, dict):
         raise UserError(f"{path}: a DeepSpeed configuration is one JSON object, not a {type(data).__name__}")
-    return data
-
-
-def _load_hjson(text: str, unique: Callable, path: Path) -> Any:
-    """Hjson without unquoted strings, which hide a missing comma."""
-    import hjson
-
-    try:
-        data = hjson.loads(text, object_pairs_hook=unique)
-    except hjson.HjsonDecodeError as error:
-        raise UserError(f"{path}, line {error.lineno}, column {error.colno}: malformed Hjson: {error.msg}") from None
-    for leaf in leaves(data).values() if isinstance(data, dict) else ():
-        if isinstance(leaf, str) and any(c in leaf for c in '{}":,\n'):
+    for leaf in leaves(data).values() if is_hjson else ():
+        if isinstance(leaf, str) and any(c in leaf for c in '{}":,\n'):  # unquoted, which hides a missing comma
             line = text[: text.find(leaf)].count("\n") + 1
             raise UserError(f"{path}, line {line}: {leaf!r} would be one string; a comma is missing before or in it")
     return data
