@@ -41,7 +41,9 @@ class StepLog(Callback):
         self.interval, self._last = run.output.log_interval, run.total_steps
         # TensorBoard gets 200 points of a short run too.
         self.point_interval = max(1, min(self.interval, self._last // 200))
-        self.epoch_loss = EpochMean(self.engine.device)
+        # The mean of this rank's losses over the applied steps of an epoch; its mean over the ranks is the epoch's.
+        self._epoch = self._steps_of_epoch = 0
+        self._epoch_loss = torch.zeros((), device=self.engine.device)
         self._since = 0  # the step of the last row
         self._peak = peak_tflops(self.engine.device, run.engine.precision.name)
         self._late_loss = Lagging()
@@ -72,15 +74,22 @@ class StepLog(Callback):
     def after_result(self, step: Step) -> None:
         """As `Callback.after_result`."""
         if step.result.outcome().applied:
-            self.epoch_loss.add(step.result.loss, self._epoch(step.number))
+            self._begin_epoch(step.number)
+            self._steps_of_epoch += 1
+            self._epoch_loss.lerp_(step.result.loss.detach().float(), 1 / self._steps_of_epoch)
 
-    def _epoch(self, step: int) -> int:
-        return self.inputs.data.order.epoch_of(max(step - 1, 0))
+    def _begin_epoch(self, step: int) -> None:
+        """Start another mean at the first step of an epoch."""
+        epoch = self.inputs.data.order.epoch_of(max(step - 1, 0))
+        if epoch != self._epoch:
+            self._epoch, self._steps_of_epoch = epoch, 0
+            self._epoch_loss.zero_()
 
     def row(self, step: Step) -> None:
         """A row of metrics.jsonl; a collective that waits for the device."""
         number = step.number
-        losses = torch.stack((step.result.loss.float(), self.epoch_loss.own(self._epoch(number))))
+        self._begin_epoch(number)
+        losses = torch.stack((step.result.loss.float(), self._epoch_loss))
         loss, epoch_loss = self.engine.mean(losses).tolist()
         norm = _norm(step.result)
         rate, waiting = self.inputs.throughput.window(count=number > 1)
@@ -95,7 +104,7 @@ class StepLog(Callback):
             {
                 "step": number,
                 "loss": loss,
-                "epoch_loss": epoch_loss if self.epoch_loss.steps else None,
+                "epoch_loss": epoch_loss if self._steps_of_epoch else None,
                 "lr": step.lr,
                 "grad_norm": norm,
                 "loss_scale": step.loss_scale,
@@ -149,53 +158,14 @@ class StepLog(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """As `Callback.state_dict`."""
-        return {"epoch_loss": self.epoch_loss.state_dict(self.engine)}
+        mean = float(self.engine.mean(self._epoch_loss))
+        return {"epoch_loss": {"epoch": self._epoch, "steps": self._steps_of_epoch, "mean": mean}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """As `Callback.load_state_dict`."""
-        self.epoch_loss.load_state_dict(state.get("epoch_loss"))
-
-
-class EpochMean:
-    """The mean of this rank's losses over the applied steps of an epoch; its mean over the ranks is the epoch's.
-
-    Args:
-        device: of the losses.
-
-    Attributes:
-        epoch: that the mean is of.
-        steps: that are in it.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.epoch = 0
-        self.steps = 0
-        self._mean = torch.zeros((), device=device)
-
-    def add(self, loss: torch.Tensor, epoch: int) -> None:
-        """Add the loss of a step; the first one of another epoch starts anew."""
-        self._begin(epoch)
-        self.steps += 1
-        self._mean.lerp_(loss.detach().float(), 1 / self.steps)
-
-    def own(self, epoch: int) -> torch.Tensor:
-        """This rank's mean over an epoch so far, fp32; 0 where none of its steps was applied yet."""
-        self._begin(epoch)
-        return self._mean
-
-    def _begin(self, epoch: int) -> None:
-        if epoch != self.epoch:
-            self.epoch, self.steps = epoch, 0
-            self._mean.zero_()
-
-    def state_dict(self, engine: Engine) -> dict[str, Any]:
-        """Plain data, the same on every rank (a collective)."""
-        return {"epoch": self.epoch, "steps": self.steps, "mean": float(engine.mean(self._mean))}
-
-    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Restore what `state_dict` gave; None, of a checkpoint from before there was one, starts anew."""
-        self.epoch, self.steps = (state["epoch"], state["steps"]) if state else (0, 0)
-        self._mean.fill_(state["mean"] if state else 0.0)
+        saved = state.get("epoch_loss") or {"epoch": 0, "steps": 0, "mean": 0.0}  # not in older checkpoints
+        self._epoch, self._steps_of_epoch = saved["epoch"], saved["steps"]
+        self._epoch_loss.fill_(saved["mean"])
 
 
 def _norm(result: StepResult) -> float | None:
