@@ -215,21 +215,13 @@ def train(
             exit_word = "not all saved"
 
         # ---- end -----------------------------------------------------------------------------------------------------
-        summary = summarise(
-            run,
-            evaluations.evaluations,
-            evaluations.ema_evaluations,
-            throughput,
-            {"skipped_images": inputs.skipped.gather()},
-            clock.wall_seconds,
-            steps=trainer.step,
-            exit_word=exit_word,
-        )
-        if decoded := inputs.decoded["device"] + inputs.decoded["loader"]:
-            summary["decoded_on_device"] = (inputs.decoded["device"] - inputs.decoded["refused"]) / decoded
+        measured = {"steps": trainer.step, "wall_seconds": clock.wall_seconds, "exit": exit_word}
+        measured |= {"skipped_images": inputs.skipped.gather(), "memory": peak.figures()}
         images, seconds = throughput.total_images, throughput.total_seconds
-        summary["memory"] = peak.figures()
-        summary["step_seconds"] = {"measured": order.global_batch * seconds / images if images else None}
+        measured["step_seconds"] = {"measured": order.global_batch * seconds / images if images else None}
+        if decoded := inputs.decoded["device"] + inputs.decoded["loader"]:
+            measured["decoded_on_device"] = (inputs.decoded["device"] - inputs.decoded["refused"]) / decoded
+        summary = summarise(run, evaluations.evaluations, evaluations.ema_evaluations, throughput, measured)
         if reporter:
             show_end(run, folder, summary, reporter, checkpoints.stopped)
         engine.close()

@@ -170,12 +170,9 @@ def _count(
     for metrics in several:
         sums = engine.sum(torch.cat((metrics.sums, metrics.sums.new_tensor([skipped]))))
         metrics.sums = sums[:-1]
-        if metrics.by_sample is not None:
-            metrics.by_sample = engine.sum(metrics.by_sample)
-        if metrics.rows is not None:
-            metrics.rows = engine.sum(metrics.rows)
-        if metrics.pixels is not None:
-            metrics.pixels = engine.sum(metrics.pixels)
+        for name in ("by_sample", "rows", "pixels"):
+            if (part := getattr(metrics, name)) is not None:
+                setattr(metrics, name, engine.sum(part))
         figures |= metrics.compute()
         if not figures["images"]:
             raise UserError("the validation split has no image that can be decoded")
@@ -239,9 +236,9 @@ def evaluate_only(run: Run, folder: RunFolder, groups: Groups, started: float, w
     watchdog.beat(0, "building the model", patience=4)
     watch = Watch(watched, lambda: watchdog.beat(0, "evaluation"), pictures.update, doing=Line(console).doing)
     engine, figures = build_and_evaluate(run, device, groups, watch, folder)
-    seconds = time.perf_counter() - started
-    skipped = {"skipped_images": len(run.data.validation) - int(figures["images"])}
-    summary = summarise(run, [figures], [], Throughput(), skipped, seconds, steps=0, exit_word="completed")
+    measured = {"steps": 0, "wall_seconds": time.perf_counter() - started, "exit": "completed"}
+    measured["skipped_images"] = len(run.data.validation) - int(figures["images"])
+    summary = summarise(run, [figures], [], Throughput(), measured)
     if reporter:
         reporter.start(events=engine.write_events)
         reporter.eval({"step": 0, **figures}, task.figures)

@@ -229,7 +229,7 @@ def check_same_schedule(resume: Resume, rates: Mapping[str, Any], global_batch: 
     old, new = resume.checkpoint.state["schedule"], json.loads(json.dumps(rates))
     if _rates_that_act(old) == _rates_that_act(new):
         return []
-    was, becomes = _describe(old), _describe(new)
+    was, becomes = describe_rates(old), describe_rates(new)
     if allow or resume.global_batch != global_batch:
         return [f"the learning rate's schedule changes from {was} to {becomes}; the curve changes with it"]
     raise UserError(
@@ -243,7 +243,8 @@ def _rates_that_act(rates: Mapping[str, Any]) -> Mapping[str, Any]:
     return rates if "type" in rates else LearningRate(**rates).acts  # a scheduler of the JSON has a type
 
 
-def _describe(rates: Mapping[str, Any]) -> str:
+def describe_rates(rates: Mapping[str, Any]) -> str:
+    """The source of the learning rate (`record.rates_of`), for people."""
     if "type" not in rates:
         return str(LearningRate(**rates))
     params = {**rates.get("params", {}), **({"lr": rates["lr"]} if "lr" in rates else {})}

@@ -43,6 +43,7 @@ from ds_vit.planner.memory import PARTS, num_states
 from ds_vit.tasks.task import Horizon, Task
 from ds_vit.training.cost import Cost
 from ds_vit.training.resolve.record import flag_values, rates_of, resolved_flags
+from ds_vit.training.resume import describe_rates
 from ds_vit.training.run import Run
 from ds_vit.weights.initial_checkpoint import enumerate_some
 
@@ -321,9 +322,7 @@ def show_dry_run(run: Run, device: torch.device, folder: Path) -> None:
 def _schedule_rows(run: Run, schedule: Schedule) -> Rows:
     """The learning rate at a few steps, as numbers and as bars."""
     if (rate := schedule.rate) is None:
-        rates = rates_of(run)
-        params = ", ".join(f"{name} {value}" for name, value in rates.get("params", {}).items())
-        return [("learning rate", f"{rates['type']} ({params}), the JSON's")]
+        return [("learning rate", describe_rates(rates_of(run)))]
     last = schedule.total_steps - 1
     steps = sorted({*(last * i // (_POINTS - 1) for i in range(_POINTS)), min(rate.warmup_steps, last)})
     highest = max(rate.lr(step) for step in steps) or 1.0
@@ -363,11 +362,7 @@ def summarise(
     evaluations: Sequence[Mapping[str, float]],
     ema_evaluations: Sequence[Mapping[str, float]],
     throughput: Throughput,
-    skipped: Mapping[str, Any],
-    wall_seconds: float,
-    *,
-    steps: int,
-    exit_word: str,
+    measured: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The contents of summary.json; the average's figure is in it only where there is an average.
 
@@ -376,14 +371,11 @@ def summarise(
         evaluations: the figures of all evaluations, in order.
         ema_evaluations: those of the average.
         throughput: of the training steps.
-        skipped: skipped_images, those that are damaged, or whose captions are.
-        wall_seconds: of all the processes that this run has had.
-        steps: that are done.
-        exit_word: "completed", "interrupted" (saved, to be resumed) or "not all saved" (a checkpoint, the
-            weights or rows of metrics.jsonl).
+        measured: further entries. "steps" are done; "wall_seconds" are those of all the processes that this run has
+            had; "skipped_images" are damaged, or their captions are; "exit" is "completed", "interrupted" (saved, to be
+            resumed) or "not all saved" (a checkpoint, the weights or rows of metrics.jsonl).
     """
     model, task = run.model, run.model.task
-
     figures = [(figure, evaluations, "") for figure in task.figures if figure.summed_up]
     if run.config.model_ema:
         figures.append((task.figures[0], ema_evaluations, "_ema"))
@@ -400,13 +392,10 @@ def summarise(
         **({"class_names": list(task.class_names)} if task.has_classes else {}),
         "layout": {**asdict(run.layout), "zero_stage": run.engine.zero_stage},
         "precision": run.engine.precision.name,
-        "steps": steps,
         **quality,
         "eval_images": evaluations[-1]["images"] if evaluations else 0,
         "images_per_second": throughput.total_images / seconds if seconds else None,
-        "wall_seconds": wall_seconds,
-        **skipped,
-        "exit": exit_word,
+        **measured,
     }
 
 
