@@ -28,7 +28,7 @@ from ds_vit.models.sequential import timm_names
 from ds_vit.monitoring.gradient_health import GradientHealth
 from ds_vit.monitoring.metrics import Reporter, Throughput
 from ds_vit.optim.ema import Ema
-from ds_vit.parallel.groups import Groups, gather_objects
+from ds_vit.parallel.groups import gather_objects
 from ds_vit.training.run import Run
 
 _TABLE_ROWS = 30  # operations in the table of a profile
@@ -325,8 +325,7 @@ class Profile(Callback):
     Attributes:
         steps: to record, counted from 1.
         folder: for the traces and tables.
-        groups: of the run.
-        device: of this rank.
+        engine: of this rank.
         throughput: paused while the profile is written.
         watchdog: notified before the profile is written, which takes long.
         reporter: on rank 0, names the folder or the error; None elsewhere.
@@ -334,16 +333,15 @@ class Profile(Callback):
 
     steps: range
     folder: Path
-    groups: Groups
-    device: torch.device
+    engine: Engine
     throughput: Throughput
     watchdog: Watchdog
     reporter: Reporter | None
 
     def __post_init__(self) -> None:
-        self._records = self.groups.dp_rank == 0 and self.groups.tp_rank == 0
+        self._records = self.engine.groups.dp_rank == 0 and self.engine.groups.tp_rank == 0
         self._profile: profile | None = None
-        self._activities = profiled_activities(self.device)
+        self._activities = profiled_activities(self.engine.device)
 
     def before_step(self, step: int) -> None:
         """As `Callback.before_step`."""
@@ -354,7 +352,7 @@ class Profile(Callback):
                 self._profile.stop()  # after a rollback
             os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # else it prints between the lines of the run
             self._profile = profile(activities=self._activities)
-            synchronize(self.device)
+            synchronize(self.engine.device)
             self._profile.start()
         elif self._profile is not None:
             self._profile.toggle_collection_dynamic(True, self._activities)
@@ -365,7 +363,7 @@ class Profile(Callback):
             return
         is_last = step.number == self.steps[-1]
         if self._profile is not None:
-            synchronize(self.device)
+            synchronize(self.engine.device)
             if not is_last:
                 self._profile.toggle_collection_dynamic(False, self._activities)
         if is_last:
@@ -388,9 +386,9 @@ class Profile(Callback):
         self._profile = None  # also if the following fails
         recorded.stop()
         self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / f"stage{self.groups.pipeline_stage}-rank{self.groups.rank}.json"
+        path = self.folder / f"stage{self.engine.groups.pipeline_stage}-rank{self.engine.groups.rank}.json"
         recorded.export_chrome_trace(str(path))
-        longest = "self_device_time_total" if is_accelerator(self.device) else "self_cpu_time_total"
+        longest = "self_device_time_total" if is_accelerator(self.engine.device) else "self_cpu_time_total"
         table = recorded.key_averages().table(sort_by=longest, row_limit=_TABLE_ROWS, max_name_column_width=80)
         path.with_suffix(".txt").write_text(table)
         return f"steps {self.steps[0]} to {self.steps[-1]} profiled: {self.folder}"
@@ -500,5 +498,5 @@ def build_callbacks(
         callbacks.append(CheckReplicas(run, engine))
     callbacks.append(log)
     if steps := parse_steps(config.profile_steps, "--profile-steps"):
-        callbacks.append(Profile(steps, folder, engine.groups, engine.device, clock.throughput, watchdog, reporter))
+        callbacks.append(Profile(steps, folder, engine, clock.throughput, watchdog, reporter))
     return callbacks
