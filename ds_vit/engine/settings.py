@@ -19,14 +19,13 @@ from ds_vit.models.checkpointing import (
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """Number formats, ZeRO, recomputation, compilation.
+    """Number formats, ZeRO, recomputation.
 
     Attributes:
         path: of the DeepSpeed JSON, named in messages.
         json: the DeepSpeed JSON without "auto".
         precision: number formats.
         checkpointing: of activations.
-        compile_mode: of torch.compile; None for eager blocks.
         graphs: the passes of a micro-batch are captured and replayed.
         origins: dotted name of a value in `json` → where it came from; values of the file have none.
         notes: lines for people.
@@ -36,7 +35,6 @@ class EngineSettings:
     json: DeepSpeedJson
     precision: Precision
     checkpointing: Checkpointing
-    compile_mode: str | None = None
     graphs: bool = False
     origins: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
     notes: tuple[str, ...] = field(default=(), compare=False)

@@ -36,7 +36,7 @@ def build_engine(run: Run, device: torch.device, groups: Groups) -> Engine:
     with contextlib.ExitStack() as process_state:
         if run.config.tf32:
             process_state.enter_context(matmul_precision("high"))
-        if run.engine.compile_mode:
+        if run.config.compile:
             process_state.enter_context(compiler_settings())
         if run.engine.zero_stage == 3 and run.engine.autocast:
             process_state.enter_context(torch_linear_restored())
@@ -158,8 +158,8 @@ def layer_converters(run: Run, groups: Groups) -> list[Converter]:
     converters.append(skip_idle_modules)  # the others find members by name
     if run.engine.zero_stage == 3:
         converters.append(_partition(run, groups))
-    if run.engine.compile_mode:
-        converters.append(partial(compile_block, function=compile_function(run.engine.compile_mode)))
+    if run.config.compile:
+        converters.append(partial(compile_block, function=compile_function(run.config.compile_mode)))
     return converters
 
 

@@ -34,11 +34,10 @@ def test_what_is_done_to_a_layer_in_order(stage, compute, norms, tp, compiled, b
         json=DeepSpeedJson.of({"zero_optimization": {"stage": stage}}),
         precision=Precision(compute, compute),
         checkpointing=Checkpointing(),
-        compile_mode="default" if compiled else None,
         graphs=False,
     )
     model = SimpleNamespace(class_parallel=False, frozen=frozenset(), reads_class_token=reads_class_token)
-    run = SimpleNamespace(config=RunConfig(norm_dtype=norms, tp=tp), model=model, engine=engine)
+    run = SimpleNamespace(config=RunConfig(norm_dtype=norms, tp=tp, compile=compiled), model=model, engine=engine)
     groups = Groups(Layout(tp=tp), rank=0, tp=object() if tp > 1 else None)
     names = []
     for converter in layer_converters(run, groups):

@@ -109,9 +109,7 @@ def read(config: RunConfig, *, on_cpu: bool) -> tuple[EngineSettings, dict[str, 
     )
     if problems or precision is None or checkpointing is None:
         raise UserError(*problems)
-    mode = config.compile_mode if config.compile else None
-    engine = EngineSettings(path, json, precision, checkpointing, mode, notes=tuple(notes))
-    return engine, file
+    return EngineSettings(path, json, precision, checkpointing, notes=tuple(notes)), file
 
 
 def optimizer_of(json: DeepSpeedJson, path: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
