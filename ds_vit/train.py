@@ -182,7 +182,7 @@ def train(
         inputs = InputPipeline(run, engine, throughput, folder)
         if reporter and config.log_images:
             names, number = run.model.task.class_names, run.batch.accumulation
-            sheet = TrainingSheet(run.model.image, run.data.train_source, names, config.log_images, number)
+            sheet = TrainingSheet(run.model.task.image, run.data.train_source, names, config.log_images, number)
             inputs.look = partial(sheet.add, save=reporter.training_images)
         evaluations = Evaluations(engine, inputs, ema, watchdog, reporter)
 

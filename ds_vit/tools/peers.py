@@ -178,7 +178,7 @@ def _open_clip_model(run: Run) -> nn.Module:
         "timm_model_name": spec.name,
         "timm_pool": "",
         "timm_drop_path": spec.drop_path_rate,
-        "image_size": run.model.image.img_size,
+        "image_size": run.model.task.image.img_size,
     }
     scale, *bias = whole.text.initial_logits
     return CustomTextCLIP(

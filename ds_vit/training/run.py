@@ -16,7 +16,7 @@ from torch import nn
 from ds_vit.config.batch import BatchSizes
 from ds_vit.config.schema import RunConfig
 from ds_vit.config.units import Interval
-from ds_vit.data.settings import Data, ImageConfig
+from ds_vit.data.settings import Data
 from ds_vit.engine.settings import EngineSettings
 from ds_vit.launching.process import Process
 from ds_vit.models.zoo import ModelSpec, names_and_shapes
@@ -54,7 +54,6 @@ class Model:
         spec: name and arguments of the model, for timm.
         whole: the unsharded model on the meta device, for names and shapes.
         task: the training task.
-        image: size and normalisation of the images.
         initial_checkpoint: source of the weights; None if they are random, or if the run resumes.
         towers: tower → source of its weights, where that is not the initial checkpoint.
         frozen: timm names of parameters that are not trained.
@@ -66,7 +65,6 @@ class Model:
     spec: ModelSpec
     whole: nn.Module = field(repr=False)
     task: Task
-    image: ImageConfig
     initial_checkpoint: InitialCheckpoint | None
     towers: Mapping[str, InitialCheckpoint]
     frozen: frozenset[str] = field(repr=False)

@@ -135,9 +135,9 @@ def test_says_what_it_decides(folder, tmp_path):
     model = resolved(command(tmp_path / "run", folder, 1, 1, 0)).model
     (folder / "preprocessor_config.json").unlink()
     assert [note for note in model.notes if note.startswith("attention dropout is 0, in place of 0.1")]
-    assert model.image.img_size == (16, 16)
-    assert model.image.mean == (0.4, 0.5, 0.6)
-    assert model.image.interpolation == "bilinear"
+    assert model.task.image.img_size == (16, 16)
+    assert model.task.image.mean == (0.4, 0.5, 0.6)
+    assert model.task.image.interpolation == "bilinear"
 
 
 REJECTED = {

@@ -218,5 +218,5 @@ def test_figures_are_those_of_the_size(one):
     assert math.isclose(flops[2], flops[3])
     assert flops[0] < flops[2] < flops[4]
     plan = resolved([*RUN, *VIT, *config(0), "-b", 16])
-    assert plan.model.image.img_size == (16, 16)
+    assert plan.model.task.image.img_size == (16, 16)
     assert plan.model.task.fields(training=False)[0].shape == (3, 16, 16)

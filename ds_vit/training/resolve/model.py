@@ -109,7 +109,6 @@ def resolve_model(
         spec=spec,
         whole=whole,
         task=task,
-        image=image,
         initial_checkpoint=initial,
         towers=towers,
         frozen=frozen,

@@ -47,7 +47,7 @@ def resolved_flags(run: Run) -> dict[str, Any]:
         "lr_scale_by_batch": "none",  # done
         "lr_base_size": config.default_of("lr_base_size"),
         "grad_checkpointing": False,
-        **{name: getattr(run.model.image, name) for name in PIXEL_FLAGS},
+        **{name: getattr(run.model.task.image, name) for name in PIXEL_FLAGS},
     }
     if run.engine.checkpointing.interval and config.grad_checkpointing:
         values["grad_checkpointing"] = config.grad_checkpointing
@@ -75,7 +75,7 @@ def identity_of(run: Run) -> dict[str, Any]:
         **({"fields": of_fields} if of_fields else {}),
         "model": config.model,
         "num_classes": model.task.num_classes,
-        "img_size": list(model.image.img_size),
+        "img_size": list(model.task.image.img_size),
         "img_size_schedule": sizes.in_words if sizes and config.img_size_schedule else "",
         "train_img_sizes": sorted(config.train_img_sizes),
         "shapes": {name: list(shape) for name, shape in shapes.items()},
