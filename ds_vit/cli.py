@@ -73,12 +73,8 @@ from ds_vit.tools.doctor.command import doctor
 from ds_vit.training.program import guarded, without_collection
 
 
-def build_parser(*, planning: bool = True) -> argparse.ArgumentParser:
-    """The command line of `ds-vit`.
-
-    Args:
-        planning: with the flags of `ds-vit plan`, whose module imports torch and timm.
-    """
+def build_parser() -> argparse.ArgumentParser:
+    """The command line of `ds-vit`."""
     parser = Parser(
         prog="ds-vit",
         description="Train Vision Transformers, and use the results.",
@@ -94,13 +90,7 @@ def build_parser(*, planning: bool = True) -> argparse.ArgumentParser:
     add_launch_arguments(launched)
     _add_bench(_add(commands, "bench", "ratios against a peer, measured in the same run"))
     _add_hosts(_add(commands, "hosts", "a DeepSpeed hostfile from a file or a scheduler's lists", _hosts))
-    planned = _add(commands, "plan", "which layouts of a model fit on GPUs, and how fast each would be")
-    if planning:
-        with without_collection():
-            from ds_vit.tools import plan
-
-        plan.add_arguments(planned)
-        planned.set_defaults(run=plan.plan)
+    _add_plan(_add(commands, "plan", "which layouts of a model fit on GPUs, and how fast each would be", _plan))
     add_doctor_arguments(_add(commands, "doctor", "what would keep a run from starting or slow it down", doctor))
     _add_report(_add(commands, "report", "a run as an HTML page, or several side by side", _report))
     _add_compare(_add(commands, "compare", "differences between runs, in settings and results", _compare))
@@ -154,6 +144,31 @@ def _add_hosts(hosts: argparse.ArgumentParser) -> None:
     hosts.add_argument("--output", metavar="FILE", help="write there (default: stdout)")
 
 
+def _add_plan(plan: argparse.ArgumentParser) -> None:
+    add = plan.add_argument
+    add("--model", help="timm name, or one of the sizes up to vit_120b_patch14_224")
+    add("--gpus", type=at_least(1), help="how many, on all hosts")
+    add("--gpu", default="h200", metavar="NAME|FILE", help="what they are [%(default)s]")
+    add("--gpus-per-node", type=at_least(1), help="of them in a host [the usual host's]")
+    add("--link", default="ib400", metavar="NAME|FILE", help="between hosts, per GPU [%(default)s]")
+    add("--global-batch", type=at_least(1), default=4096, help="images of a step [%(default)s]")
+    add("--img-size", type=int, help="pixels [the model's]")
+    add("--num-classes", type=int, help="[1000]")
+    add("--model-kwargs", nargs="+", metavar="K=V", default=[], help="timm's, as in training")
+    add("--deepspeed_config", "--deepspeed-config", metavar="FILE", help="types, optimizer, ZeRO stage")
+    add("--recipe", metavar="FILE", help="model, image size, epochs, average from a recipe of training")
+    add("--model-ema", action="store_true", default=None, help="the weights have an average")
+    add("--images", type=at_least(1), help="of the data set [ImageNet-1k's without a --recipe]")
+    add("--epochs", type=float, help="passes over it, for days and costs [300]")
+    add("--price", type=float, help="of a GPU for an hour, for costs")
+    add("--pp", type=int, help="only this pipeline degree")
+    add("--tp", type=int, help="only this tensor-parallel degree")
+    add("--zero", type=int, choices=range(4), help="only this ZeRO stage")
+    add("--top", type=int, default=8, help="layouts to show [%(default)s]")
+    add("--json", action="store_true", help="print one JSON object instead of tables")
+    add("--write", metavar="DIR", help="write the best layout's JSON, host file and command there")
+
+
 def _add_report(report: argparse.ArgumentParser) -> None:
     report.add_argument("runs", nargs="+", metavar="RUN", type=Path, help="output folders; several are compared")
     report.add_argument(
@@ -197,7 +212,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `ds-vit`; 2 for input that cannot be, with one line that says why."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if not argv:
-        build_parser(planning=False).print_help()
+        build_parser().print_help()
         return exit_codes.OK
     if argv[0] in ("train", "eval"):  # on several ranks too
         return _main_of(argv[0])(argv[1:], f"ds-vit {argv[0]}")
@@ -244,7 +259,7 @@ def _run(argv: Sequence[str]) -> int:
             raise UserError(f"ds-vit {name} was removed; {replacement}")
     if argv[0] in _WITH_FLAGS:
         return _main_of(argv[0])(argv)
-    arguments, words = build_parser(planning=argv[0] == "plan").parse_known_args(argv)
+    arguments, words = build_parser().parse_known_args(argv)
     own = arguments.parser._option_string_actions
     # By the run that it measures.
     taken = {spelling(name) for name in config_of_words(words).flags()} if argv[0] == "bench" else {}
@@ -304,6 +319,13 @@ def _hosts(arguments: argparse.Namespace) -> int:
     with written(f"--output {arguments.output}"):
         Path(arguments.output).write_text(text)
     return 0
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    with without_collection():
+        from ds_vit.tools.plan import plan
+
+    return plan(arguments)
 
 
 def _report(arguments: argparse.Namespace) -> int:

@@ -97,6 +97,7 @@ def test_train_is_the_trainer(capsys):
         (["-m", "ds_vit", "train", "--dataset", "digits", "--lerning-rate", "1"], 2),
         (["-m", "ds_vit", "train", "--deepspeed_config", "x.json", "--dataset", "digits", "--pp", "0"], 2),
         (["-m", "ds_vit", "--help"], 0),
+        (["-m", "ds_vit", "plan", "--help"], 0),
     ],
 )
 def test_help_and_wrong_flags_do_not_import_torch(words, code):

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from ds_vit.config.deepspeed_json import BATCH_KEYS, load_json
 from ds_vit.config.deepspeed_rules import precision
 from ds_vit.config.outside import config_class
-from ds_vit.config.parser import at_least, from_values, load_recipe, or_shipped
+from ds_vit.config.parser import from_values, load_recipe, or_shipped
 from ds_vit.config.run_folder import RunFolder, write_json
 from ds_vit.config.schema import BatchSettings
 from ds_vit.config.units import in_words, parse_kwargs
@@ -52,33 +52,6 @@ _OF_RUN = ("model", "img_size", "model_ema")
 _OF_MACHINE = ("compile", "compile_mode", "cuda_graph", "tf32")
 # Flags of this command that a recipe may have.
 _OF_RECIPE = (*_OF_RUN, "epochs", "deepspeed_config", "model_kwargs", "num_classes")
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `ds-vit plan`."""
-    parser.add_argument("--model", help="timm name, or one of the sizes up to vit_120b_patch14_224")
-    parser.add_argument("--gpus", type=at_least(1), help="how many, on all hosts")
-    parser.add_argument("--gpu", default="h200", metavar="NAME|FILE", help="what they are [%(default)s]")
-    parser.add_argument("--gpus-per-node", type=at_least(1), help="of them in a host [the usual host's]")
-    parser.add_argument("--link", default="ib400", metavar="NAME|FILE", help="between hosts, per GPU [%(default)s]")
-    parser.add_argument("--global-batch", type=at_least(1), default=4096, help="images of a step [%(default)s]")
-    parser.add_argument("--img-size", type=int, help="pixels [the model's]")
-    parser.add_argument("--num-classes", type=int, help="[1000]")
-    parser.add_argument("--model-kwargs", nargs="+", metavar="K=V", default=[], help="timm's, as in training")
-    parser.add_argument("--deepspeed_config", "--deepspeed-config", metavar="FILE", help="types, optimizer, ZeRO stage")
-    parser.add_argument("--recipe", metavar="FILE", help="model, image size, epochs, average from a recipe of training")
-    parser.add_argument("--model-ema", action="store_true", default=None, help="the weights have an average")
-    parser.add_argument(
-        "--images", type=at_least(1), help=f"of the data set [ImageNet-1k's {_IMAGENET:,} without a --recipe]"
-    )
-    parser.add_argument("--epochs", type=float, help=f"passes over it, for days and costs [{_EPOCHS}]")
-    parser.add_argument("--price", type=float, help="of a GPU for an hour, for costs")
-    parser.add_argument("--pp", type=int, help="only this pipeline degree")
-    parser.add_argument("--tp", type=int, help="only this tensor-parallel degree")
-    parser.add_argument("--zero", type=int, choices=range(4), help="only this ZeRO stage")
-    parser.add_argument("--top", type=int, default=8, help="layouts to show [%(default)s]")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
-    parser.add_argument("--write", metavar="DIR", help="write the best layout's JSON, host file and command there")
 
 
 def plan(arguments: argparse.Namespace) -> int:
