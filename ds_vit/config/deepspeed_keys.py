@@ -250,7 +250,9 @@ def read_json(data: Mapping[str, Any], path: str) -> tuple[DeepSpeedJson, dict[s
 
 
 def _parse(given: Mapping[str, Any]) -> DeepSpeedJson:
-    json = DeepSpeedJson.model_validate(_typed(given, DeepSpeedJson))
+    autos = (name for name, value in leaves(given).items() if value == "auto")
+    resolved = [name for name in autos if name in _CAN_BE_AUTO or ".params." in name]
+    json = DeepSpeedJson.model_validate(without(given, (*resolved, *_ONLY_NAMED)))
     read = json.model_dump(mode="json", by_alias=True, exclude_unset=True, warnings=False, fallback=lambda value: value)
     json._given = _of_keys(read, given)
     return json
@@ -260,6 +262,18 @@ def model_of(hint: Any) -> type[BaseModel] | None:
     """The model in a type, which may be one with None; None where there is none."""
     kinds = (hint, *get_args(hint))
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+
+
+def _keys_of(blocks: Iterable[str]) -> set[str]:
+    """The keys of the model of a block within blocks; none where it has no model."""
+    model: type[BaseModel] | None = DeepSpeedJson
+    for block in blocks:
+        model = model_of(model.model_fields[block].annotation) if model and block in model.model_fields else None
+    return {field.alias or key for key, field in model.model_fields.items()} if model else set()
+
+
+# Keys that only a verdict knows.
+_ONLY_NAMED = frozenset(name for name in NAMED if name.split(".")[-1] not in _keys_of(name.split(".")[:-1]))
 
 
 def _by_alias(data: Mapping[str, Any], model: type[BaseModel], prefix: str = "") -> dict[str, Any]:
@@ -278,19 +292,6 @@ def _by_alias(data: Mapping[str, Any], model: type[BaseModel], prefix: str = "")
         if is_silent and not (value is None and block):
             continue
         out[name] = _by_alias(value, block, f"{prefix}{name}.") if block and isinstance(value, Mapping) else value
-    return out
-
-
-def _typed(data: Mapping[str, Any], model: type[BaseModel] | None, prefix: str = "") -> dict[str, Any]:
-    """What the models read of a file: without an "auto" that is resolved, and keys that only a verdict names."""
-    fields = {field.alias or key: field for key, field in model.model_fields.items()} if model else {}
-    out = {}
-    for key, value in data.items():
-        name, field = f"{prefix}{key}", fields.get(key)
-        is_open = value == "auto" and (not model or name in _CAN_BE_AUTO)
-        if not is_open and (field or name not in NAMED):
-            block = model_of(field.annotation) if field else None
-            out[key] = _typed(value, block, f"{name}.") if isinstance(value, Mapping) else value
     return out
 
 
@@ -357,15 +358,11 @@ def _wrong_keys(error: ValidationError, path: str) -> dict[str, str]:
 
 def _why_unknown(blocks: list[str], last: str) -> str:
     """What is wrong with a key that no model has, and the nearest one that works."""
-    model: type[BaseModel] | None = DeepSpeedJson
-    for block in blocks:
-        model = model_of(model.model_fields[block].annotation) if model and block in model.model_fields else None
     removed = {0: _REMOVED_TOP_LEVEL_CONFIG_KEYS, 1: _REMOVED_ZERO_CONFIG_KEYS}.get(len(blocks), {})
     name = ".".join((*blocks, last))
     if last in removed and blocks in ([], ["zero_optimization"]):
         return f'"{name}": {removed[last].partition(" See ")[0].strip()} Delete it'
     if name in _READ_ELSEWHERE:
         return f'DeepSpeed 0.19 knows no key "{name}"; it reads "{_READ_ELSEWHERE[name]}"'
-    known = {field.alias or key for key, field in model.model_fields.items()} if model else set()
-    known |= {key.rpartition(".")[2] for key in NAMED if key.rpartition(".")[0] == ".".join(blocks)}
+    known = _keys_of(blocks) | {key.rpartition(".")[2] for key in NAMED if key.rpartition(".")[0] == ".".join(blocks)}
     return f'DeepSpeed 0.19 knows no key "{name}"{did_you_mean(last, known)}'
