@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import json
 import math
 import re
 import sys
@@ -256,12 +257,8 @@ def config_of_words(argv: Sequence[str] | None, recipe: str | None = None) -> ty
     Raises:
         UserError: as `config_class`.
     """
-    scan = Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    for word in ("--task", "--recipe"):
-        scan.add_argument(word)
-    given: dict[str, Any] = {}
-    with contextlib.suppress(UserError):  # which the whole parser reports
-        given = vars(scan.parse_known_args(sys.argv[1:] if argv is None else argv)[0])
+    flags, _ = split_words(sys.argv[1:] if argv is None else argv)
+    given = {name: own[0] for name, (_, own) in flags.items() if name in ("task", "recipe") and own}
     return _class_of(given, given.pop("recipe", recipe))
 
 
@@ -498,10 +495,5 @@ def from_values(
 
 def to_yaml(values: Mapping[str, Any]) -> str:
     """A recipe with these values."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, (tuple, list)):
-            return [plain(item) for item in value]
-        return dict(value) if isinstance(value, Mapping) else value
-
-    return yaml.safe_dump({name: plain(value) for name, value in values.items()}, sort_keys=False, allow_unicode=True)
+    plain = json.loads(json.dumps(values))  # which has no tuples
+    return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
