@@ -11,6 +11,8 @@ from ds_vit.fault_tolerance.errors import UserError
 if TYPE_CHECKING:
     from ds_vit.config.deepspeed_keys import DeepSpeedJson
 
+DEFAULT_MICRO_BATCH = 128  # timm's
+
 
 @dataclass(frozen=True)
 class BatchSizes:
@@ -60,7 +62,7 @@ def batch_sizes(
     dp: int,
     batch_size: int | None,
     grad_accum_steps: int | None,
-    follow: bool = False,
+    kept: int | None = None,
 ) -> BatchSizes:
     """Resolve `train_batch_size = micro-batch x accumulation x dp`, before anything is divided.
 
@@ -68,10 +70,10 @@ def batch_sizes(
         json: each of its three keys may be a number, "auto" or absent.
         path: named in messages.
         dp: data-parallel degree.
-        batch_size: `-b/--batch-size`, for a micro-batch of "auto" (128 where nothing says it, as in timm).
+        batch_size: `-b/--batch-size`, for a micro-batch of "auto" (`DEFAULT_MICRO_BATCH` where nothing says it).
         grad_accum_steps: `--grad-accum-steps`, for an accumulation of "auto".
-        follow: only train_batch_size is fixed, and the two others are made to fit it on this number of ranks: the
-            micro-batch is the largest legal one that is not above the one asked for.
+        kept: the global batch of the run that continues, to which the other numbers are fitted on this number of ranks:
+            the micro-batch is the largest legal one that is not above the one asked for.
 
     Raises:
         UserError: with the three numbers and two ways out.
@@ -82,16 +84,24 @@ def batch_sizes(
         (BATCH_KEYS[1], "--batch-size", micro, batch_size),
         (BATCH_KEYS[2], "--grad-accum-steps", accumulation, grad_accum_steps),
     ):
-        if value is not None and given is not None and value != given and not (follow and total):
+        if value is not None and given is not None and value != given and not (kept and total):
             raise UserError(f'{path} fixes {key} to {value} and {flag} says {given}; drop the flag or write "auto"')
-    if follow and total is not None:
+    if kept is not None and total is not None:
         share = max(1, total // dp)
         wanted = batch_size or (grad_accum_steps and share // grad_accum_steps)
-        return _followed(path, total, dp, wanted or micro or share // (accumulation or 1))
+        micro = wanted or micro or share // (accumulation or 1)
     micro = micro if micro is not None else batch_size
     accumulation = accumulation if accumulation is not None else grad_accum_steps
+    if kept is not None:
+        if fitting := nearest_batch(kept, dp, max(1, micro or DEFAULT_MICRO_BATCH)):
+            return fitting
+        raise UserError(
+            f"{path}: the run's global batch is {kept}, which {dp} data-parallel ranks cannot share; start "
+            f"{nearest_dp(kept, dp)} data-parallel ranks, or give another batch by --set train_batch_size="
+            f"{round(kept / dp) * dp or dp} (in a resumed run with --allow-batch-change)"
+        )
     if total is None:
-        micro, accumulation = micro or 128, accumulation or 1
+        micro, accumulation = micro or DEFAULT_MICRO_BATCH, accumulation or 1
         return BatchSizes(micro * accumulation * dp, micro, accumulation, dp)
     if micro is None:
         accumulation = accumulation or 1
@@ -105,18 +115,6 @@ def batch_sizes(
             f"data-parallel {dp} = {product}; set train_batch_size to {product}, or " + _other_way(total, dp)
         )
     return BatchSizes(total, micro, accumulation, dp)
-
-
-def _followed(path: str, total: int, dp: int, micro_batch: int) -> BatchSizes:
-    """The run's global batch on this number of ranks."""
-    followed = nearest_batch(total, dp, max(1, micro_batch))
-    if followed is None:
-        batch = round(total / dp) * dp or dp
-        raise UserError(
-            f"{path}: the run's global batch is {total}, which {dp} data-parallel ranks cannot share; start "
-            f"{nearest_dp(total, dp)} data-parallel ranks, or give another batch by --set train_batch_size={batch}"
-        )
-    return followed
 
 
 def _other_way(total: int, dp: int) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_vit.checkpoint.folder import Checkpoint, Damaged, newest, open_checkpoint, step_of
-from ds_vit.config.batch import BatchSizes, nearest_batch, nearest_dp, ways_to_share
+from ds_vit.config.batch import BatchSizes, ways_to_share
 from ds_vit.config.flag import Scope, spelling
 from ds_vit.config.outside import config_class
 from ds_vit.config.run_folder import RunFolder
@@ -77,39 +77,6 @@ def can_resume_in(output: str, resume: str) -> bool:
     if resume in ("none", "auto"):
         return resume == "auto"
     return Path(output).resolve() in (Path(resume).resolve(), *Path(resume).resolve().parents)
-
-
-def keep_global_batch(batch: BatchSizes, resume: Resume, *, fixed: bool, allow: bool) -> tuple[BatchSizes, list[str]]:
-    """The batch arithmetic that gives the checkpoint's global batch on this number of ranks.
-
-    Args:
-        batch: what JSON and flags ask for.
-        resume: the checkpoint.
-        fixed: the JSON names train_batch_size itself.
-        allow: --allow-batch-change: keep `batch`.
-
-    Returns:
-        It, and notes for people.
-
-    Raises:
-        UserError: with the numbers, where the checkpoint's global batch is impossible.
-    """
-    wanted = resume.global_batch
-    if batch.global_batch == wanted:
-        return batch, []
-    if allow:
-        return batch, [f"the global batch changes from {wanted} to {batch}; the curve changes with it"]
-    kept = None if fixed else nearest_batch(wanted, batch.dp, batch.micro_batch)
-    if kept is not None:
-        return kept, [f"the checkpoint's global batch is kept: {kept}"]
-    why, way_out = "", f'write "train_batch_size": {wanted} or "auto"'
-    if not fixed:
-        why = f"; {wanted} cannot be shared by {batch.dp} data-parallel ranks"
-        way_out = f"start {nearest_dp(wanted, batch.dp)} data-parallel ranks"
-    raise UserError(
-        f"--resume: the checkpoint's global batch is {wanted}, and this run's would be {batch}{why}; {way_out}, or say "
-        "--allow-batch-change to resume with another batch"
-    )
 
 
 def check_micro_batch(batch: BatchSizes, resume: Resume, asked: int | None) -> None:

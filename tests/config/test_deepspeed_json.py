@@ -423,16 +423,16 @@ def test_hjson_has_comments_by_name(tmp_path):
     assert deepspeed_json.load_json(path) == {"zero_optimization": {"stage": 2}}
 
 
-def sizes_of(total, micro, accumulation, dp, b=None, a=None, follow=False):
+def sizes_of(total, micro, accumulation, dp, b=None, a=None, kept=None):
     keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     data = {key: number for key, number in zip(keys, (total, micro, accumulation), strict=True) if number is not None}
-    sizes = batch_sizes(DeepSpeedJson.of(data), "c.json", dp=dp, batch_size=b, grad_accum_steps=a, follow=follow)
+    sizes = batch_sizes(DeepSpeedJson.of(data), "c.json", dp=dp, batch_size=b, grad_accum_steps=a, kept=kept)
     assert sizes.global_batch == sizes.micro_batch * sizes.accumulation * dp
     return sizes.global_batch, sizes.micro_batch, sizes.accumulation
 
 
 def test_batch_arithmetic():
-    """Every way of leaving numbers out; a run's own global batch on another number of ranks (`follow`)."""
+    """Every way of leaving numbers out; a run's own global batch on another number of ranks (`kept`)."""
     assert sizes_of(64, 8, 4, 2) == (64, 8, 4)
     assert sizes_of(64, 8, None, 2) == (64, 8, 4)
     assert sizes_of(64, None, 4, 2) == (64, 8, 4)
@@ -441,12 +441,12 @@ def test_batch_arithmetic():
     assert sizes_of(64, "auto", "auto", 2, a=4) == (64, 8, 4)
     assert sizes_of("auto", "auto", "auto", 3, b=5, a=2) == (30, 5, 2)
     assert sizes_of(None, None, None, 2) == (256, 128, 1)
-    assert sizes_of(64, 8, 2, 4, follow=True) == (64, 8, 2)
-    assert sizes_of(64, 8, 2, 1, follow=True) == (64, 8, 8)
-    assert sizes_of(64, 8, 2, 16, follow=True) == (64, 4, 1)
-    assert sizes_of(12, 5, 9, 1, follow=True) == (12, 4, 3)
-    assert sizes_of(64, 8, 2, 1, b=16, follow=True) == (64, 16, 4)
-    assert sizes_of(64, 8, 2, 2, a=2, follow=True) == (64, 16, 2)
+    assert sizes_of(64, 8, 2, 4, kept=64) == (64, 8, 2)
+    assert sizes_of(64, 8, 2, 1, kept=64) == (64, 8, 8)
+    assert sizes_of(64, 8, 2, 16, kept=64) == (64, 4, 1)
+    assert sizes_of(12, 5, 9, 1, kept=12) == (12, 4, 3)
+    assert sizes_of(64, 8, 2, 1, b=16, kept=64) == (64, 16, 4)
+    assert sizes_of(64, 8, 2, 2, a=2, kept=64) == (64, 16, 2)
 
 
 @pytest.mark.parametrize(
@@ -455,7 +455,12 @@ def test_batch_arithmetic():
         ((64, 6, 2, 4), {}, "64 is not micro-batch 6 x accumulation 2 x data-parallel 4 = 48; set train_batch_size"),
         ((64, None, None, 3), {}, "set train_batch_size to 63, or start a number of ranks that divides 64, such as 2"),
         (("auto", 8, "auto", 1), {"b": 4}, "c.json fixes train_micro_batch_size_per_gpu to 8 and --batch-size says 4"),
-        ((64, 8, 2, 3), {"follow": True}, "64, which 3 data-parallel ranks cannot share; start 2 data-parallel"),
+        ((64, 8, 2, 3), {"kept": 64}, "64, which 3 data-parallel ranks cannot share; start 2 data-parallel"),
+        (
+            (None, None, None, 3),
+            {"b": 8, "kept": 32},
+            "global batch is 32, which 3 data-parallel ranks cannot share",
+        ),
     ],
 )
 def test_batch_arithmetic_rejected(numbers, flags, message):

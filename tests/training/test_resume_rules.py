@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from curves import assert_same_curve, read_rows, train_in, train_rows
@@ -16,26 +17,30 @@ from runs import refusal, resolved, run_quietly
 
 from ds_vit.checkpoint.folder import Checkpoint, newest
 from ds_vit.config.batch import BatchSizes
+from ds_vit.config.deepspeed_keys import DeepSpeedJson
 from ds_vit.config.flag import Scope, spelling
 from ds_vit.config.schema import RunConfig
 from ds_vit.config.units import Interval, parse_seconds
 from ds_vit.data.sampler import SampleOrder
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.optim.schedules import LearningRate
-from ds_vit.training.resume import (
-    Resume,
-    can_resume_in,
-    check_micro_batch,
-    check_same_run,
-    check_same_schedule,
-    first_step,
-    keep_global_batch,
-)
+from ds_vit.parallel.layout import Layout
+from ds_vit.training.resolve.data import resolve_batch
+from ds_vit.training.resume import Resume, can_resume_in, check_same_run, check_same_schedule, first_step
 
 
 def resume_of(global_batch: int = 16, **state: object) -> Resume:
     state = {"run": {}, "config": {}, "global_batch": global_batch, "step": 7, **state}
     return Resume(Checkpoint(Path("x"), {}, json.loads(json.dumps(state))), falls_back=True)
+
+
+def batch_of(micro: int, accumulation: int | None, dp: int, resume: Resume, total: object = "auto", allow=False):
+    """The batch of a run that resumes with -b and --grad-accum-steps, and the lines about it."""
+    engine = SimpleNamespace(json=DeepSpeedJson.of({"train_batch_size": total}), path="c.json")
+    config = RunConfig(
+        deepspeed_config="c.json", batch_size=micro, grad_accum_steps=accumulation, allow_batch_change=allow
+    )
+    return resolve_batch(config, engine, Layout(dp=dp), resume)
 
 
 @pytest.mark.parametrize(
@@ -51,11 +56,10 @@ def resume_of(global_batch: int = 16, **state: object) -> Resume:
 def test_the_global_batch_is_kept_by_accumulation(asked, wanted, kept):
     # Catches: another global batch in silence, which is another curve.
     micro, accumulation, dp = asked
-    batch = BatchSizes(micro * accumulation * dp, micro, accumulation, dp)
-    got, notes = keep_global_batch(batch, resume_of(wanted), fixed=False, allow=False)
+    got, notes = batch_of(micro, accumulation, dp, resume_of(wanted, config={"batch_size": micro}))
     assert (got.micro_batch, got.accumulation, got.global_batch) == (*kept, wanted)
     assert got.micro_batch * got.accumulation * dp == wanted
-    assert bool(notes) == (batch != got)
+    assert bool(notes) == (kept != (micro, accumulation))
 
 
 @pytest.mark.parametrize(
@@ -73,26 +77,21 @@ def test_the_global_batch_is_kept_by_accumulation(asked, wanted, kept):
 def test_another_micro_batch_is_used_or_refused(asked, dp, result):
     # Catches: `-b 32` on resume that silently becomes 16; one command that fails on another number of ranks.
     before = resume_of(32, config={"batch_size": 8})
-    batch, _ = keep_global_batch(BatchSizes(asked * dp, asked, 1, dp), before, fixed=False, allow=False)
     if isinstance(result, int):
-        check_micro_batch(batch, before, asked)
-        assert batch.micro_batch == result
+        assert batch_of(asked, None, dp, before)[0].micro_batch == result
     else:
         with pytest.raises(ValueError, match=rf"--batch-size {asked} .* of 32 on {dp} data.*one of {result}"):
-            check_micro_batch(batch, before, asked)
+            batch_of(asked, None, dp, before)
 
 
 def test_an_impossible_batch_is_refused_with_the_numbers():
     # Catches: a floor division.
-    batch = BatchSizes(24, 8, 1, 3)
-    with pytest.raises(
-        ValueError, match=r"global batch is 32.*24 = 3 ranks × 8 images.* 3 data-parallel.*start 2 data-parallel ranks"
-    ):
-        keep_global_batch(batch, resume_of(32), fixed=False, allow=False)
-    with pytest.raises(ValueError, match=r'write "train_batch_size": 32 or "auto", or say --allow-batch-change'):
-        keep_global_batch(BatchSizes(64, 16, 1, 4), resume_of(32), fixed=True, allow=False)
-    got, [note] = keep_global_batch(batch, resume_of(32), fixed=False, allow=True)
-    assert got == batch
+    with pytest.raises(ValueError, match="is 32, which 3 data-parallel ranks cannot share; start 2 data-parallel"):
+        batch_of(8, 1, 3, resume_of(32))
+    with pytest.raises(ValueError, match=r'is 32, and .* 64; write "train_batch_size": 32 or "auto", or say --allow-b'):
+        batch_of(16, 1, 4, resume_of(32), total=64)
+    got, [note] = batch_of(8, 1, 3, resume_of(32), allow=True)
+    assert got == BatchSizes(24, 8, 1, 3)
     assert "changes from 32 to 24" in note
 
 

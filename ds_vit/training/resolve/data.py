@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from ds_vit.config.batch import BatchSizes, batch_sizes
+from ds_vit.config.batch import DEFAULT_MICRO_BATCH, BatchSizes, batch_sizes
 from ds_vit.config.deepspeed_json import BATCH_KEYS
 from ds_vit.config.schema import PROGRAM_DATASET, RunConfig
 from ds_vit.config.units import parse_set
@@ -24,7 +24,7 @@ from ds_vit.parallel.layout import Layout
 from ds_vit.tasks.registry import task_named
 from ds_vit.tasks.zero_shot import open_zero_shot
 from ds_vit.training.resolve.deepspeed import is_of_a_run
-from ds_vit.training.resume import Resume, check_micro_batch, keep_global_batch
+from ds_vit.training.resume import Resume, check_micro_batch
 from ds_vit.training.run import World
 from ds_vit.weights.files import find_weights
 
@@ -41,24 +41,29 @@ def resolve_batch(
     """
     if config.auto_batch:
         _check_nothing_fixed(config, engine)
-    of_json = engine.json.train_batch_size
-    resumes = resume is not None and of_json == resume.global_batch and not config.allow_batch_change
-    batch = batch_sizes(
-        engine.json,
-        engine.path,
-        dp=layout.dp,
-        batch_size=config.batch_size,
-        grad_accum_steps=config.grad_accum_steps,
-        follow=is_of_a_run(config) or resumes,
-    )
-    notes: list[str] = []
-    if any(of_json and getattr(engine.json, key) not in (None, number) for key, number in batch.as_json().items()):
-        notes.append(f"the global batch of {engine.path} is kept: {batch}")
+    json, path, notes = engine.json, engine.path, [*(resume.notes if resume else ())]
+    fixed = json.train_batch_size
+    kept, whose = fixed if is_of_a_run(config) else None, path
+    if resume is not None and not config.allow_batch_change:
+        kept, whose = resume.global_batch, "the checkpoint"
+        if fixed not in (None, kept):
+            raise UserError(
+                f"--resume: the checkpoint's global batch is {kept}, and that of {path} {fixed}; write "
+                f'"train_batch_size": {kept} or "auto", or say --allow-batch-change to resume with another batch'
+            )
+    flags = {"batch_size": config.batch_size, "grad_accum_steps": config.grad_accum_steps}
+    batch = batch_sizes(json, path, dp=layout.dp, **flags, kept=kept)
+    micro, accumulation = json.train_micro_batch_size_per_gpu, json.gradient_accumulation_steps
+    if fixed is None:
+        micro = micro or config.batch_size or DEFAULT_MICRO_BATCH
+        accumulation = accumulation or config.grad_accum_steps or 1
+    is_asked = micro in (None, batch.micro_batch) and accumulation in (None, batch.accumulation)
+    if kept is not None and not is_asked:
+        notes.append(f"the global batch of {whose} is kept: {batch}")
     if resume is not None:
-        fixed = of_json is not None
-        batch, kept = keep_global_batch(batch, resume, fixed=fixed, allow=config.allow_batch_change)
         check_micro_batch(batch, resume, config.batch_size)
-        notes += [*resume.notes, *kept]
+        if batch.global_batch != resume.global_batch:
+            notes.append(f"the global batch changes from {resume.global_batch} to {batch}; the curve changes with it")
     if config.active and batch.global_batch % 2:
         raise UserError(f"--mixup and --cutmix mix pairs, and the global batch of {batch} is odd; change the batch")
     return batch, notes
