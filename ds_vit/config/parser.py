@@ -93,23 +93,21 @@ class ShortHelp(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         """Print the short help and exit."""
         assert isinstance(parser, Parser)
-        flags = parser.config.flags()
+        flags, by_flag = parser.config.flags(), parser._option_string_actions
         formatter = argparse.RawDescriptionHelpFormatter(parser.prog, width=_WIDTH)
         formatter.add_usage(parser.usage, [], [])
         formatter.add_text(parser.description)
-        by_flag = parser._option_string_actions
         formatter.start_section("the ten that matter first")
         formatter.add_arguments([by_flag[flag] for flag in FIRST])
         formatter.end_section()
         formatter.start_section("all others, explained by --help-all")
         explained = {by_flag[flag].dest for flag in FIRST}
+        indent, width = " " * 14, _WIDTH - 6
+        rows = textwrap.TextWrapper(width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False)
         for section in SECTIONS:
             names = [spelling(name) for name in flags if flags[name].section == section and name not in explained]
-            if not names:
-                continue
-            # A name is not broken at its dashes.
-            words = textwrap.fill(" ".join(names), _WIDTH - 20, break_on_hyphens=False, break_long_words=False)
-            formatter.add_text(f"{section:<13} " + words.replace("\n", "\n" + " " * 14))
+            if names:
+                formatter.add_text(rows.fill(f"{section:<13} {' '.join(names)}"))
         formatter.end_section()
         formatter.add_text(parser.epilog)
         print(formatter.format_help(), end="")
