@@ -90,8 +90,7 @@ def batch_sizes(
         share = max(1, total // dp)
         wanted = batch_size or (grad_accum_steps and share // grad_accum_steps)
         micro = wanted or micro or share // (accumulation or 1)
-    micro = micro if micro is not None else batch_size
-    accumulation = accumulation if accumulation is not None else grad_accum_steps
+    micro, accumulation = micro or batch_size, accumulation or grad_accum_steps
     if kept is not None:
         if fitting := nearest_batch(kept, dp, max(1, micro or DEFAULT_MICRO_BATCH)):
             return fitting
@@ -103,11 +102,8 @@ def batch_sizes(
     if total is None:
         micro, accumulation = micro or DEFAULT_MICRO_BATCH, accumulation or 1
         return BatchSizes(micro * accumulation * dp, micro, accumulation, dp)
-    if micro is None:
-        accumulation = accumulation or 1
-        micro = max(1, total // (accumulation * dp))
-    elif accumulation is None:
-        accumulation = max(1, total // (micro * dp))
+    accumulation = accumulation or (max(1, total // (micro * dp)) if micro else 1)
+    micro = micro or max(1, total // (accumulation * dp))
     product = micro * accumulation * dp
     if product != total:
         raise UserError(
