@@ -23,7 +23,6 @@ import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,8 +40,7 @@ from ds_vit.fault_tolerance import exit_codes
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.launchers import RANK_PY
 from ds_vit.launching.process import Process
-from ds_vit.monitoring.metrics import make_console, print_columns
-from ds_vit.monitoring.metrics import say as print_lines
+from ds_vit.monitoring.metrics import make_console, print_columns, say
 from ds_vit.monitoring.progress import Line
 from ds_vit.training.program import guarded
 
@@ -281,7 +279,6 @@ def compare(options: argparse.Namespace, values: Mapping[str, Any], folder: Path
     from deepspeed.accelerator import get_accelerator
 
     console = make_console()
-    say = partial(print_lines, console)
     if options.ranks is None:
         options.ranks = 2 if get_accelerator().device_name() == "cpu" else get_accelerator().device_count()
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(options.ranks)]
@@ -289,18 +286,20 @@ def compare(options: argparse.Namespace, values: Mapping[str, Any], folder: Path
     verbose = bool(values.get("verbose"))
     reference, layouts, run = resolve_layouts(options, values, folder)
     batch = run.batch.global_batch
-    say(f"{run.model.spec.name}, {options.ranks} ranks, global batch {batch}, {options.steps} steps")
+    say(console, f"{run.model.spec.name}, {options.ranks} ranks, global batch {batch}, {options.steps} steps")
     if not options.own_optimizer:
-        say("SGD, learning rate 0.3, norm clipped to 0.1 (a probe; --own-optimizer keeps the JSON's optimizer)")
+        say(
+            console, "SGD, learning rate 0.3, norm clipped to 0.1 (a probe; --own-optimizer keeps the JSON's optimizer)"
+        )
     if idle := values.keys() & (
         _WITHOUT_EFFECT - {"set"} | (frozenset() if options.own_optimizer else _PROBE_REPLACES)
     ):
-        say(f"idle here: {', '.join(map(spelling, sorted(idle)))}")
-    say(f"reference: {reference.name} ({reference.text})")
+        say(console, f"idle here: {', '.join(map(spelling, sorted(idle)))}")
+    say(console, f"reference: {reference.name} ({reference.text})")
     legal = [layout for layout in layouts if not layout.problem]
     # Adam scales rounding in gradients that should be zero.
     compare_weights = not options.own_optimizer or str(options.json.given("optimizer.type")).lower() == "sgd"
-    say(f"training the reference and {len(legal)} layouts, each in new processes that import torch first:")
+    say(console, f"training the reference and {len(legal)} layouts, each in new processes that import torch first:")
     train(reference, f"training the reference, {reference.name}", launcher, options.steps, verbose=verbose)
     for number, layout in enumerate(legal, 1):
         started = time.perf_counter()
@@ -311,14 +310,14 @@ def compare(options: argparse.Namespace, values: Mapping[str, Any], folder: Path
         except RunFailed as error:
             layout.problem, layout.failed = str(error), True
         shutil.rmtree(layout.run.path, ignore_errors=True)
-        say(f"{layout.name} ({layout.text}): {layout.verdict}, {time.perf_counter() - started:.0f} s")
+        say(console, f"{layout.name} ({layout.text}): {layout.verdict}, {time.perf_counter() - started:.0f} s")
     title = "largest relative deviation from the reference"
     print_columns(console, title, matrix(layouts, compare_weights=compare_weights))
     for precision, limits in {layout.precision: layout.limits for layout in legal}.items():
-        say(f"tolerance in {precision}: {', '.join(f'{limit:.0e}' for limit in limits)}")
+        say(console, f"tolerance in {precision}: {', '.join(f'{limit:.0e}' for limit in limits)}")
     for layout in layouts:
         if layout.problem:
-            say(f"{layout.name}: {layout.problem}")
+            say(console, f"{layout.name}: {layout.problem}")
     return any(layout.failed for layout in layouts)
 
 
@@ -432,7 +431,7 @@ def train(layout: LayoutRun, what: str, launcher: Sequence[str], steps: int, *, 
     """
     console = Console(file=sys.stderr, markup=False, soft_wrap=True)
     if not console.is_terminal:
-        print_lines(console, f"parity.py: {what}")
+        say(console, f"parity.py: {what}")
     with tempfile.TemporaryFile() as output, Line(console).doing(what, steps) as counted:
         command = [*launcher, str(TRAIN), "--recipe", str(layout.folder / "layout.yaml")]
         child = subprocess.Popen(command, stdout=None if verbose else output, stderr=None if verbose else output)

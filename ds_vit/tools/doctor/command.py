@@ -16,7 +16,6 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -300,25 +299,24 @@ def _show(diagnosis: Diagnosis, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(to_json(diagnosis), default=list))
         return
-    from ds_vit.monitoring.metrics import make_console
-    from ds_vit.monitoring.metrics import say as print_lines
+    from ds_vit.monitoring.metrics import make_console, say
 
-    say = partial(print_lines, make_console())
+    console = make_console()
     for answer in diagnosis.answers:
-        say(f"{answer.host.name}, {answer.host.slots} slots: {_summary(answer.facts)}")
+        say(console, f"{answer.host.name}, {answer.host.slots} slots: {_summary(answer.facts)}")
     if diagnosis.figures is not None and (measured := diagnosis.figures.measured):
         reduced, ranks = measured["all_reduce"], f"{measured['world_size']} ranks, {measured['backend']}"
         text = f"{reduced['seconds'] * 1e3:.2f} ms, bus bandwidth {gbits(reduced['bus_bytes_per_second'])}"
-        say(f"network: all-reduce of {reduced['bytes'] / 2**20:.0f} MiB over {ranks}: {text}")
+        say(console, f"network: all-reduce of {reduced['bytes'] / 2**20:.0f} MiB over {ranks}: {text}")
         if pair := slowest(diagnosis.figures):
-            say(f"slowest pair: {pair}")
+            say(console, f"slowest pair: {pair}")
     for finding in diagnosis.findings:
-        say(f"{finding.severity}: {finding.check}, {', '.join(finding.hosts)}: {finding.what}")
-        say(f"    {finding.remedy}")
+        say(console, f"{finding.severity}: {finding.check}, {', '.join(finding.hosts)}: {finding.what}")
+        say(console, f"    {finding.remedy}")
     severities = [finding.severity for finding in diagnosis.findings]
     counts = {"host": len(diagnosis.answers), **{word: severities.count(word) for word in ("error", "warning")}}
     hosts, *found = (f"{count} {word}{'' if count == 1 else 's'}" for word, count in counts.items())
-    say(f"{hosts}: {', '.join(found)}" + ("" if diagnosis.findings else ": healthy"))
+    say(console, f"{hosts}: {', '.join(found)}" + ("" if diagnosis.findings else ": healthy"))
 
 
 def _summary(facts: Facts | None) -> str:
