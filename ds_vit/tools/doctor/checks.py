@@ -10,7 +10,6 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from ds_vit.launching.hosts import Host
@@ -145,43 +144,43 @@ _COPY = "copy it again (rsync -a --checksum), or use a shared disk"
 _PULL = "git status and git pull there, or put the clone on a shared disk"
 _LEAVE_OUT = "leave those hosts out; the slowest sets the pace"
 
-# (check, severity, what differs, its value on a host or None to leave the host out of the comparison, remedy)
-_COMPARED: tuple[tuple[str, str, str, Callable[[HostView], str | None], str], ...] = (
-    ("code", "error", "the code of ds_vit differs, by checksum", lambda view: view.facts.code, _PULL),
-    ("data", "error", "the data differs, by checksum", lambda view: view.facts.data or None, _COPY),
-    (
-        "accelerators",
-        "error",
-        "some hosts have no accelerators",
-        lambda view: "accelerators" if view.facts.accelerators else "",
-        _LEAVE_OUT,
-    ),
-    (
-        "accelerators",
-        "warning",
-        "the accelerators differ",
-        lambda view: ", ".join(sorted(set(view.facts.accelerators))) or None,
-        _LEAVE_OUT,
-    ),
-)
-
 
 def _compare_hosts(views: Sequence[HostView]) -> Iterator[Finding]:
     """Findings of values that differ between hosts but must not, and of two names for one machine."""
-    rows = list(_COMPARED)
-    for name in dict.fromkeys(name for view in views for name in view.facts.versions):
-        severity, remedy = ("warning", "bring the drivers to one version") if name == DRIVER else ("error", _SAME)
-        rows.append(("versions", severity, f"{name} differs", partial(_version, name), remedy))
-    for check, severity, what, value, remedy in rows:
+
+    def compare(
+        check: str, severity: str, what: str, value: Callable[[Facts], str | None], remedy: str
+    ) -> Iterator[Finding]:
+        """The hosts whose value is not the most frequent one; None leaves a host out."""
         groups: dict[str, list[str]] = defaultdict(list)
         for view in views:
-            if (own := value(view)) is not None:
+            if (own := value(view.facts)) is not None:
                 groups[own].append(view.name)
         if len(groups) > 1:
             norm = max(groups, key=lambda value: len(groups[value]))  # of equals the first
             odd = tuple(name for value, names in groups.items() if value != norm for name in names)
             values = "; ".join(f"{value or 'none'} on {_some(names)}" for value, names in groups.items())
             yield Finding(check, severity, odd, f"{what}: {values}", remedy)
+
+    yield from compare("code", "error", "the code of ds_vit differs, by checksum", lambda facts: facts.code, _PULL)
+    yield from compare("data", "error", "the data differs, by checksum", lambda facts: facts.data or None, _COPY)
+    what = "some hosts have no accelerators"
+    yield from compare(
+        "accelerators", "error", what, lambda facts: "accelerators" if facts.accelerators else "", _LEAVE_OUT
+    )
+    what = "the accelerators differ"
+    yield from compare(
+        "accelerators", "warning", what, lambda facts: ", ".join(sorted(set(facts.accelerators))) or None, _LEAVE_OUT
+    )
+    for name in dict.fromkeys(name for view in views for name in view.facts.versions):
+        severity, remedy = ("warning", "bring the drivers to one version") if name == DRIVER else ("error", _SAME)
+        yield from compare(
+            "versions",
+            severity,
+            f"{name} differs",
+            lambda facts, name=name: facts.versions.get(name, "missing"),
+            remedy,
+        )
     names_of = defaultdict(list)
     for view in views:
         names_of[view.facts.identity].append(view.name)
@@ -189,10 +188,6 @@ def _compare_hosts(views: Sequence[HostView]) -> Iterator[Finding]:
         if len(same) > 1:
             what = f"{' and '.join(same)} are one machine; its accelerators would be assigned {len(same)} times"
             yield Finding("hosts", "error", tuple(same), what, "keep one of the names in the hostfile")
-
-
-def _version(name: str, view: HostView) -> str:
-    return view.facts.versions.get(name, "missing")
 
 
 def _some(names: Sequence[str]) -> str:
