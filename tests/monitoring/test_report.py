@@ -347,7 +347,7 @@ def test_a_start_does_not_set_the_scale(tmp_path):
     rows = [{"kind": "train", "step": step, "data_wait_fraction": 0.99 if step == 1 else 0.02} for step in range(1, 9)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     chart = next(each for each in curves([Record.read(tmp_path)]) if "waiting for data" in each["title"])
-    assert "the start of the loader (99 % at step 1)" in chart["note"]
+    assert "in which the loader starts" in chart["note"]
     assert max(float(label) for _, label in chart["rows"]) < 10
     assert [1, 99.0] in chart["data"]["series"][0][1], "the value stays under the pointer"
 

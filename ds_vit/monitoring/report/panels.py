@@ -96,7 +96,13 @@ def curves(records: Sequence[Record]) -> list[Panel]:
     memory_note = "growth of the process, on a CPU" if any(record.on_cpu for record in records) else ""
     charts += [
         chart("Images per second, all ranks", ("train", "images_per_second", "images/s", 1.0)),
-        _waiting(records),
+        chart(
+            "Time spent waiting for data, %",
+            ("train", "data_wait_fraction", "share", 100.0),
+            bounds=PERCENT,
+            outliers=[step for record in records for step in record.first_steps],
+            note="the scale leaves out the first row of a launch, in which the loader starts",
+        ),
         chart("TFLOP/s per accelerator", ("train", "tflops_per_accelerator", "TFLOP/s", 1.0)),
         chart("Model FLOPs utilisation, %", ("train", "mfu", "share of the peak", 100.0), bounds=PERCENT),
         chart(
@@ -111,24 +117,6 @@ def curves(records: Sequence[Record]) -> list[Panel]:
         ),
     ]
     return [one for one in charts if one]
-
-
-def _waiting(records: Sequence[Record]) -> Panel | None:
-    """The share of time spent waiting for the loader, on a scale without its start."""
-    shares = [
-        (share, step, step in record.first_steps)
-        for record in records
-        for step, share in record.points("train", "data_wait_fraction", 100.0)
-    ]
-    usual = max((share for share, _, first in shares if not first), default=math.inf)
-    outliers = {step: share for share, step, first in shares if first and share > usual}
-    note = ""
-    if outliers:
-        step = max(outliers, key=lambda step: outliers[step])
-        note = f"the scale ignores the start of the loader ({outliers[step]:.0f} % at step {step})"
-    part = ("train", "data_wait_fraction", "share", 100.0)
-    title = "Time spent waiting for data, %"
-    return _chart(records, title, part, bounds=PERCENT, outliers=outliers, note=note)
 
 
 def gradients(record: Record) -> list[Panel]:
