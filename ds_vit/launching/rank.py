@@ -29,6 +29,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import psutil
+
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.fault_tolerance.exit_codes import BAD_INPUT, INTERRUPTED
 from ds_vit.launching.process import Process, discover
@@ -318,15 +320,11 @@ def signal_ranks(run: str, signum: int) -> int:
     SIGKILL goes to the process that keeps the log, and its rank ends with it.
     """
     count = 0
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdecimal() or int(folder.name) == os.getpid():
-            continue
-        with contextlib.suppress(OSError):  # ended, or another user's
-            words = (folder / "cmdline").read_bytes().split(b"\0")
-            names = {pair.partition(b"=")[0] for pair in (folder / "environ").read_bytes().split(b"\0")}
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):  # ended, or another user's
             # A launcher on this host has the same arguments, but no RANK.
-            if f"--run={run}".encode() in words and b"RANK" in names:
-                os.kill(int(folder.name), signum)
+            if process.pid != os.getpid() and f"--run={run}" in process.cmdline() and "RANK" in process.environ():
+                process.send_signal(signum)
                 count += 1
     return count
 
