@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from timm.layers import AttentionPoolLatent, GELUTanh, LayerNorm, QuickGELU, trunc_normal_
@@ -141,32 +141,19 @@ class TextTower(nn.Module):
         """Args: as the attributes, and E."""
         super().__init__()
         width, norm = settings.width, partial(LayerNorm, eps=settings.eps)
+        of_blocks: dict[str, Any] = {
+            "num_heads": settings.heads,
+            "mlp_ratio": settings.mlp_ratio,
+            "norm_layer": norm,
+            "act_layer": settings.activation,
+        }
         self.settings, self.initial_logits = settings, initial_logits
         rates = torch.linspace(0, settings.drop_path_rate, settings.depth, device="cpu").tolist()
         self.token_embed = nn.Embedding(settings.vocab_size, width)
         self.pos_embed = nn.Parameter(torch.empty(1, settings.context_length, width))
-        self.blocks = nn.ModuleList(
-            Block(
-                width,
-                settings.heads,
-                mlp_ratio=settings.mlp_ratio,
-                qkv_bias=True,
-                drop_path=rate,
-                act_layer=settings.activation,
-                norm_layer=norm,
-            )
-            for rate in rates
-        )
+        self.blocks = nn.ModuleList(Block(width, qkv_bias=True, drop_path=rate, **of_blocks) for rate in rates)
         self.norm = norm(width)
-        self.attn_pool = None
-        if settings.pool == "map":
-            self.attn_pool = AttentionPoolLatent(
-                width,
-                num_heads=settings.heads,
-                mlp_ratio=settings.mlp_ratio,
-                norm_layer=norm,
-                act_layer=settings.activation,
-            )
+        self.attn_pool = AttentionPoolLatent(width, **of_blocks) if settings.pool == "map" else None
         self.head = nn.Linear(width, embed_dim, bias=settings.projection_bias)
         self.logit_scale = nn.Parameter(torch.empty(1))
         if len(initial_logits) > 1:
