@@ -211,8 +211,6 @@ class InitialCheckpoint:
         of_parts = {name: tensors.pop(name) for name in [*tensors] if name.startswith(parts)}
         self._foreign = not set(tensors) <= set(wanted)
         self._of_timm = isinstance(model, get_args(TimmViT))
-        if not self._foreign:
-            require_tensors(tensors | of_parts)  # among foreign names timm decides which are used
         parameters = [name for name, _ in model.named_parameters() if name in opened]
         if integers := [name for name in parameters if not opened[name].is_floating_point()]:
             raise UserError(
@@ -227,16 +225,13 @@ class InitialCheckpoint:
                 f"it is of patches of {theirs[0]} x {theirs[1]} pixels, and the model's are {ours[0]} x {ours[1]}; "
                 f"give --model-kwargs patch_size={theirs[0]}, or have its kernels resampled by --resample-patch-embed"
             )
-        if self._foreign or not self._of_timm:
-            # timm knows files by parameters of the encoder itself: the mask token of a published DINOv2.
-            marks = {name: tensor for name, tensor in (of_parts | self.left_out).items() if "." not in name}
-            self._values = _translate(model, tensors | marks)
-            self._values = {name: tensor for name, tensor in self._values.items() if name not in self.left_out}
-            require_tensors(self._values)
-            self._values = {name: tensor for name, tensor in self._values.items() if tensor.numel()}
-        else:
-            self._values = tensors | _translate(model, {name: tensors[name] for name in _RESAMPLED if name in tensors})
-        self._values = self._task.fit_tensors(model, self._values) | of_parts
+        # timm knows files by parameters of the encoder itself: the mask token of a published DINOv2.
+        others = (of_parts | self.left_out).items() if self._foreign else ()
+        values = _translate(model, tensors | {name: tensor for name, tensor in others if "." not in name})
+        values = {name: tensor for name, tensor in values.items() if name not in self.left_out}
+        require_tensors(values | of_parts)
+        values = {name: tensor for name, tensor in values.items() if tensor.numel()}
+        self._values = self._task.fit_tensors(model, values) | of_parts
         if not classifier_names(model):
             self._values = {name: tensor for name, tensor in self._values.items() if not name.startswith("head.")}
         given = {name: tensor.shape for name, tensor in self._values.items()}
