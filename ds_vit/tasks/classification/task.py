@@ -124,11 +124,6 @@ class Accuracy(Means):
         if self._noted and num_samples <= self.most_noted:
             self.by_sample = self.sums.new_zeros(num_samples, 2)
 
-    def _note(self, by_sample: torch.Tensor, logits: torch.Tensor, batch: Batch) -> None:
-        highest, predicted = logits.max(dim=1)
-        sure = highest.sigmoid() if self._bce else (highest - logits.logsumexp(dim=1)).exp()
-        by_sample[self.places(batch)] = torch.stack((predicted + 1.0, sure), dim=1)[batch["valid"]].double()
-
     def update(self, outputs: torch.Tensor, batch: Batch) -> None:
         """Logits fp32 [B, C]; targets int64 [B] or multi-hot float32 [B, C]."""
         logits, targets = outputs, batch["targets"]
@@ -140,7 +135,9 @@ class Accuracy(Means):
             hits = targets.gather(1, ranked) > 0
             losses = F.binary_cross_entropy_with_logits(logits, targets, reduction="none").mean(1)
         if self.by_sample is not None:
-            self._note(self.by_sample, logits, batch)
+            highest, predicted = logits.max(dim=1)
+            sure = highest.sigmoid() if self._bce else (highest - logits.logsumexp(dim=1)).exp()
+            self.by_sample[self.places(batch)] = torch.stack((predicted + 1.0, sure), 1)[batch["valid"]].double()
         self.count((100.0 * hits[:, 0], 100.0 * hits.any(1), losses), batch)
 
 
