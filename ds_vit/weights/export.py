@@ -19,7 +19,6 @@ from ds_vit.models.zoo import create_model
 from ds_vit.tasks.exports import Exported, Format, Predict, Save, quiet, read_transformers, write_timm_config
 from ds_vit.tasks.registry import all_tasks
 from ds_vit.weights.files import StoredWeights, find_weights, names_as_metadata
-from ds_vit.weights.model_card import model_card
 from ds_vit.weights.source import load_source, load_whole, settings_of
 
 TOLERANCE = 1e-4
@@ -217,7 +216,7 @@ def export(
         raise UserError(f"--output {folder}: {error.strerror}") from None
     try:
         notes += form.write(exported, partial, save_weights)
-        if card := model_card(stored, exported, form.reader, has_head=(partial / "head.safetensors").is_file()):
+        if card := _model_card(stored, exported, form.reader, has_head=(partial / "head.safetensors").is_file()):
             (partial / "README.md").write_text(card)
         largest, scale = _compare(form.predict(exported), form.load(partial), exported.image.img_size)
         difference = Difference(folder, f"{form.reader} {version(form.reader)}", largest, scale, notes)
@@ -226,6 +225,39 @@ def export(
         return difference
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _model_card(stored: StoredWeights, exported: Exported, library: str, *, has_head: bool) -> str:
+    """README.md of an export.
+
+    Args:
+        stored: the weights, in files of a run.
+        exported: the model that is written.
+        library: the package that reads it.
+        has_head: `head.safetensors` is written next to it.
+
+    Returns:
+        Markdown, with what the header of the weights says; empty for weights without such a header.
+    """
+    origin = stored.origin
+    if not origin:
+        return ""
+    image, batch = exported.image, origin["global_batch"]
+    rows = {
+        "task": origin["task"],
+        "data": f"{origin['data']}, {origin['images']:,} images",
+        "training": f"{origin['step']:,} steps of {batch:,} images",
+        "initial weights": origin["initial_weights"] or "random",
+        "weights": stored,
+        "images": f"{image.img_size[0]} x {image.img_size[1]} pixels, mean {image.mean}, std {image.std}",
+        "written by": ", ".join(f"{name} {version(name)}" for name in ("ds_vit", "torch", "timm", "deepspeed")),
+    }
+    lines = [f"| {key} | {value} |" for key, value in rows.items()]
+    if has_head:
+        lines += ["", "`head.safetensors` has what timm's model lacks: the head, and further norms if any."]
+    kind = exported.pipeline_tag or ("image-classification" if exported.labels else "image-feature-extraction")
+    front = ["---", f"library_name: {library}", f"pipeline_tag: {kind}", "---"]
+    return "\n".join([*front, f"# {origin['model']}", "", "| | |", "|---|---|", *lines, ""])
 
 
 @torch.no_grad()
