@@ -60,18 +60,12 @@ def import_weights(source: str | Path, to: str | Path, **settings: Any) -> str:
         require_tensors(state)
     except UserError as error:
         raise UserError(f"{source}: {error}") from None
-    partial = to.with_name(f".{to.stem}.unchecked.safetensors")
-    metadata = names_as_metadata(class_names(source))
-    try:
-        save_weights(to.parent, state, max_bytes=2**62, name=partial.stem, metadata=metadata)
-        fits = ""
-        if settings:
-            spec = model_spec(settings)
-            new = InitialCheckpoint(partial, create_model(spec, for_training=False)).newly_initialised
-            fits = f", which fits {spec.name}" + (f" except its classifier ({', '.join(new)})" if new else "")
-        os.replace(partial, to)
-    finally:
-        partial.unlink(missing_ok=True)
+    fits = ""
+    if settings:
+        spec = model_spec(settings)
+        new = InitialCheckpoint(source, create_model(spec, for_training=False)).newly_initialised
+        fits = f", which fits {spec.name}" + (f" except its classifier ({', '.join(new)})" if new else "")
+    save_weights(to.parent, state, max_bytes=2**62, name=to.stem, metadata=names_as_metadata(class_names(source)))
     elements = sum(tensor.numel() for tensor in state.values())
     return f"{to}: {len(state)} tensors of {elements:,} elements{fits}; read back and equal to the source"
 
