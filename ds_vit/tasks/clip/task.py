@@ -43,6 +43,7 @@ from ds_vit.tasks.panels import Panel, sheet
 from ds_vit.tasks.retrieval import DIRECTIONS, RANKS, Retrieval, pair_panels, write_pairs
 from ds_vit.tasks.task import Coupled, StepContext, Task
 
+_OF_TOWER = ("width", "depth", "heads", "pool")  # --text-width, …
 _ONE_CAPTION = "a caption describes one image, and there are no labels to mix"
 
 
@@ -102,19 +103,10 @@ class Contrastive(Task):
         """As `Task.create_model`."""
         tokenizer = cls._build_tokenizer(config)
         default = text_settings(config.text_model or cls.text_model)
-        settings = replace(
-            default,
-            width=config.text_width or default.width,
-            depth=config.text_depth or default.depth,
-            heads=config.text_heads or default.heads,
-            embed_dim=config.embed_dim or default.embed_dim,
-            pool=config.text_pool or default.pool,
-            vocab_size=tokenizer.vocab_size,
-            context_length=tokenizer.context_length,
-            end_id=tokenizer.end_id,
-            pad_id=tokenizer.pad_id,
-            drop_path_rate=spec.drop_path_rate or 0.0,
-        )
+        given = {name: getattr(config, f"text_{name}") for name in _OF_TOWER} | {"embed_dim": config.embed_dim}
+        given = {name: value for name, value in given.items() if value}
+        ids = {name: getattr(tokenizer, name) for name in ("vocab_size", "context_length", "end_id", "pad_id")}
+        settings = replace(default, **given, **ids, drop_path_rate=spec.drop_path_rate or 0.0)
         return create_contrastive_model(spec, settings, cls.initial_logits, for_training=for_training)
 
     @classmethod
@@ -146,7 +138,7 @@ class Contrastive(Task):
         values = super().identity() | {"context_length": self.tokenizer.context_length}
         if "text_model" in values:  # not in subclasses without --text-model
             settings = self.model.text.settings
-            of_tower = {f"text_{name}": getattr(settings, name) for name in ("width", "depth", "heads", "pool")}
+            of_tower = {f"text_{name}": getattr(settings, name) for name in _OF_TOWER}
             values |= of_tower | {"embed_dim": settings.embed_dim}
             values["text_model"] = self.config.text_model or self.text_model
         return values
