@@ -77,15 +77,8 @@ _PRELOAD = [
     *("torch.utils.tensorboard", "sklearn.datasets", "sklearn.datasets.data", "huggingface_hub.serialization"),
     *("rich.progress", "rich._emoji_codes", "ds_vit.train", "ds_vit.training.resolve", "ds_vit.engine.pipeline"),
     # With the trainer nearly all of the package: 0.3 s in every rank.
-    *(
-        "ds_vit.training.trainer",
-        "ds_vit.training.auto_batch",
-        "ds_vit.training.evaluation",
-        "ds_vit.engine.pipeline",
-    ),
-    # What Pillow imports when it opens a first image.
-    *("PIL.ImageFile", "PIL.BmpImagePlugin", "PIL.GifImagePlugin", "PIL.JpegImagePlugin", "PIL.PngImagePlugin"),
-    *("PIL.PpmImagePlugin", "ds_vit.training.output", "compiled_templates"),
+    *("ds_vit.training.trainer", "ds_vit.training.auto_batch", "ds_vit.training.evaluation", "ds_vit.training.output"),
+    *("ds_vit.training.step_log", "tensorboard.plugins.hparams.plugin_data_pb2", "preloaded"),
 ]
 
 
