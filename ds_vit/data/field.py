@@ -270,9 +270,9 @@ class Derived(Field):
             zeros = torch.zeros(1, *of.shape, dtype=of.dtype or torch.float32)
             self.shape = tuple(function(zeros).shape[1:])
 
-    def to_device(self, packed: torch.Tensor, rows: Rows, device: torch.device) -> torch.Tensor:
-        """As `Field.to_device`; `packed` is the other field's tensor."""
-        return packed if self.function is None else self.function(packed)
+    def made_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor, from the other field's: in float32 if that has no type of its own."""
+        return tensor if self.function is None else self.function(tensor)
 
     def resized(self, side: int) -> Derived:
         """As `Field.resized`."""
@@ -293,22 +293,43 @@ def finished(
         fields: those of the batch that are wanted.
         batch: with what was read for them.
         device: of the tensors.
-        dtype: of the model's input. A field of another type is cast from float32.
+        dtype: of the model's input.
+
+    Raises:
+        UserError: as `on_device`.
+    """
+    return derived(fields, on_device(types_of_origins(fields, dtype), batch, torch.device(device)), dtype)
+
+
+def types_of_origins(fields: Sequence[Field], dtype: torch.dtype) -> dict[Field, torch.dtype]:
+    """The type of each of `origins` on the device: float32 where others are made of it before the model's input."""
+    kept = {field.of.name for field in fields if field.of}
+    return {origin: origin.dtype or (torch.float32 if origin.name in kept else dtype) for origin in origins(fields)}
+
+
+def on_device(types: Mapping[Field, torch.dtype], batch: MicroBatch, device: torch.device) -> dict[str, torch.Tensor]:
+    """The tensors of a micro-batch's own rows that were read, by the names of their fields.
 
     Raises:
         UserError: a tensor is not what its field declares, by which other ranks receive it.
     """
-    device = torch.device(device)
-    made = {field.name: field.to_device(batch.packed[field.name], batch.rows, device) for field in origins(fields)}
-    for field in fields:
-        if field.of is not None:
-            made[field.name] = field.to_device(made[field.of.name], batch.rows, device)
-    for field in fields:
-        tensor = made[field.name]
+    made = {}
+    for field, dtype in types.items():
+        tensor = field.to_device(batch.packed[field.name], batch.rows, device)
         if tensor.shape[1:] != field.shape or (field.entry and tensor.device.type != device.type):
             declared = f"{[batch.rows.num_rows, *field.shape]} on {device.type}"
             raise UserError(f"the field {field.name} made {list(tensor.shape)} on {tensor.device.type}, not {declared}")
-    return {field.name: made[field.name].to(field.dtype or dtype) for field in fields}
+        made[field.name] = tensor.to(dtype)
+    return made
+
+
+def derived(fields: Sequence[Field], made: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The tensors of some fields, from those of `on_device`."""
+    tensors = {}
+    for field in fields:
+        tensor = field.made_of(made[field.of.name]) if isinstance(field, Derived) else made[field.name]
+        tensors[field.name] = tensor.to(field.dtype or dtype)
+    return tensors
 
 
 def stacked(values: Sequence[Any], dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from ds_vit.config.augmentation import MixConfig
 from ds_vit.config.run_folder import LineLog, RunFolder
-from ds_vit.data.field import Field, MicroBatch, finished, origins
+from ds_vit.data.field import Field, MicroBatch, derived, on_device, origins, types_of_origins
 from ds_vit.data.fields import ImageField
 from ds_vit.data.loader import Loader
 from ds_vit.data.reader import Reader
@@ -231,11 +231,11 @@ class InputPipeline:
 
         Nothing waits for the step before, which the device may still compute.
         """
-        rows, device = batch.rows, self.engine.device
-        own = slice(rows.num_rows)
-        made = [field for field in fields if self.loads or not field.entry]
+        rows, device, dtype = batch.rows, self.engine.device, self.engine.dtype
+        own, types = slice(rows.num_rows), types_of_origins(fields, dtype)
         with self._stream or contextlib.nullcontext():
-            tensors = finished(made, batch, device=device, dtype=self.engine.dtype)
+            read = {field: kind for field, kind in types.items() if self.loads or not field.entry}
+            tensors = on_device(read, batch, device)
             tensors["keys"] = rows.keys[own].to(device, non_blocking=True)
             if not rows.training:
                 tensors["valid"] = rows.valid[own].to(device, non_blocking=True)
@@ -245,18 +245,19 @@ class InputPipeline:
             for tensor in tensors.values():
                 if tensor.device.type == device.type:  # a field may stay on the host
                     tensor.record_stream(current)
-        return self._shared(fields, tensors) if self.run.layout.tp > 1 else tensors
+        if self.run.layout.tp > 1:
+            self._share(types, tensors)
+        of_rows = {name: tensors[name] for name in ("keys", "valid") if name in tensors}
+        return derived(fields, tensors, dtype) | of_rows
 
-    def _shared(self, fields: Sequence[Field], tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The tensors that do not follow from the keys, sent to the tensor-parallel group or received."""
+    def _share(self, types: Mapping[Field, torch.dtype], tensors: dict[str, torch.Tensor]) -> None:
+        """Send the tensors that do not follow from the keys to the tensor-parallel group, or receive them."""
         num_rows, device = len(tensors["keys"]), self.engine.device
-        for field in fields:
+        for field, dtype in types.items():
             if field.entry and not self.loads:
-                shape = (num_rows, *field.shape)
-                tensors[field.name] = torch.empty(shape, dtype=self._dtype(field), device=device)
-        for name in sorted(tensors.keys() - {"keys", *(field.name for field in fields if not field.entry)}):
+                tensors[field.name] = torch.empty((num_rows, *field.shape), dtype=dtype, device=device)
+        for name in sorted(tensors.keys() - {"keys", *(field.name for field in types if not field.entry)}):
             dist.broadcast(tensors[name], self.leader, group=self.engine.groups.tp)
-        return tensors
 
 
 # ---- --workers auto --------------------------------------------------------------------------------------------------

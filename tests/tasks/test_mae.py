@@ -56,9 +56,9 @@ def command(folder, words, stage=1, optimizer="SGD"):
     return [str(word) for word in ["--deepspeed_config", path, "--dataset", "digits", *words]]
 
 
-def inputs(plan):
+def inputs(plan, dtype=torch.float32):
     """The run's own batches."""
-    engine = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32)
+    engine = SimpleNamespace(device=torch.device("cpu"), dtype=dtype, groups=SimpleNamespace(tp=None))
     return InputPipeline(plan, engine, SimpleNamespace(waited=lambda seconds: None))
 
 
@@ -269,13 +269,18 @@ def test_layer_decay_has_no_place_for_a_decoder(tmp_path):
     assert resolved([*argv, "--layer-decay", "1"]).optimizer is not None
 
 
-def test_images_are_finished_once(tmp_path):
-    """The same pixels normalised for the model, and again for the loss."""
-    plan = resolved(command(tmp_path, [*MAE, *RUN, "-b", 8]))
-    with mock.patch.object(ImageField, "to_device", autospec=True, side_effect=ImageField.to_device) as finish:
-        batch = next(inputs(plan).training())
-    assert finish.call_count == 1
+def test_images_are_finished_and_sent_once(tmp_path):
+    """The same pixels normalised for the model, and again for the loss; pixels that are rounded or sent for both."""
+    plan = resolved(command(tmp_path, [*MAE, *RUN, "-b", 8, "--tp", 2]), 2)
+    with (
+        mock.patch.object(ImageField, "to_device", autospec=True, side_effect=ImageField.to_device) as finish,
+        mock.patch("torch.distributed.broadcast") as send,
+    ):
+        batch = next(inputs(plan, torch.bfloat16).training())
+    assert (finish.call_count, send.call_count) == (1, 1)
     assert batch["images"].shape == batch["pixels"].shape == (8, 3, 16, 16)
+    assert torch.equal(batch["pixels"].bfloat16(), batch["images"])
+    assert batch["pixels"].dtype == torch.float32 != batch["images"].dtype
 
 
 def test_a_run_without_classes(tmp_path):
