@@ -11,7 +11,7 @@ import enum
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Union, get_args, get_origin
@@ -204,6 +204,8 @@ class Settings(BaseModel):
                     is_exempt = not common or name in read.split(" or ")  # a flag that its class's condition reads
                     conditions[key] = [*([] if is_exempt else [common]), *(more if isinstance(more, list) else [more])]
                 found[name] = Flag(**{**base.shared, **own, **conditions})
+                if not base.__module__.startswith("ds_vit."):  # of a task from outside, which evaluation may need too
+                    found[name] = replace(found[name], scope=found[name].scope | RECORDED)
         names = sorted(cls.model_fields, key=lambda name: SECTIONS.index(found[name].section))
         return {name: found[name] for name in names}
 
