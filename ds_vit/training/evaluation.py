@@ -93,6 +93,8 @@ def evaluate(engine: Engine, inputs: InputPipeline, watch: Watch = Watch()) -> d
         images = inputs.evaluation(zeroshot.source, task.feature_fields)
         found = _count(engine, [ZeroShotAccuracy(classes)], images, watch, run=partial(task.encode, "images"))
         figures = found | figures  # the number of images is that of the validation split
+    if missing := [figure.name for figure in task.figures if figure.name not in figures]:
+        raise UserError(f"--task {task.name}: its metrics compute {', '.join(figures)}, and not {missing[0]!r}")
     return figures
 
 

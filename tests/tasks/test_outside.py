@@ -17,7 +17,7 @@ from vits import small_spec, timm_model
 
 from ds_vit import cli
 from ds_vit.checkpoint.tensors import save_weights
-from ds_vit.config.flag import Settings, flag
+from ds_vit.config.flag import FREE, Scope, Settings, flag
 from ds_vit.config.outside import pass_class
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.zoo import create_model
@@ -29,6 +29,7 @@ from ds_vit.weights.initial_checkpoint import InitialCheckpoint
 SOURCE = """
 from ds_vit.config.flag import Settings, flag
 from ds_vit.tasks.classification.task import Classification
+from ds_vit.tasks.metrics import Figure
 
 
 class PullSettings(Settings, section="loss"):
@@ -41,6 +42,10 @@ class Pulled(Classification):
     def loss(self, tp):
         of_labels, pull = super().loss(tp), self.config.pull
         return lambda logits, batch: of_labels(logits, batch) + pull * logits.float().square().mean()
+
+
+class Lost(Classification):
+    figures = (Figure("lost", "a figure that nothing computes"),)
 """
 BROKEN = {
     "missing.py": "import nothing_there\n",
@@ -121,9 +126,10 @@ def test_its_flag_is_in_the_help_and_decides_the_loss(ranks, folder):
         ("train", *PULLED, "--text-width", 8),
         ("train", *WORDS, "--pull", 3),
         ("train", *PULLED, "--kd-model-name", "vit_tiny_patch16_224"),
+        ("train", *WORDS, "--task", "pulled:Lost", "--max-steps", 1, "--output", "lost"),
         ("train", *PULLED[:-1], 0, "--max-steps", 1, "--output", "without"),
     ]
-    [(*whole, short, slip, typed, other, unknown, taught, light)] = ranks.run(1, commands, folder, lines)
+    [(*whole, short, slip, typed, other, unknown, taught, lost, light)] = ranks.run(1, commands, folder, lines)
     assert "--pull PULL" in whole[0][1]
     assert "weight of the squares of the logits [0.5]" in " ".join(whole[0][1].split())
     assert re.search(r"loss +--.*--pull", " ".join(short[1].split()))
@@ -134,6 +140,7 @@ def test_its_flag_is_in_the_help_and_decides_the_loss(ranks, folder):
     )
     assert last_line(unknown[2]).startswith("there is no flag --pull")
     assert last_line(taught[2]).endswith("takes no teacher: derive it from ds_vit.tasks.distillation.task.Distillation")
+    assert last_line(lost[2]) == "--task pulled:Lost: its metrics compute top1, top5, loss, images, and not 'lost'"
     assert light[0] == 0
     losses = [read_rows(folder / run)[0]["loss"] for run in ("run", "without")]
     assert losses[0] > losses[1] + 1e-3
@@ -165,6 +172,12 @@ def test_a_run_records_the_class_and_works_where_it_is_found(ranks, folder):
     assert "has changed" not in "".join(out + err for _, out, err in (resumed, *tools))
     assert json.loads(tools[-1][1].splitlines()[-1])["peers"] == {}
     assert last_line(elsewhere[2]) == 'run/config.yaml: "pull" is a flag of --task pulled:Pulled only; drop it'
+
+
+def test_evaluation_takes_the_run_s_value_of_a_flag_that_may_change():
+    # Catches: a metric that is computed with a flag's default.
+    kind = type("S", (Settings,), {"__annotations__": {"own": float}, "own": flag(0.1, "x", FREE)})
+    assert [kind.names_with(scope) for scope in (Scope.FREE, Scope.RECORDED, Scope.WEIGHTS)] == [("own",), ("own",), ()]
 
 
 def test_another_source_is_one_line(ranks, folder, tmp_path):
