@@ -47,6 +47,14 @@ def cifar32(tmp_path_factory: pytest.TempPathFactory, real_images: Path) -> Path
 
 
 @pytest.fixture(scope="session")
+def dino_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The images and weights of the plain loop of DINO."""
+    import plain_dino
+
+    return plain_dino.write_images(tmp_path_factory.mktemp("dino"))
+
+
+@pytest.fixture(scope="session")
 def evil(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run whose names would like to be markup, in a folder that would like to be a command."""
     from run_folders import write_run

@@ -107,11 +107,12 @@ class Plain(NamedTuple):
     centers: dict[str, torch.Tensor]
 
 
-def write_images(folder: Path, variant: Variant = PLAIN) -> Path:
-    """Small smooth images of one class, and weights."""
+def write_images(folder: Path) -> Path:
+    """Small smooth images of one class, and weights of each variant."""
     for number in range(IMAGES):
         smooth_photo(20, 24, number).save(made(folder / "train" / "all" / f"{number:03}.png"))
-    write_weights(folder, variant)
+    for variant in (PLAIN, DINOV3):
+        write_weights(folder, variant)
     return folder
 
 
@@ -119,7 +120,7 @@ def words_of(folder: Path, stage: int, output: Path, *words: Any, variant: Varia
     """The command line of our run; its JSON is written next to the output."""
     blocks = {"optimizer": {"type": "SGD", "params": SGD}, "gradient_clipping": CLIP}
     config = write_config(output.with_name(f"{output.name}.json"), stage, zero_optimization={"stage": stage}, **blocks)
-    data = ("--data-dir", folder, "--initial-checkpoint", folder / "weights.safetensors")
+    data = ("--data-dir", folder, "--initial-checkpoint", folder / f"{variant.model}.safetensors")
     kwargs = (f"{name}={value}" for name, value in variant.kwargs.items())
     model = ("--model", variant.model, *variant.words, "--model-kwargs", *kwargs)
     return [str(w) for w in (*model, *WORDS, *data, "--deepspeed_config", config, "--output", output, *words)]
@@ -127,7 +128,7 @@ def words_of(folder: Path, stage: int, output: Path, *words: Any, variant: Varia
 
 def write_weights(folder: Path, variant: Variant = PLAIN) -> Path:
     """Random weights of the backbone, larger than timm's: KoLeo amplifies rounding where features are alike."""
-    generator, file = torch.Generator().manual_seed(0), folder / "weights.safetensors"
+    generator, file = torch.Generator().manual_seed(0), folder / f"{variant.model}.safetensors"
     shapes = timm.create_model(variant.model, num_classes=0, img_size=SIZE, **variant.kwargs).state_dict()
     shapes |= {f"{norm}.{kind}": shapes[f"norm.{kind}"] for norm in variant.norms for kind in ("weight", "bias")}
     state = {}
@@ -147,7 +148,7 @@ def initial_weights(folder: Path, variant: Variant) -> dict[str, torch.Tensor]:
     for name, layers in take_apart_towers(whole).items():
         initialise(tower_of(whole, name), layers, seed=RunConfig().seed, device="cpu")
         found |= {layer.prefix + name: p.detach() for layer in layers for name, p in layer.named_parameters()}
-    return found | load_file(str(folder / "weights.safetensors"))
+    return found | load_file(str(folder / f"{variant.model}.safetensors"))
 
 
 class Backbone(torch.nn.Module):

@@ -24,17 +24,11 @@ LAST = "teacher.safetensors"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Images and weights."""
-    return plain_dino.write_images(tmp_path_factory.mktemp("images"))
-
-
-@pytest.fixture(scope="module")
-def run(ranks, folder):
+def run(ranks, tmp_path_factory, dino_folder):
     """A run of 3 steps in bfloat16 at ZeRO-3, interrupted after the second and resumed."""
-    output = folder / "run"
+    output = tmp_path_factory.mktemp("export") / "run"
     for words in (("--max-steps", 2), ("--max-steps", 3, "--resume", "auto")):
-        results = ranks.run(2, run_quietly, plain_dino.words_of(folder, 3, output, *WORDS, *words))
+        results = ranks.run(2, run_quietly, plain_dino.words_of(dino_folder, 3, output, *WORDS, *words))
         assert [code for code, *_ in results] == [0, 0], results[0][1:]
     return output
 
@@ -74,7 +68,7 @@ def test_timm_gets_the_features_of_the_teacher(run, tmp_path, options, backbone,
     assert not torch.equal(own["dino_head.mlp.0.weight"], load_file(run / "head.safetensors")["dino_head.mlp.0.weight"])
 
 
-def test_the_teacher_is_evaluated_and_read(run, folder):
+def test_the_teacher_is_evaluated_and_read(run, dino_folder):
     # Catches: the student's features, features of a teacher that a file rounds.
     row = [row for row in read_rows(run) if row["kind"] == "eval"][-1]
     assert 0.0 < row["feature_std"] < 1.0
@@ -82,7 +76,7 @@ def test_the_teacher_is_evaluated_and_read(run, folder):
     assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in state.values()), "kept in fp32"
     best = find_weights(run)
     assert (str(best), best.kind) == (f"{run}/best.safetensors (the teacher), step 3, knn_top1 100 %", "teacher")
-    images = sorted((folder / "train" / "all").iterdir())[:3]
+    images = sorted((dino_folder / "train" / "all").iterdir())[:3]
     of_run = embed(run, images)["features"]
     assert of_run == pytest.approx(embed(run / LAST, images)["features"])
     assert of_run == pytest.approx(embed(run, images, checkpoint="latest")["features"])
@@ -112,17 +106,17 @@ def test_the_card_of_another_tool_names_what_is_there(run, tmp_path):
     assert "head.safetensors" not in card
 
 
-def test_the_card_says_where_the_weights_come_from(run, folder, tmp_path):
+def test_the_card_says_where_the_weights_come_from(run, dino_folder, tmp_path):
     # Catches: a resumed run that forgets its initial weights, a hash of the name, the steps of another checkpoint.
     export(run, "timm", output=tmp_path / "export")
     card = (tmp_path / "export" / "README.md").read_text()
-    file = folder / "weights.safetensors"
+    file = dino_folder / f"{plain_dino.MODEL}.safetensors"
     model = timm.create_model(plain_dino.MODEL, num_classes=0, img_size=plain_dino.SIZE, **plain_dino.KWARGS)
     fingerprint = InitialCheckpoint(file, model).fingerprint
     assert card.startswith("---\nlibrary_name: timm\npipeline_tag: image-feature-extraction\n---\n")
     rows = dict(line[2:-2].split(" | ", 1) for line in card.splitlines() if line.startswith("| ") and line != "| | |")
     assert rows["task"] == "dino"
-    assert rows["data"] == f"{folder.name}, {plain_dino.IMAGES * 4 // 5} images"
+    assert rows["data"] == f"{dino_folder.name}, {plain_dino.IMAGES * 4 // 5} images"
     assert rows["training"] == f"{find_weights(run).origin['step']} steps of 24 images"
     assert rows["initial weights"] == f"{file}, blake2b {fingerprint} of a sample of its values"
     other = {name: tensor + 1.0 for name, tensor in load_file(file).items()}

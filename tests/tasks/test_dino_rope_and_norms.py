@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 from timm.layers.pos_embed_sincos import RotaryEmbeddingDinoV3
 
 from ds_vit.config.schema import RunConfig
-from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.layers import MAIN_TOWER, take_apart_towers, tower_of
 from ds_vit.planner.counting import kept_by_layers
 from ds_vit.tasks.dino.rope import CoordinateDraws
@@ -27,15 +26,9 @@ train = functools.partial(plain_dino.train_ours, variant=DINOV3)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Images and weights."""
-    return plain_dino.write_images(tmp_path_factory.mktemp("images"), DINOV3)
-
-
-@pytest.fixture(scope="module")
-def plain(folder):
+def plain(dino_folder):
     """The plain loop, by its centering."""
-    return functools.cache(functools.partial(plain_dino.train, folder, variant=DINOV3))
+    return functools.cache(functools.partial(plain_dino.train, dino_folder, variant=DINOV3))
 
 
 # Centering, layout, recomputation: each value at least once, and each way to recompute with a shared or a sharded step.
@@ -51,9 +44,9 @@ CASES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("centering", "layout", "recompute"), CASES)
-def test_trains_as_one_plain_process(ranks, tmp_path, folder, plain, centering, layout, recompute):
+def test_trains_as_one_plain_process(ranks, tmp_path, dino_folder, plain, centering, layout, recompute):
     words = ("--grad-checkpointing", recompute) if recompute else ()
-    rows = train(ranks, folder, tmp_path / "run", layout, "--centering", centering, *words)
+    rows = train(ranks, dino_folder, tmp_path / "run", layout, "--centering", centering, *words)
     assert_same_run(plain(centering), rows, tmp_path / "run")
 
 
@@ -107,19 +100,19 @@ def held_too_long():
         (local_norm_of_global_crops, (1, 1, 1, 1)),
     ],
 )
-def test_a_mistake_is_seen(ranks, tmp_path, folder, plain, planted, layout):
-    rows = train(ranks, folder, tmp_path / "run", layout, "--centering", "ema", "--max-steps", 2, within=planted)
+def test_a_mistake_is_seen(ranks, tmp_path, dino_folder, plain, planted, layout):
+    rows = train(ranks, dino_folder, tmp_path / "run", layout, "--centering", "ema", "--max-steps", 2, within=planted)
     with pytest.raises(AssertionError, match="the curves part"):
         assert_same_curve(plain("ema").rows[:2], rows, rtol=plain_dino.RTOL)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("planted", [nullcontext, held_too_long])
-def test_the_backbone_learns_from_the_same_step_after_a_resume(ranks, tmp_path, folder, plain, planted):
+def test_the_backbone_learns_from_the_same_step_after_a_resume(ranks, tmp_path, dino_folder, plain, planted):
     words, steps = ("--centering", "ema"), DINOV3.held_steps + 3
-    train(ranks, folder, tmp_path / "run", (2, 1, 3, 1), *words, "--max-steps", DINOV3.held_steps - 1)
+    train(ranks, dino_folder, tmp_path / "run", (2, 1, 3, 1), *words, "--max-steps", DINOV3.held_steps - 1)
     more = ("--resume", "auto", "--max-steps", steps)
-    rows = train(ranks, folder, tmp_path / "run", (1, 2, 1, 4), *words, *more, within=planted)
+    rows = train(ranks, dino_folder, tmp_path / "run", (1, 2, 1, 4), *words, *more, within=planted)
     with nullcontext() if planted is nullcontext else pytest.raises(AssertionError, match="the curves part"):
         assert_same_curve(plain("ema").rows[:steps], rows, rtol=plain_dino.RTOL)
 
@@ -228,15 +221,15 @@ def _description(name=DINOV3.model, untied=(), **flags):
     return create_self_distillation(spec, RunConfig(**flags))
 
 
-def test_timm_has_the_features_of_the_run(ranks, tmp_path, folder):
+def test_timm_has_the_features_of_the_run(ranks, tmp_path, dino_folder):
     # Catches: a class token with the patches' norm; files that timm does not read; norms that are lost.
     from ds_vit.tools.predict import embed
 
     output = tmp_path / "run"
-    train(ranks, folder, output, (1, 1, 1, 1), "--centering", "ema", "--max-steps", 4)
+    train(ranks, dino_folder, output, (1, 1, 1, 1), "--centering", "ema", "--max-steps", 4)
     model = timm.create_model(DINOV3.model, num_classes=0, img_size=plain_dino.SIZE, **DINOV3.kwargs).eval()
     model.load_state_dict(load_file(str(output / "teacher.safetensors")))  # strict
-    images = sorted((folder / "train" / "all").iterdir())[:3]
+    images = sorted((dino_folder / "train" / "all").iterdir())[:3]
     assert embed(output, images)["features"] == pytest.approx(embed(output / "teacher.safetensors", images)["features"])
     for file in ("head", "teacher_head"):
         assert {name for name in load_file(str(output / f"{file}.safetensors")) if "norm" in name} == NORMS
@@ -246,7 +239,7 @@ def test_timm_has_the_features_of_the_run(ranks, tmp_path, folder):
         name: tensor for name, tensor in load_file(str(output / "teacher_head.safetensors")).items() if name in NORMS
     }
     for start in (output, output / "teacher.safetensors", output / "checkpoints" / "step-00000004"):
-        argv = plain_dino.words_of(folder, 1, tmp_path / "next", "-b", 4, variant=DINOV3)
+        argv = plain_dino.words_of(dino_folder, 1, tmp_path / "next", "-b", 4, variant=DINOV3)
         initial = resolved([*argv, "--initial-checkpoint", str(start)]).model.initial_checkpoint
         head = take_apart_towers(_description(untied=DINOV3.norms))[MAIN_TOWER][-1].to_empty(device="cpu")
         initial.load(head)
@@ -254,14 +247,14 @@ def test_timm_has_the_features_of_the_run(ranks, tmp_path, folder):
         assert "projection head of" not in initial.summary
 
 
-def test_norms_that_a_file_lacks_begin_as_its_norm(tmp_path, folder):
+def test_norms_that_a_file_lacks_begin_as_its_norm(tmp_path, dino_folder):
     """Features of released weights that change before the first step."""
     from safetensors.torch import save_file
 
-    state = load_file(str(folder / "weights.safetensors"))
+    state = load_file(str(dino_folder / f"{DINOV3.model}.safetensors"))
     file = tmp_path / "timm.safetensors"
     save_file({name: tensor for name, tensor in state.items() if name not in NORMS}, str(file))
-    argv = plain_dino.words_of(folder, 1, tmp_path / "run", "-b", 4, variant=DINOV3)
+    argv = plain_dino.words_of(dino_folder, 1, tmp_path / "run", "-b", 4, variant=DINOV3)
     argv += ["--initial-checkpoint", str(file)]
     checkpoint = resolved(argv).model.initial_checkpoint
     assert "patch_norm and local_cls_norm begin as norm" in checkpoint.summary
@@ -275,29 +268,3 @@ def test_norms_that_a_file_lacks_begin_as_its_norm(tmp_path, folder):
             assert torch.equal(head.get_submodule(norm).weight, state["norm.weight"])
     names = {name for name, _ in tower_of(whole, "teacher").named_parameters()}
     assert "local_cls_norm.weight" not in names, "the teacher sees no local crops"
-
-
-# ---- what is refused -------------------------------------------------------------------------------------------------
-
-VIT = ("--model", "vit_tiny_patch16_224")
-REFUSED = [
-    (VIT, r"change DINOv3's rotary positions, and 'vit_tiny_patch16_224' has none; take a name with dinov3"),
-    (("--rope-jitter-coords", 1), "--rope-jitter-coords must be above 1"),
-    (("--ibot-weight", 0), "--untie-cls-and-patch-norms has no effect without --ibot-weight"),
-    (("--local-crops-number", 0), "--untie-global-and-local-cls-norm has no effect without --local-crops-number"),
-    (("--local-crops-size", 16), "by their size, and both kinds have 16 pixels; give another --local-crops-size"),
-    (
-        ("--freeze-backbone-epochs", 0.005),
-        "--freeze-backbone-epochs 0.005 is less than half a step of the 60 of an epoch",
-    ),
-    (("--model-kwargs", "rope_jitter_coords=1.2"), "draws random RoPE coordinates once per batch"),
-]
-
-
-@pytest.mark.parametrize(("words", "message"), REFUSED, ids=str)
-def test_what_has_no_meaning_is_refused(tmp_path, folder, words, message):
-    argv = plain_dino.words_of(folder, 1, tmp_path / "run", "-b", 4, *words, variant=DINOV3)
-    if words[0] == "--model-kwargs":
-        argv += [f"{name}={value}" for name, value in DINOV3.kwargs.items()]
-    with pytest.raises(UserError, match=message):
-        resolved(argv)

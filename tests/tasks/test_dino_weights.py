@@ -6,10 +6,10 @@ import published_dino as published
 import pytest
 import timm
 import torch
-from curves import assert_same_curve, read_rows
+from curves import assert_same_curve, train_in
 from project import write_config
 from published_dino import KWARGS, SIDE, kind_of
-from runs import resolved, run_quietly
+from runs import resolved
 from safetensors.torch import save_file
 
 from ds_vit.fault_tolerance.errors import UserError
@@ -81,29 +81,23 @@ def assert_same_tokens(kind, state, towers):
 # ---- the backbone ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "vit_small_patch16_dinov3_qkvb without registers"])
 def test_features_are_those_of_the_published_module(tmp_path, name):
     # Catches: positions of the class token added to registers, a rotary table of other coordinates, features that pool
-    # patches, a key's bias, a mask token that is dropped, a teacher of random values.
-    kind = kind_of(name)
-    state = published.backbone(kind)
-    notes, towers = start(words_of(tmp_path, name, write(tmp_path, state)))
-    assert_same_tokens(kind, state, towers)
-    assert "mask_token" not in notes
-    assert ("--task dino adds global_pool=token to --model-kwargs" in notes) == (kind.generation == 3)
-    assert f"{HEAD} is newly initialised: " in notes
-
-
-def test_dinov3_without_registers(tmp_path):
-    # Catches: a file that timm takes for one of masked image modelling.
-    name = "vit_small_patch16_dinov3_qkvb"
-    kind = kind_of(name)._replace(registers=0)
+    # patches, a key's bias, a mask token that is dropped, a teacher of random values, a DINOv3 without registers that
+    # timm takes for a file of masked image modelling.
+    name, without, _ = name.partition(" without")
+    kind = kind_of(name)._replace(registers=0) if without else kind_of(name)
     state = published.backbone(kind)
     argv = words_of(tmp_path, name, write(tmp_path, state))
-    argv.insert(argv.index("--model-kwargs") + 1, "num_reg_tokens=0")
+    if without:
+        argv.insert(argv.index("--model-kwargs") + 1, "num_reg_tokens=0")
     notes, towers = start(argv)
     assert_same_tokens(kind, state, towers)
+    assert "mask_token" not in notes
     assert "storage_tokens" not in notes
+    assert ("--task dino adds global_pool=token to --model-kwargs" in notes) == (kind.generation == 3)
+    assert f"{HEAD} is newly initialised: " in notes
 
 
 PLACES = {
@@ -331,12 +325,6 @@ KINDS = {kind_of(name): name for name in reversed(NAMES)}
 STEPS = 3
 
 
-def train(ranks, world, output, argv):
-    results = ranks.run(world, run_quietly, [*argv, "--output", str(output)], timeout=400.0)
-    assert [code for code, _, _ in results] == [0] * world, results[0][2]
-    return read_rows(output)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS.values())
 def test_each_model_trains_alike_in_any_layout(ranks, tmp_path, name):
@@ -345,14 +333,15 @@ def test_each_model_trains_alike_in_any_layout(ranks, tmp_path, name):
     sgd = {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}, "gradient_clipping": 0.02}
     configs = {stage: write_config(tmp_path / f"{stage}.json", stage, **sgd) for stage in (0, 1, 3)}
     words = ["--epochs", 1, "--warmup-epochs", 0, "--freeze-last-layer-epochs", 0, "--log-interval", 1]
+    words += ["--checkpoint-interval", 1]
 
     def argv(stage, *more):
         return words_of(tmp_path, name, file, *words, "--deepspeed_config", configs[stage], *more)
 
-    expected = train(ranks, 2, tmp_path / "tp", argv(1, "-b", 4, "--tp", 2, "--max-steps", STEPS))
     output = tmp_path / "other"
-    train(ranks, 2, output, argv(3, "-b", 2, "--max-steps", 1))
+    expected = train_in(ranks, 2, argv(1, "-b", 4, "--tp", 2, "--max-steps", STEPS, "--output", tmp_path / "tp"))
+    train_in(ranks, 2, argv(3, "-b", 2, "--max-steps", 1, "--output", output))
     resumed = ["--recipe", output / "config.yaml", "--resume", "auto", "--deepspeed_config", configs[0]]
-    found = train(ranks, 1, output, [str(word) for word in (*resumed, "-b", 4, "--max-steps", STEPS)])
+    found = train_in(ranks, 1, [*resumed, "-b", 4, "--max-steps", STEPS, "--output", output])
     assert_same_curve(expected, found, rtol=1e-5)
     assert "global_pool" in (output / "config.yaml").read_text() or kind_of(name).generation == 2

@@ -11,7 +11,7 @@ from accidents import spoil_batches
 from curves import assert_same_curve, read_rows, train_rows
 from picture_folders import CPU, write_images
 from PIL import Image
-from plain_dino import assert_same_run, train_ours
+from plain_dino import DINOV3, PLAIN, assert_same_run, train_ours
 from project import ROOT
 from runs import resolved, run_quietly
 
@@ -22,23 +22,17 @@ RECIPES = ROOT / "launch" / "recipes"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Images and weights."""
-    return plain_dino.write_images(tmp_path_factory.mktemp("images"))
-
-
-@pytest.fixture(scope="module")
-def plain(folder):
+def plain(dino_folder):
     """The plain loop, by its centering and a step that it rejects."""
-    return functools.cache(functools.partial(plain_dino.train, folder))
+    return functools.cache(functools.partial(plain_dino.train, dino_folder))
 
 
 # The centring, and the layout: tests/parallel/test_layouts.py has more.
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("centering", "layout"), [("ema", (1, 2, 0, 1)), ("sinkhorn", (3, 1, 3, 4))])
-def test_trains_as_one_plain_process(ranks, tmp_path, folder, plain, centering, layout):
+def test_trains_as_one_plain_process(ranks, tmp_path, dino_folder, plain, centering, layout):
     # Catches: a centre that moves before its use, a teacher that lags, schedules off by one, a factor of dp or tp.
-    rows = train_ours(ranks, folder, tmp_path / "run", layout, "--centering", centering)
+    rows = train_ours(ranks, dino_folder, tmp_path / "run", layout, "--centering", centering)
     assert_same_run(plain(centering), rows, tmp_path / "run")
 
 
@@ -58,11 +52,11 @@ def with_bad_batch(bad):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
-def test_a_rejected_step_moves_neither_teacher_nor_centre(ranks, tmp_path, folder, plain, stage):
+def test_a_rejected_step_moves_neither_teacher_nor_centre(ranks, tmp_path, dino_folder, plain, stage):
     """A teacher that is updated on a step that the optimizer did not take; NaN in the centre."""
     bad, words = 6, ("--centering", "ema", "--on-nonfinite", "skip", "--max-steps", 9)
     within = functools.partial(with_bad_batch, bad - 1)
-    rows = train_ours(ranks, folder, tmp_path / "run", (2, 1, stage, 1), *words, within=within)
+    rows = train_ours(ranks, dino_folder, tmp_path / "run", (2, 1, stage, 1), *words, within=within)
     assert_same_curve(plain("ema", bad).rows[:8], [row for row in rows if row["step"] != bad], rtol=plain_dino.RTOL)
 
 
@@ -73,13 +67,13 @@ NO_BEST = "no weights are marked as the best: the feature deviation of random we
 
 
 @pytest.mark.slow
-def test_the_spread_of_features_does_not_choose_the_best_weights(ranks, tmp_path, folder):
+def test_the_spread_of_features_does_not_choose_the_best_weights(ranks, tmp_path, dino_folder):
     # Catches: a "best" that an untrained model wins; an end that shows no figure at all.
     words = ("--max-steps", 5, "--checkpoint-interval", 2, "--val-fraction", 0.2, "--val-split", "validation")
     words += ("-b", plain_dino.GLOBAL_BATCH)
     for flags, has_best in (((), False), (("--eval-metric", "feature_std"), True)):
         output = tmp_path / f"run-{has_best}"
-        argv = plain_dino.words_of(folder, 1, output, *words, *flags)
+        argv = plain_dino.words_of(dino_folder, 1, output, *words, *flags)
         [(code, out, _)] = ranks.run(1, run_quietly, argv)
         assert code == 0
         assert (NO_BEST in out) == ("the newest 2 stay" in out) == (not has_best)
@@ -91,20 +85,20 @@ def test_the_spread_of_features_does_not_choose_the_best_weights(ranks, tmp_path
         assert any(key.startswith("best_") for key in summary) == has_best
         loss = train_rows(read_rows(output))[-1]["loss"]
         assert (f"│ training loss │ {loss:.5f} " in out) == (not has_best)
-    knn = plain_dino.words_of(folder, 1, tmp_path / "knn", *words, "--eval-knn", 5)
+    knn = plain_dino.words_of(dino_folder, 1, tmp_path / "knn", *words, "--eval-knn", 5)
     notes = resolved(knn).notes
     assert not any("no weights" in note for note in notes)
     assert any("of one class, 'all': every prediction is correct" in note for note in notes)
 
 
 @pytest.mark.slow
-def test_patches_of_training_images_are_drawn_without_a_validation_split(ranks, tmp_path, folder):
+def test_patches_of_training_images_are_drawn_without_a_validation_split(ranks, tmp_path, dino_folder):
     # Catches: a report without the pictures that show whether the features say anything; images that depend on the
     # layout; similarities of the last evaluation only.
     drawn, similar = [], []
     for layout in ((1, 1, 0, 1), (2, 1, 3, 1)):
         output = tmp_path / str(layout[0])
-        train_ours(ranks, folder, output, layout, "--centering", "ema", "--max-steps", 6, "--eval-interval", 1)
+        train_ours(ranks, dino_folder, output, layout, "--centering", "ema", "--max-steps", 6, "--eval-interval", 1)
         page = (output / "report.html").read_text()
         assert "principal components of their patch tokens" in page
         assert "the cosine of each patch token of the teacher" in page
@@ -139,13 +133,30 @@ REFUSED = [
     (("--smoothing", 0.2), "--smoothing has no effect with --task dino"),
     (("--train-img-sizes", 8, 16), "--train-img-sizes has no effect with --task dino: its crops are of two sizes"),
 ]
+VIT = ("--model", "vit_tiny_patch16_224")
+REFUSED_WITH_DINOV3 = [
+    (VIT, r"change DINOv3's rotary positions, and 'vit_tiny_patch16_224' has none; take a name with dinov3"),
+    (("--rope-jitter-coords", 1), "--rope-jitter-coords must be above 1"),
+    (("--ibot-weight", 0), "--untie-cls-and-patch-norms has no effect without --ibot-weight"),
+    (("--local-crops-number", 0), "--untie-global-and-local-cls-norm has no effect without --local-crops-number"),
+    (("--local-crops-size", 16), "by their size, and both kinds have 16 pixels; give another --local-crops-size"),
+    (
+        ("--freeze-backbone-epochs", 0.005),
+        "--freeze-backbone-epochs 0.005 is less than half a step of the 60 of an epoch",
+    ),
+    (("--model-kwargs", "rope_jitter_coords=1.2"), "draws random RoPE coordinates once per batch"),
+]
 
 
-@pytest.mark.parametrize(("words", "message"), REFUSED, ids=str)
-def test_what_has_no_meaning_is_refused(tmp_path, folder, words, message):
-    argv = plain_dino.words_of(folder, 1, tmp_path / "run", "-b", 4, *words)
+@pytest.mark.parametrize(
+    ("variant", "words", "message"),
+    [*((PLAIN, *row) for row in REFUSED), *((DINOV3, *row) for row in REFUSED_WITH_DINOV3)],
+    ids=lambda value: getattr(value, "model", str(value)),
+)
+def test_what_has_no_meaning_is_refused(tmp_path, dino_folder, variant, words, message):
+    argv = plain_dino.words_of(dino_folder, 1, tmp_path / "run", "-b", 4, *words, variant=variant)
     if words[0] == "--model-kwargs":
-        argv += [f"{name}={value}" for name, value in plain_dino.KWARGS.items()]
+        argv += [f"{name}={value}" for name, value in variant.kwargs.items()]
     with pytest.raises(UserError, match=message):
         resolved(argv, world=2 if words[0] in ("--pp", "--tp") else 1)
 

@@ -20,12 +20,6 @@ from ds_vit.training.output import move_unsaved_run
 WIDTH = 24
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Images and weights."""
-    return plain_dino.write_images(tmp_path_factory.mktemp("images"))
-
-
 def expected_spread(features):
     """The figures of features [N, D] by numpy, from the papers' formulas."""
     features = features.astype(np.float64)
@@ -146,10 +140,10 @@ def evaluate_on_rank(argv, folder):
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_an_evaluation_has_the_spread_of_the_gathered_features(ranks, tmp_path, folder, size):
+def test_an_evaluation_has_the_spread_of_the_gathered_features(ranks, tmp_path, dino_folder, size):
     """Images counted twice, or not at all, where a last batch is not full; the Gram matrix of one rank."""
     words = ("--val-fraction", 0.2, "--val-split", "validation", "--validation-batch-size", 7, "--max-steps", 1)
-    argv = plain_dino.words_of(folder, 1, tmp_path / "run", *words, "-b", plain_dino.GLOBAL_BATCH // size)
+    argv = plain_dino.words_of(dino_folder, 1, tmp_path / "run", *words, "-b", plain_dino.GLOBAL_BATCH // size)
     done = ranks.run(size, evaluate_on_rank, argv, tmp_path)
     assert [code for code, _ in done] == [0] * size
     assert done[0][1] == 1, "the first rank's last batch is one short of full"
@@ -186,11 +180,11 @@ def train_with_bounds(argv, bounds):
 
 
 @pytest.mark.slow
-def test_a_run_warns_once(ranks, tmp_path, folder):
+def test_a_run_warns_once(ranks, tmp_path, dino_folder):
     # Catches: a warning in each row; one before the first epoch is over; evaluations or training that never warn.
     words = ("--val-fraction", 0.2, "--val-split", "validation", "-b", plain_dino.GLOBAL_BATCH, "--max-steps", 12)
     bounds = {"LEAST_DEVIATION": 50.0, "LEAST_RANKME": 50.0, "_SHARE_OF_RANKME": 50.0}
-    argv = plain_dino.words_of(folder, 1, tmp_path / "run", *words, "--eval-interval", 1)
+    argv = plain_dino.words_of(dino_folder, 1, tmp_path / "run", *words, "--eval-interval", 1)
     [(code, out, _)] = ranks.run(1, train_with_bounds, argv, bounds)
     assert code == 0
     warnings = [line for line in out.splitlines() if "may have collapsed" in line]
