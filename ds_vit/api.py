@@ -189,7 +189,7 @@ def predict(source: str | Path, images: Sequence[str], **settings: Any) -> dict[
         source: a run's output folder, a checkpoint folder, or a file.
         images: files, and folders of them.
         settings: `top_k`, `weights`, `checkpoint`, `labels`, `batch_size`, `workers` and `device` as of
-            `ds_vit.tools.predict.predict`, and flags of the model and its pixels.
+            `ds_vit.tools.predict.predict_each`, and flags of the model and its pixels.
 
     Returns:
         What `ds-vit predict --json` writes: "images", rows as `ds_vit.tools.predict.Row` describes them, and
@@ -200,7 +200,7 @@ def predict(source: str | Path, images: Sequence[str], **settings: Any) -> dict[
     """
     from ds_vit.tools import predict as tool
 
-    return tool.predict(source, images, **settings)
+    return tool.collect(*tool.predict_each(source, images, **settings))
 
 
 def export(source: str | Path, to: str, **settings: Any) -> Difference:

@@ -62,19 +62,6 @@ Row = dict[str, Any]
 each pixel a class: the class numbers as "mask", int [H, W], and the largest "classes", each with its "share"."""
 
 
-def predict(source: str | Path, images: Sequence[str | os.PathLike[str]], **settings: Any) -> dict[str, Any]:
-    """The most probable classes of images; arguments and errors as of `predict_each`.
-
-    Returns:
-        The timm name as "model"; the file that was read as "weights"; "by": "softmax", or "sigmoid" for weights that
-        were trained with binary cross-entropy or SigLIP's loss (a probability is then only of its class, and they need
-        not sum to 1), or "pixels" for a model that gives each pixel a class; the rows in the order given as "images",
-        those that could not be read as "unreadable".
-    """
-    exported, rows = predict_each(source, images, **settings)
-    return _collect(exported, rows)
-
-
 def predict_each(
     source: str | Path,
     images: Sequence[str | os.PathLike[str]],
@@ -339,14 +326,21 @@ def _largest(exported: Exported, values: torch.Tensor, top_k: int) -> list[Row]:
 
 
 def _by(exported: Exported) -> str:
-    """What gives the values of classes, as of `predict`."""
+    """What gives the values of classes, as of `collect`."""
     if isinstance(exported.predictor, ArrayPredictor):
         return "pixels"
     return "sigmoid" if exported.bce else "softmax"
 
 
-def _collect(exported: Exported, rows: Iterable[Row]) -> dict[str, Any]:
-    """What `predict` returns."""
+def collect(exported: Exported, rows: Iterable[Row]) -> dict[str, Any]:
+    """The result of `predict_each` as one object.
+
+    Returns:
+        The timm name as "model"; the file that was read as "weights"; "by": "softmax", or "sigmoid" for weights that
+        were trained with binary cross-entropy or SigLIP's loss (a probability is then only of its class, and they need
+        not sum to 1), or "pixels" for a model that gives each pixel a class; the rows in the order given as "images",
+        those that could not be read as "unreadable".
+    """
     rows = list(rows)
     return {
         "model": exported.model.pretrained_cfg["architecture"],
@@ -420,7 +414,7 @@ def _predict(source: str, images: Sequence[str], output: str | None = None, **wo
         if form == "csv":
             num_read, unreadable = _write_csv(rows, file)
         else:
-            found = _collect(exported, rows)
+            found = collect(exported, rows)
             num_read, unreadable = len(found["images"]), found["unreadable"]
             if form == "json":
                 file.write(to_json(found, indent=2) + "\n")
