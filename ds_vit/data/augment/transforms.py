@@ -66,8 +66,10 @@ class FixedTransform:
 
     cuts = False
 
-    def __init__(self, transform: transforms.Compose) -> None:
-        self._transform = transform
+    def __init__(self, image: ImageConfig, **options: Any) -> None:
+        """Args: size and interpolation; further options of timm's factory."""
+        shape = (3, *image.img_size)
+        self._transform = create_transform(shape, interpolation=image.interpolation, use_prefetcher=True, **options)
 
     def box(self, size: Size) -> tuple[float, float, float, float]:
         """The part of an image of `size` that is in the result: (top, left, height, width)."""
@@ -88,15 +90,10 @@ def train_transform(image: ImageConfig, augment: AugmentConfig) -> TrainTransfor
     Raises:
         UserError: --gaussian-blur-prob on images smaller than the blur's kernel.
     """
-    shape = (3, *image.img_size)
     if augment.no_aug:
-        return FixedTransform(
-            create_transform(
-                shape, is_training=True, no_aug=True, interpolation=image.interpolation, use_prefetcher=True
-            )
-        )
+        return FixedTransform(image, is_training=True, no_aug=True)
     primary, secondary, final = create_transform(
-        shape,
+        (3, *image.img_size),
         is_training=True,
         train_crop_mode=augment.train_crop_mode or None,
         color_jitter=augment.color_jitter or None,
@@ -120,16 +117,7 @@ def train_transform(image: ImageConfig, augment: AugmentConfig) -> TrainTransfor
 
 def eval_transform(image: ImageConfig) -> FixedTransform:
     """timm's evaluation transform: resize so that `crop_pct` of the edge is kept, crop the centre."""
-    return FixedTransform(
-        create_transform(
-            (3, *image.img_size),
-            interpolation=image.interpolation,
-            mean=image.mean,
-            crop_pct=image.crop_pct,
-            crop_mode=image.crop_mode,
-            use_prefetcher=True,
-        )
-    )
+    return FixedTransform(image, mean=image.mean, crop_pct=image.crop_pct, crop_mode=image.crop_mode)
 
 
 def _require_room_for_blur(transforms_: Sequence[Any], img_size: Size) -> None:
