@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageChops, ImageFont
+from PIL import Image, ImageChops, ImageDraw, ImageFont
 from timm.data import create_dataset
 
 from ds_vit import randomness
@@ -201,10 +201,8 @@ def _glyph(character: str, size: int) -> Image.Image | None:
     left, top, right, bottom = _font(size).getbbox(character)
     if right <= left or bottom <= top:
         return None
-    width, height = int(right - left), int(bottom - top)
-    mask, _ = _font(size).getmask2(character, mode="L")
-    glyph = Image.frombytes("L", mask.size, bytes(mask))
-    assert glyph.size == (width, height), f"{character!r}: {glyph.size}, not {(width, height)}"
+    glyph = Image.new("L", (int(right - left), int(bottom - top)))
+    ImageDraw.Draw(glyph).text((-left, -top), character, 255, _font(size))
     return glyph if glyph.getbbox() else None
 
 
