@@ -12,6 +12,7 @@ import pytest
 import torch
 from micro_batches import Loaded, load
 from PIL import Image
+from plain_segmenter import blocks, write_split
 
 from ds_vit.cli import main
 from ds_vit.config.augmentation import AugmentConfig
@@ -35,22 +36,15 @@ IMAGE = ImageConfig((24, 32), mean=(0.5, 0.25, 0.0))
 AUGMENT = AugmentConfig(vflip=0.5, color_jitter=0.0)
 
 
-def blocks(number: int, values: tuple[int, ...] = (0, 1, 2), size: tuple[int, int] = (40, 56)) -> np.ndarray:
+def mask_of(number: int, values: tuple[int, ...] = (0, 1, 2)) -> np.ndarray:
     """A mask of blocks of 8 x 8 pixels, in three sizes."""
-    rng = np.random.default_rng(number)
-    coarse = rng.choice(np.array(values, dtype=np.uint8), (size[0] // 8, size[1] // 8 + number % 3))
-    return coarse.repeat(8, axis=0).repeat(8, axis=1)
+    return blocks((40, 56 + 8 * (number % 3)), number, values=values, side=8)
 
 
-def write(folder: Path, form: str = "{split}/{kind}", values: tuple[int, ...] = (0, 1, 2), number: int = 5) -> Path:
-    """Images whose colours are the classes of their masks, some of them in a folder of their own."""
-    for split in ("train", "val"):
-        for n in range(number):
-            mask = blocks(n + 10 * (split == "val"), values)
-            for kind, pixels in (("images", COLOURS[np.searchsorted(sorted(values), mask)]), ("masks", mask)):
-                path = folder / form.format(split=split, kind=kind) / f"{'ab' if n % 2 else '.'}/n.{n}.png"
-                path.parent.mkdir(parents=True, exist_ok=True)
-                Image.fromarray(pixels).save(path)
+def write(folder: Path, form: str = "{split}/{kind}", values: tuple[int, ...] = (0, 1, 2)) -> Path:
+    """Images whose grey is that of the classes of their masks."""
+    for split, first in (("train", 0), ("val", 10)):
+        write_split(folder, split, [mask_of(first + n, values) for n in range(5)], form, noise=0)
     return folder
 
 
@@ -68,7 +62,7 @@ def test_both_layouts_hold_the_same_samples(tmp_path, monkeypatch):
     both = [write(tmp_path / "a"), write(tmp_path / "b" / "c", "{kind}/{split}")]
     one, other = (opened(folder, "training") for folder in both)
     for number in range(5):
-        assert np.array_equal(one.entry("mask", number), blocks(int(one.describe(number)[-5])))
+        assert np.array_equal(one.entry("mask", number), mask_of(int(one.describe(number)[-5])))
         assert np.array_equal(one.entry("mask", number), other.entry("mask", number))
         assert one.entry("mask_size", number) == one.entry("mask", number).shape
         assert one.target(number).tolist() == [1, 1, 1]
@@ -109,7 +103,7 @@ FILES: dict[str, Callable[[np.ndarray], bytes]] = {
 @pytest.mark.parametrize("kind", FILES)
 def test_each_kind_of_file_has_its_values_and_a_header_with_its_size(kind):
     """Would catch colours read for numbers, 16 bits scaled to 8, and a size for which the pixels are read."""
-    mask = blocks(1)
+    mask = mask_of(1)
     data, factor = FILES[kind](mask), 300 if "16" in kind or kind == "npy" else 1
     assert np.array_equal(decode_mask(data, "m"), mask.astype(np.int64) * factor)
     labels = Labels(["a", "b"], [0, factor], [2 * factor], "")
@@ -177,7 +171,7 @@ ERRORS: dict[str, tuple[Callable[[Path], object], dict[str, object], str]] = {
               r"--num-classes 3 stands for 0 to 2: raise it, or pass --ignore-index VALUE$"),
     "negative": (_add("train/masks/n.0.png", _npy(np.full((2, 3), -1))), {}, r"n.0.png: 6 of 6 pixels .*: -1"),
     "listed value": (_add("labels.csv", "index,name\n0,a\n1,b\n"), {"num_classes": None}, "the 2 classes are those"),
-    "colours": (_add("train/masks/n.0.png", COLOURS[blocks(0)]), {}, r"n.0.png holds uint8 values"),
+    "colours": (_add("train/masks/n.0.png", COLOURS[mask_of(0)]), {}, r"n.0.png holds uint8 values"),
     "floats": (_add("train/masks/n.0.png", _npy(np.zeros((2, 2)))), {}, r"n.0.png holds float64 values in "),
     "nothing says": (lambda data: None, {"num_classes": None}, r"no labels.csv, .*: write one .* or pass --num-"),
     "ignored": (lambda data: None, {"ignore_index": 2}, r"data: the value 2 is a class, which --ignore-index 2"),
@@ -231,7 +225,7 @@ def _load(data: Path, fields: list, share: Share = WHOLE, **options: object) -> 
 def _agreement(batches: Loaded) -> tuple[float, float]:
     """Of pixels around which the mask does not change, those with its class's colour; the share of padding."""
     right, padding = [], []
-    colours = np.array([*COLOURS[:3].tolist(), [128, 64, 0]])
+    colours = np.array([*([grey] * 3 for grey in (0, 40, 80)), [128, 64, 0]])
     for batch in batches:
         for pixels, mask in zip(batch.packed["images"].pixels, batch.packed["masks"].numpy(), strict=True):
             windows = np.lib.stride_tricks.sliding_window_view(mask, (3, 3)).reshape(22, 30, 9)
@@ -259,7 +253,7 @@ def test_a_mask_takes_the_nearest_pixel():
     """Would catch a bilinear mask (planted), a centre that is off by half a pixel, and a wrong range of scales."""
     crop, heights = ScaleCrop((24, 32), (0.5, 2.0), (0.0, 0.0, 0.0)), []
     for key in range(60):
-        mask = (blocks(key) * 2).astype(np.int16)
+        mask = (mask_of(key) * 2).astype(np.int16)
         box, _ = crop.draw(key, mask.shape)
         top, left, height, width = box
         heights.append(height * max(24 / mask.shape[0], 32 / mask.shape[1]) / 24)
@@ -270,7 +264,7 @@ def test_a_mask_takes_the_nearest_pixel():
             assert found[y, x] == (mask[row, column] if inside else -1)
     assert 0.5 <= min(heights) < 0.6 < 1.8 < max(heights) <= 2.05
     assert not {1, 3} & {*np.unique(found).tolist()}
-    planted = Image.fromarray(blocks(0) * 2).resize((32, 24), Image.Resampling.BILINEAR)
+    planted = Image.fromarray(mask_of(0) * 2).resize((32, 24), Image.Resampling.BILINEAR)
     assert {1, 3} & {*np.unique(planted).tolist()}
 
 
@@ -281,7 +275,7 @@ def test_a_damaged_mask_is_skipped_and_another_size_is_an_error(data):
     with pytest.raises(ImageDecodeError, match=r"masks/n.2.png: the image cannot be decoded"):
         _load(data, _fields())
     assert _load(data, _fields(), on_bad_image="skip").num_skipped
-    Image.fromarray(blocks(2).T.copy()).save(path)
+    Image.fromarray(mask_of(2).T.copy()).save(path)
     with pytest.raises(UserError, match=r"n.2.png: the image has 40x72 .* and its mask 72x40; .*--exif-rot"):
         _load(data, _fields())
 
@@ -319,7 +313,7 @@ def test_doctor_checks_masks(data, capsys):
     assert "10 masks were compared with their images" in capsys.readouterr().out
     _add("train/images/z.png", SMALL)(data)
     _add("val/masks/n.0.png", SMALL[:4])(data)
-    Image.fromarray(blocks(2).T.copy()).save(data / "train/masks/n.2.png")
+    Image.fromarray(mask_of(2).T.copy()).save(data / "train/masks/n.2.png")
     (data / "train/masks/n.4.png").write_bytes(b"nothing")
     assert main(["doctor", "--images", str(data)]) == 65
     said = capsys.readouterr().out

@@ -11,15 +11,31 @@ import oracle
 import pytest
 import timm
 import torch
-import torch.nn.functional as F
 from curves import assert_same_curve, read_rows, train_main
 from PIL import Image
+from plain_segmenter import (
+    CLASSES,
+    KWARGS,
+    NAME,
+    SIDE,
+    Plain,
+    blocks,
+    classes_of,
+    conv_head,
+    known,
+    on_grid,
+    read_split,
+    write_split,
+)
 from project import write_config
 from runs import KINDS, refusal, resolved
 from safetensors.torch import load_file
+from sklearn.metrics import jaccard_score
 from sklearn.utils.class_weight import compute_class_weight
+from timm.optim import param_groups_weight_decay
 from torch import nn
 
+from ds_vit.data.sources.masks import default_palette
 from ds_vit.fault_tolerance import exit_codes
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.keyed_init import initialise
@@ -29,10 +45,8 @@ from ds_vit.models.zoo import ModelSpec
 from ds_vit.tasks.segmentation.task import balanced_weights, read_class_weights
 from ds_vit.tasks.segmentation.towers import create_segmenter
 
-CLASSES, SIDE, WIDE, STEPS, STOP, CLIP = 5, 16, 28, 4, 2, 0.1
-RTOL = 1e-5
-NAME = "vit_tiny_patch16_224"
-KWARGS = {"patch_size": 4, "embed_dim": 24, "depth": 3, "num_heads": 6}
+STEPS, STOP, CLIP, RTOL = 4, 2, 0.1, 1e-5
+WIDE = (SIDE, 28)  # of an image of evaluation
 SGD = {"lr": 0.5, "momentum": 0.9, "weight_decay": 0.05}
 WORDS = [
     *("--task", "segmentation", "--model", NAME, "--img-size", SIDE, *oracle.kwargs_words(KWARGS), "--workers", 0),
@@ -40,104 +54,38 @@ WORDS = [
     *("--log-interval", 1, "--num-classes", CLASSES),
 ]
 BLOCKS = {"optimizer": {"type": "SGD", "params": SGD}, "gradient_clipping": CLIP}
+NOT_DECAYED = ("vit.pos_embed", "vit.cls_token")
 WEIGHTS = (0.5, 3.0, 1.0, 0.0, 2.0)
 
 
-def write_split(folder, split, masks):
-    """Images of noise and their masks."""
-    draw = np.random.default_rng(len(masks))
-    for part in ("images", "masks"):
-        (folder / split / part).mkdir(parents=True)
-    for number, mask in enumerate(masks):
-        # Colours that follow the classes, so that something is learned.
-        pixels = 40 * (mask[..., None] % 7) + draw.integers(0, 40, (*mask.shape, 3))
-        Image.fromarray(pixels.astype(np.uint8)).save(folder / split / "images" / f"{number}.png")
-        Image.fromarray(mask).save(folder / split / "masks" / f"{number}.png")
-
-
-def masks_of(number, ignored, seed, columns=4):
-    """Masks of 4 rows of squares; of image i the share `ignored(i)` of the pixels does not count."""
-    draw = np.random.default_rng(seed)
-    squares = draw.integers(0, CLASSES, (number, 4, columns)).astype(np.uint8)
-    masks = squares.repeat(SIDE // 4, axis=1).repeat(SIDE // 4, axis=2)
-    for index, mask in enumerate(masks):
-        order = draw.permutation(mask.size)
-        mask.reshape(-1)[order[: round(ignored(index) * mask.size)]] = 255
-    return masks
-
-
-class Plain(nn.Module):
-    """timm's ViT and a head of torch's modules."""
-
-    def __init__(self, head="linear"):
-        super().__init__()
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            self.vit = timm.create_model(NAME, img_size=SIDE, num_classes=0, **KWARGS)
-            width = KWARGS["embed_dim"]
-            self.seg_head = nn.Linear(width, CLASSES) if head == "linear" else conv_head(width)
-
-    def forward(self, images):
-        return F.interpolate(
-            on_grid(self.seg_head, self.vit.forward_features(images)[:, 1:]), (SIDE, SIDE), mode="bilinear"
-        )
-
-    def named_values(self):
-        """The parameters by ds_vit's names."""
-        return {name.removeprefix("vit."): value.detach().clone() for name, value in self.named_parameters()}
-
-
-def on_grid(head, tokens, grid=(SIDE // 4, SIDE // 4)):
-    """Logits of patch tokens."""
-    if isinstance(head, nn.Linear):
-        return head(tokens).transpose(1, 2).unflatten(2, grid)
-    return head(tokens.transpose(1, 2).unflatten(2, grid))
-
-
-def conv_head(width):
-    """The paper's two transposed convolutions, normed over channels."""
-
-    class Norm(nn.LayerNorm):
-        def forward(self, x):
-            return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
-
-    layers = []
-    for inputs in (width, 256):
-        layers += [nn.ConvTranspose2d(inputs, 256, 2, 2), Norm(256, eps=1e-6), nn.GELU()]
-    return nn.Sequential(*layers, nn.Conv2d(256, CLASSES, 1))
+def masks_of(number, ignored, seed, size=(SIDE, SIDE)):
+    """Masks; of image i the share `ignored(i)` of the pixels does not count."""
+    return [blocks(size, 100 * seed + index, ignored(index)) for index in range(number)]
 
 
 def tensors_of(folder, split):
-    """All images of a split as a run with mean and std of 0.5 has them, and their masks, -1 where ignored."""
-    names = sorted(path.name for path in (folder / split / "images").iterdir())
-    images = [np.asarray(Image.open(folder / split / "images" / name)) for name in names]
-    masks = [np.asarray(Image.open(folder / split / "masks" / name)) for name in names]
-    images = torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).float() / 127.5 - 1.0
-    masks = torch.from_numpy(np.stack(masks)).long()
-    return images, masks.where(masks != 255, -1)
+    """All images of a split as a run with mean and std of 0.5 has them, and their masks."""
+    images, masks = read_split(folder, split)
+    pixels = torch.from_numpy(np.stack([np.asarray(image) for image in images])).permute(0, 3, 1, 2)
+    return pixels.float() / 127.5 - 1.0, torch.from_numpy(np.stack(masks))
 
 
 class Curve(NamedTuple):
-    """A run's training rows, its weights in the end and its mIoU in the end."""
+    """A run's training rows; its weights, its mIoU and the classes of the pixels of evaluation in the end."""
 
     rows: list
     weights: dict
     miou: float
+    predicted: list = ()
 
 
 def plainly(folder, head="linear", weights=None, frozen=False):
     """Train on all images in each step, in one process."""
-    model, values = Plain(head), load_file(str(folder / f"{head}.safetensors"))
-    for name, parameter in model.named_parameters():
-        parameter.data.copy_(values[name.removeprefix("vit.")])
+    model = Plain(head).load(load_file(str(folder / f"{head}.safetensors")))
     images, masks = tensors_of(folder, "train")
     criterion = nn.CrossEntropyLoss(None if weights is None else torch.tensor(weights), ignore_index=-1)
-    fixed = [p.ndim < 2 or name in ("vit.pos_embed", "vit.cls_token") for name, p in model.named_parameters()]
-    groups = [
-        {"params": [p for p, of in zip(model.parameters(), fixed, strict=True) if of == which], "weight_decay": decay}
-        for which, decay in ((False, SGD["weight_decay"]), (True, 0.0))
-    ]
     model.vit.requires_grad_(not frozen)
+    groups = param_groups_weight_decay(model, SGD["weight_decay"], no_weight_decay_list=NOT_DECAYED)
     optimizer, rows = torch.optim.SGD(groups, **SGD), []
     for step in range(1, STEPS + 1):
         optimizer.zero_grad()
@@ -147,17 +95,10 @@ def plainly(folder, head="linear", weights=None, frozen=False):
         optimizer.step()
         rows.append({"kind": "train", "step": step, "loss": loss.item(), "grad_norm": norm.item()})
     assert min(row["grad_norm"] for row in rows) > 1.5 * CLIP, "clipping does nothing: a wrong factor would not show"
-    images, masks = tensors_of(folder, "val")  # of three windows: 2/3 of the window apart, the last at the edge
-    scores, times = torch.zeros(len(masks), CLASSES, *masks.shape[1:]), torch.zeros(masks.shape[1:])
-    for left in (0, 11, WIDE - SIDE):
-        with torch.no_grad():
-            scores[..., left : left + SIDE] += model(images[..., left : left + SIDE])
-        times[:, left : left + SIDE] += 1
-    found, shares = (scores / times).argmax(1), []
-    for number in range(CLASSES):
-        its, own = masks == number, (found == number) & (masks >= 0)
-        shares += [((its & own).sum() / (its | own).sum()).item()] * bool((its | own).any())
-    return Curve(rows, model.named_values(), 100 * sum(shares) / len(shares))
+    images, masks = read_split(folder, "val")
+    predicted = [classes_of(model, image) for image in images]
+    miou = 100 * jaccard_score(*known(masks, predicted), average="macro")
+    return Curve(rows, model.named_values(), miou, predicted)
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +107,7 @@ def folder(tmp_path_factory):
     made = tmp_path_factory.mktemp("scenes")
     shares = {0: 1.0, 1: 1.0 - 1.0 / SIDE**2}
     write_split(made, "train", masks_of(24, lambda index: shares.get(index, index / 30), 0))
-    write_split(made, "val", masks_of(7, lambda index: index / 10, 1, WIDE // 4))
+    write_split(made, "val", masks_of(7, lambda index: index / 10, 1, WIDE))
     generator = torch.Generator().manual_seed(1)
     for head in ("linear", "conv"):
         values = Plain(head).named_values()
@@ -181,7 +122,7 @@ def one_of_six(tmp_path_factory, folder):
     """Six images, of which one pixel of one image counts: most micro-batches and ranks have none."""
     made = tmp_path_factory.mktemp("few")
     write_split(made, "train", masks_of(6, lambda index: 1.0 - (index == 2) / SIDE**2, 0))
-    write_split(made, "val", masks_of(3, lambda index: 0.0, 1, WIDE // 4))
+    write_split(made, "val", masks_of(3, lambda index: 0.0, 1, WIDE))
     (made / "linear.safetensors").write_bytes((folder / "linear.safetensors").read_bytes())
     return made
 
@@ -255,6 +196,21 @@ def result(output):
     return Curve(rows, weights, [row for row in rows if row["kind"] == "eval"][-1]["miou"])
 
 
+def shown(output):
+    """The classes of all pixels of the masks and of the predictions in a run's picture, -1 for white."""
+    sheet = np.asarray(Image.open(output / "segmentation.png"))
+    height, width = WIDE  # enlarged to 110 x 192 pixels, in the middle of squares that are 196 apart
+    rows, columns = (np.arange(height) + 0.5) * 110 / height + 45, (np.arange(width) + 0.5) * 192 / width + 4
+    colours = np.array([*default_palette(CLASSES), (255,) * 3])
+    classes = [
+        (sheet[(rows + 196 * (at // 6)).astype(int)[:, None], (columns + 196 * (at % 6)).astype(int), None] == colours)
+        .all(-1)
+        .argmax(-1)
+        for at in range(3 * 7)
+    ]
+    return [[np.where(of == CLASSES, -1, of) for of in classes[part::3]] for part in (1, 2)]
+
+
 def assert_same(expected, found):
     """Losses, gradient norms, weights and mIoU."""
     assert_same_curve(expected.rows, found.rows, RTOL)
@@ -303,13 +259,20 @@ def test_a_conv_head_with_class_weights(ranks, folder, case, tmp_path):
 
 
 def test_a_frozen_backbone_and_balanced_weights(ranks, folder, tmp_path):
-    """Weights of a rank's own share of the masks, or other ones than scikit-learn's; a backbone that is trained."""
+    """Weights of a rank's own share of the masks, or other ones than scikit-learn's; a backbone that is trained.
+
+    In the picture the mask or prediction of another sample, another palette, ignored pixels in the colour of a class.
+    """
     labels = tensors_of(folder, "train")[1]
     counted = labels[labels >= 0].numpy()
     weights = compute_class_weight("balanced", classes=np.arange(CLASSES), y=counted).tolist()
     words = ["--freeze-backbone", "--class-weights", "balanced"]
     found = train(ranks, folder, tmp_path / "run", Case(dp=3, stage=1, accumulation=2), *words)
-    assert_same(plainly(folder, weights=weights, frozen=True), found)
+    expected = plainly(folder, weights=weights, frozen=True)
+    assert_same(expected, found)
+    masks, predicted = shown(tmp_path / "run")
+    assert np.array_equal(masks, read_split(folder, "val")[1])
+    assert np.mean(np.equal(predicted, expected.predicted)) > 0.999, "rounding may turn a tie"
     before = load_file(str(folder / "linear.safetensors"))
     assert all(torch.equal(found.weights[name], before[name]) for name in before if not name.startswith("seg_head."))
 
@@ -319,7 +282,7 @@ def test_a_mask_that_one_rank_cannot_read_for_the_weights_ends_all(ranks, tmp_pa
     """Ranks that wait for the sum of one that has ended."""
     write_split(tmp_path, "train", masks_of(6, lambda index: 0.0, 0))
     write_split(tmp_path, "val", masks_of(3, lambda index: 0.0, 1))
-    Image.fromarray(np.full((SIDE, SIDE), 9, dtype=np.uint8)).save(tmp_path / "train" / "masks" / "1.png")
+    Image.fromarray(np.full((SIDE, SIDE), 9, dtype=np.uint8)).save(tmp_path / "train" / "masks" / "n.0.png")
     argv = words_of(
         tmp_path, tmp_path / "run", Case(dp=3), "--class-weights", "balanced", "--initial-checkpoint", "", images=6
     )
