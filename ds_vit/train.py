@@ -174,7 +174,7 @@ def train(
             engine = build_engine(run, device, groups)
         ema = Ema(engine.zero_map, config.model_ema_decay, config.model_ema_warmup) if config.model_ema else None
         if config.spike_factor is not None:
-            engine.guard.watch_spikes(config.spike_factor)
+            engine.guard.factor = config.spike_factor
         if reporter and engine.graphs is not None:
             engine.graphs.say = reporter.say
 

@@ -10,6 +10,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,12 +23,12 @@ from ds_vit.engine.flat_gradient import FlatGradient
 from ds_vit.engine.graph import StepGraphs
 from ds_vit.engine.patches import (
     autocast_scaler,
-    follow_loss_scale,
+    hold_loss_scale,
     hold_scheduler_on_skipped_steps,
     import_muon_uncompiled,
     sum_norm_once,
 )
-from ds_vit.engine.step_guard import StepGuard, StepResult
+from ds_vit.engine.step_guard import StepGuard, StepOutcome, StepResult
 from ds_vit.engine.zero3 import ZeroUnits
 from ds_vit.models.layers import Layer
 from ds_vit.models.sequential import SequentialViT, SizeSwitch, Towers, timm_names
@@ -94,11 +95,15 @@ class Engine(ABC):
         context: of the task's steps.
         rates: factors on the learning rate by parameter; set by the builder, for training.
         graphs: of the passes of a micro-batch; None where all run eagerly.
+        loss_scale: of the last step's gradients; 1 where there is none.
         on_close: restores the process-wide state that the run changed.
     """
 
     rates: RateFactors
     graphs: StepGraphs | None = None
+    loss_scale: float = 1.0
+    _settle: Callable[[], object] = staticmethod(lambda: None)
+    """In fp16 changes the loss scale after the last step, which the device may have to end first."""
 
     def __init__(
         self,
@@ -144,7 +149,7 @@ class Engine(ABC):
         self.engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=own, mpu=mpu, dist_init_required=False
         )
-        self._grad_scaler = autocast_scaler(self.engine)
+        self._grad_scaler, self._scales = autocast_scaler(self.engine), self.engine.fp16_enabled()
         self.units = ZeroUnits(self.engine, trains=optimizer is not None) if self.stage == 3 else None
         self.flat = FlatGradient(self.engine, groups, json) if own_sums else None
         self._sums = self.flat or self.units
@@ -188,9 +193,9 @@ class Engine(ABC):
             square_norms=sums.square_norms if sums is not None and decides else None,
         )
         if self.flat is not None:
-            self.flat.on_overflow = self.guard.overflowed
-        else:
-            follow_loss_scale(optimizer, self.guard.overflowed)
+            self.flat.guard = self.guard
+        if self.stage > 0:
+            self._change_scale = hold_loss_scale(optimizer, self.guard.overflowed, lambda: self._settle())
         self._keep_bounds()
         if self.engine.lr_scheduler is not None:
             hold_scheduler_on_skipped_steps(self.engine.lr_scheduler, lambda: self.guard.skipped is None)
@@ -260,6 +265,8 @@ class Engine(ABC):
             held: of `Task.held_names`.
         """
         self.rates.hold(held)
+        if self._grad_scaler is not None:
+            self.loss_scale = float(self._grad_scaler.get_scale())
         if "weight_decay" in schedules:
             for group in self.engine.optimizer.param_groups:
                 if group["weight_decay"] > 0:
@@ -275,17 +282,9 @@ class Engine(ABC):
         """The base learning rate of the next step."""
         return float(self.engine.optimizer.param_groups[0]["lr"])
 
-    def loss_scale(self) -> float:
-        """The loss scale of the next step; 1 where there is none."""
-        scaler = self._grad_scaler
-        if scaler is not None:
-            return float(scaler.get_scale())
-        if not self.engine.fp16_enabled():
-            return 1.0
-        return float(self.engine.optimizer.cur_scale)
-
     def progress(self) -> dict[str, Any]:
         """The engine's state without tensors, for a checkpoint: plain numbers, the same on every rank."""
+        self._settle()
         scaler = self._grad_scaler
         out: dict[str, Any] = {"lr": self.lr(), "skipped_steps": int(self.engine.skipped_steps)}
         if scaler is not None:
@@ -360,7 +359,24 @@ class Engine(ABC):
         return tuple(batch.get(name) for name in self._input_names)
 
     def _result(self, loss: torch.Tensor) -> StepResult:
-        return StepResult(loss, self._current_norm(), self.guard.outcome(applied=self.engine.was_step_applied()))
+        outcome = self.guard.outcome(applied=self.engine.was_step_applied())
+        if not self._scales:
+            return StepResult(loss, self._current_norm(), outcome)
+        is_late, self.loss_scale = self.guard.late is not None, float(self.engine.optimizer.cur_scale)
+
+        @cache
+        def settle() -> StepOutcome:
+            """The outcome; the loss scale follows it before the next loss is scaled."""
+            done = outcome()
+            overflows = not done.applied and (done.skipped is None or done.skipped.reason == "nonfinite")
+            self.engine.skipped_steps += is_late and overflows
+            self._change_scale(overflows)
+            return done
+
+        self._settle = settle
+        if not is_late:
+            settle()
+        return StepResult(loss, self._current_norm(), settle)
 
     def _current_norm(self) -> torch.Tensor | float | None:
         """The global gradient norm of this step before clipping."""
@@ -370,7 +386,7 @@ class Engine(ABC):
         """Whether the device can skip a step whose norm is not finite, without a number read on the host.
 
         The optimizer's kernel must take a flag for it, and nothing else may depend on the outcome before the next step:
-        no loss scale, no scheduler of DeepSpeed's, no other pipeline stage.
+        no GradScaler, no scheduler of DeepSpeed's, no other pipeline stage.
         """
         engine, optimizer = self.engine, self.engine.optimizer
         return (
@@ -379,7 +395,6 @@ class Engine(ABC):
             and getattr(self.zero_map.base, "_step_supports_amp_scaling", False)
             and getattr(optimizer, "compute_grad_norm", True)
             and not getattr(optimizer, "offload_optimizer", False)
-            and not engine.fp16_enabled()
             and self._grad_scaler is None
             and engine.lr_scheduler is None
         )

@@ -20,7 +20,7 @@ DeepSpeed keeps the JSON, its flat weights and masters, `backward`, `step` and t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -32,7 +32,7 @@ from ds_vit.config.deepspeed_keys import DeepSpeedJson
 from ds_vit.config.deepspeed_rules import elements_of_bucket
 from ds_vit.device import is_accelerator
 from ds_vit.engine.patches import autocast_scaler
-from ds_vit.engine.step_guard import CountedGradients, SquareNorms
+from ds_vit.engine.step_guard import CountedGradients, SquareNorms, StepGuard
 from ds_vit.parallel.groups import Groups, gather_flats
 from ds_vit.parallel.zero_map import FlatGroup, ZeroMap, flat_groups
 
@@ -139,7 +139,7 @@ class FlatGradient:
         fresh: whether the next micro-batch is the first of a step.
         grad_norm: global, of the step under way, before clipping; None where the JSON says not to compute it.
         releases: whether the memory of an applied gradient is freed; a captured graph needs it to stay where it is.
-        on_overflow: called before the step of gradients that overflowed is skipped.
+        guard: decides where gradients that overflowed are skipped; set by the engine.
     """
 
     def __init__(self, engine: Any, groups: Groups, json: DeepSpeedJson) -> None:
@@ -178,7 +178,7 @@ class FlatGradient:
         is_cut = self._stage and not self._sharded
         self.shares = [flat.chunk(self._ranks)[self._rank] if is_cut else flat for flat in whole]
         self._direct = self._sum_type == self._masters[0].dtype
-        if self._direct:
+        if not self._stage:  # DeepSpeed calls the optimizer
             for master, share in zip(self._masters, self.shares, strict=True):
                 master.grad = share
         self._one = torch.ones((), device=engine.device)
@@ -189,7 +189,7 @@ class FlatGradient:
         self._next, self.fresh = 0, True
         self._boundary: bool | None = None
         self.grad_norm: torch.Tensor | None = None
-        self.on_overflow: Callable[[], None] = lambda: None
+        self.guard: StepGuard
         # The ranks that a norm is summed over: with ZeRO all, without it those that hold a model between them.
         self._over = groups.replica if self._stage == 0 else None
         self._alone = groups.layout.world_size == 1 if self._stage else groups.replica is None
@@ -454,9 +454,9 @@ class FlatGradient:
             scale = self._optimizer.loss_scale
         norm = self._norm() if self._measures else self._one
         self.grad_norm = norm / scale if self._scaled else norm if self._measures else None
-        self.overflow = self._scaled and not math.isfinite(float(norm))
+        self.overflow = self._scaled and not self.guard.device_decides and not math.isfinite(float(norm))
         if self.overflow:
-            self.on_overflow()
+            self.guard.overflowed()
         grads = self.shares
         if not self._direct:
             grads = [share.to(master.dtype) for share, master in zip(grads, self._masters, strict=True)]
@@ -478,24 +478,18 @@ class FlatGradient:
         optimizer, scaler = self._optimizer, self._scaler
         grads = self.clip()
         optimizer.overflow = self.overflow
-        if self.overflow:
-            optimizer._update_scale(True)
         if self.overflow and scaler is None:
             return
-        if not self._direct:
-            for master, grad in zip(self._masters, grads, strict=True):
-                master.grad = grad
+        for master, grad in zip(self._masters, grads, strict=True):
+            master.grad = grad
         if scaler is None:
             self._base.step()
         else:
             scaler.unscale_(self._base)
             scaler.step(self._base)
             scaler.update()
-        if not self._direct:
-            for master in self._masters:
-                master.grad = None
-        if self._scaled and not self.overflow:
-            optimizer._update_scale(False)
+        for master in self._masters:
+            master.grad = None
         if self._casts:
             torch._foreach_copy_(self._own_weights, self._masters)
         if self._ranks > 1:

@@ -109,7 +109,7 @@ class StepGraphs:
         """Copy the scalars of this step to the device."""
         values = dict(self._context.schedules)
         if self._engine.fp16_enabled():
-            values[LOSS_SCALE] = float(self._engine.optimizer.loss_scale)
+            values[LOSS_SCALE] = self._engine.optimizer.loss_scaler.scale_loss(1.0)  # once the last step is settled
         for name, value in values.items():
             if name not in self._scalars:
                 self._scalars[name] = torch.empty((), dtype=torch.float64, device=self._device)

@@ -137,8 +137,10 @@ def sum_norm_once(optimizer: Any) -> None:
     optimizer.scaled_global_norm = scaled_global_norm
 
 
-def follow_loss_scale(optimizer: Any, overflowed: Callable[[], None]) -> None:
-    """Have ZeRO-3, and ZeRO with offload, report overflows, and unscale by the scale that gradients were computed with.
+def hold_loss_scale(
+    optimizer: Any, overflowed: Callable[[], None], settle: Callable[[], object]
+) -> Callable[[bool], None]:
+    """Keep ZeRO from changing the loss scale within a step; the engine does so before it scales the next loss.
 
     Every `loss_scale_window` steps DeepSpeed doubles the scale before it divides by it: that step uses half of the
     gradient, and clips it as if it were half as long.
@@ -146,27 +148,22 @@ def follow_loss_scale(optimizer: Any, overflowed: Callable[[], None]) -> None:
     Args:
         optimizer: DeepSpeed's.
         overflowed: called before gradients that are not finite are dropped.
+        settle: called in fp16 before each loss is scaled.
+
+    Returns:
+        DeepSpeed's function that changes the scale, given whether there was an overflow.
     """
-    original_update, original_step = optimizer._update_scale, optimizer.step
-    grows, due = getattr(optimizer, "dynamic_loss_scale", False), []
+    update_scale, scaler = optimizer._update_scale, optimizer.loss_scaler
+    optimizer._update_scale = lambda has_overflow=False: overflowed() if has_overflow else None
+    scale_loss = scaler.scale_loss
 
-    def update_scale(has_overflow: bool = False) -> None:
-        if has_overflow:
-            overflowed()
-        if has_overflow or not grows:
-            original_update(has_overflow)
-        else:
-            due.append(False)
+    def scaled(loss: torch.Tensor) -> torch.Tensor:
+        settle()
+        return scale_loss(loss)
 
-    def step(*args: Any, **kwargs: Any) -> Any:
-        result = original_step(*args, **kwargs)
-        while due:
-            original_update(due.pop())
-        return result
-
-    optimizer._update_scale = update_scale
-    if grows:
-        optimizer.step = step
+    if optimizer.dtype == torch.float16:
+        scaler.scale_loss = scaled
+    return update_scale
 
 
 def hold_scheduler_on_skipped_steps(scheduler: Any, applied: Callable[[], bool]) -> None:

@@ -162,6 +162,9 @@ class StepGuard:
             so the guard does not read it again.
         square_norms: gives this rank's squared gradient norms of the step under way, to be read later, where the device
             decides; None where the host decides.
+        factor: steps are rejected whose loss or norm is more than so many times the mean of the last 100 (of 10 at
+            least).
+        late: gives the outcome of the step that was taken, which the device decides; None where the host has.
     """
 
     zero_map: ZeroMap
@@ -170,18 +173,14 @@ class StepGuard:
     clipped_by: Callable[[], float]
     checked: bool
     square_norms: Callable[[], SquareNorms] | None = None
+    factor: float = math.inf
 
     def __post_init__(self) -> None:
         self._recent = deque[float](maxlen=_LAST_VALUES), deque[float](maxlen=_LAST_VALUES)  # losses and norms
-        self._factor = math.inf
         self._base = self.zero_map.base
         self._update = self._base.step
         self._base.step = self._step
         self.begin()
-
-    def watch_spikes(self, factor: float) -> None:
-        """Reject steps whose loss or norm is more than `factor` times the mean of the last 100 (of 10 at least)."""
-        self._factor = factor
 
     def recent(self) -> list[list[float]]:
         """The losses and norms that spikes are compared with, for a checkpoint."""
@@ -189,7 +188,7 @@ class StepGuard:
 
     def remember(self, values: Sequence[Sequence[float]]) -> None:
         """Restore what `recent` gave, if spikes are watched for: others would be out of date when they are again."""
-        for recent, old in zip(self._recent, values if self._factor < math.inf else (), strict=False):
+        for recent, old in zip(self._recent, values if self.factor < math.inf else (), strict=False):
             recent.clear()
             recent.extend(old)
 
@@ -200,12 +199,12 @@ class StepGuard:
         The host decides where it detects spikes, and in the first step: torch's fused SGD would keep a momentum that
         its kernel, which skips the step, has not written.
         """
-        return self.square_norms is not None and self._factor == math.inf and bool(self._base.state)
+        return self.square_norms is not None and self.factor == math.inf and bool(self._base.state)
 
     def begin(self) -> None:
         """Begin a new step."""
         self._decided = False
-        self._late: Callable[[], StepOutcome] | None = None
+        self.late: Callable[[], StepOutcome] | None = None
         self.skipped: SkippedStep | None = None
         if self.square_norms is not None:
             self._base.found_inf = None
@@ -217,7 +216,7 @@ class StepGuard:
             applied: whether DeepSpeed reports the step as applied.
         """
         known = StepOutcome(applied and self.skipped is None, self.skipped)
-        return self._late or (lambda: known)
+        return self.late or (lambda: known)
 
     def overflowed(self) -> None:
         """Note that the step under way is skipped because its gradients are not finite."""
@@ -250,11 +249,11 @@ class StepGuard:
             return StepOutcome(False, SkippedStep("nonfinite", None, value, None, worst))
 
         self._base.found_inf = norm.isfinite().logical_not().float()
-        self._late = read
+        self.late = read
 
     def _decide(self) -> SkippedStep | None:
         norm, loss = self.norm(), None
-        watches = self._factor < math.inf
+        watches = self.factor < math.inf
         if norm is None or (self.checked and not watches):
             return None
         if watches:
@@ -273,7 +272,7 @@ class StepGuard:
         if loss is None:
             return None
         for value, recent in zip((loss, norm), self._recent, strict=True):
-            if (usual := usual_before_spike(recent, value, self._factor)) is not None:
+            if (usual := usual_before_spike(recent, value, self.factor)) is not None:
                 return SkippedStep("spike", loss, norm, usual, self._worst_layer(finite=True))
         for value, recent in zip((loss, norm), self._recent, strict=True):
             recent.append(value)

@@ -472,12 +472,12 @@ class ZeroUnits:
         self._accumulates = True
         for i in unit.uneven:
             grads[i] = grads[i].reshape(-1)
+        if self._reducing is not None:
+            self._compute.wait_event(self._sent)
+        torch._chunk_cat(grads, 0, self.ranks, out=unit.leaving_rows)
         if self._reducing is None:
-            torch._chunk_cat(grads, 0, self.ranks, out=unit.leaving_rows)
             self._sum(unit)
             return
-        self._compute.wait_event(self._sent)
-        torch._chunk_cat(grads, 0, self.ranks, out=unit.leaving_rows)
         self._filled.record(self._compute)
         self._reducing.wait_event(self._filled)
         with self._reducing:

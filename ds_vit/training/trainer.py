@@ -125,12 +125,12 @@ class Trainer:
         if rate is not None:
             self.engine.set_lr(rate.lr(step - 1))
         self.engine.begin_step(step, task.schedules(step, horizon), task.held_names(step, horizon))
-        lr, loss_scale = self.engine.lr(), self.engine.loss_scale()
+        lr = self.engine.lr()
         for callback in self.callbacks:
             callback.before_step(step)
         self.watchdog.begin(step, "forward, backward and update")
         result = self.engine.train_step(batches, self.conclude)
-        self._open = done = Step(step, lr, loss_scale, result)
+        self._open = done = Step(step, lr, self.engine.loss_scale, result)
         if any(callback.needs_result(step) for callback in self.callbacks):
             self.conclude()
         for callback in self.callbacks:
