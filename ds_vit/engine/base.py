@@ -31,7 +31,7 @@ from ds_vit.engine.patches import (
 from ds_vit.engine.step_guard import StepGuard, StepOutcome, StepResult
 from ds_vit.engine.zero3 import ZeroUnits
 from ds_vit.models.layers import Layer
-from ds_vit.models.sequential import SequentialViT, SizeSwitch, Towers, timm_names
+from ds_vit.models.sequential import SizeSwitch, timm_names
 from ds_vit.optim.build import rules_of
 from ds_vit.optim.ema import TeacherAverage
 from ds_vit.optim.rate_factors import RateFactors
@@ -221,12 +221,6 @@ class Engine(ABC):
     def module(self) -> nn.Module:
         """This rank's part of the model."""
         return self.engine.module
-
-    def tower(self, name: str) -> SequentialViT:
-        """One tower of the task; without a pipeline, whose stages hold parts of it."""
-        module = self.module
-        assert isinstance(module, Towers)
-        return module[name]
 
     @property
     def device(self) -> torch.device:

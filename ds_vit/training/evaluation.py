@@ -24,6 +24,7 @@ from ds_vit.engine.base import EVAL_CHUNK, Engine, Forward
 from ds_vit.engine.start import device_of
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.fault_tolerance.watchdog import Watchdog
+from ds_vit.models.sequential import Towers
 from ds_vit.monitoring import token_maps
 from ds_vit.monitoring.metrics import Reporter, Throughput, make_console
 from ds_vit.monitoring.progress import Line
@@ -364,7 +365,8 @@ class Evaluations:
         """Draw where the model looks in a few images, which every replica runs (a collective)."""
         engine, task = self.engine, self.inputs.task
         inputs = self.inputs.evaluation(self._shown, task.feature_fields[:1], on_every_rank=True)
-        tower = engine.tower(task.feature_tower)
+        assert isinstance(engine.module, Towers), "the stages of a pipeline hold parts of a tower"
+        tower = engine.module[task.feature_tower]
         with contextlib.closing(inputs.batches), token_maps.watched(tower) as seen:
             batches = seen.passing(self.watchdog.micro_batches(inputs.batches))
             deque(engine.forward_batches(batches, inputs.num_batches, features=True), maxlen=0)
