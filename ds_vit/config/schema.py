@@ -150,6 +150,7 @@ class EvaluationSettings(Settings, section="run", scope=NOTED, needs=EVALUATES):
     """Evaluation."""
 
     eval_interval: Epochs = flag(1, "epochs between evaluations (0: only at the end)", neutral=(0,))
+    eval_first: bool = flag(False, "also evaluate the weights that training starts from, as those of step 0")
     eval_metric: str = flag("", "metric that decides which weights are best (default: the task's first)")
     validation_batch_size: Images | None = flag(
         None, "images per rank in evaluation", FREE | EVALUATION, short=("-vb",)

@@ -297,7 +297,11 @@ class Evaluations:
     def is_due(self, done: int) -> bool:
         """Whether the weights after `done` steps have to be evaluated or drawn, and have not been yet."""
         draws_training = self._draws_token_maps and bool(self.inputs.task.teachers)  # which often has no other split
-        if not (self.inputs.data.evaluates or draws_training) or not done or done == self.evaluated_step:
+        if not (self.inputs.data.evaluates or draws_training):
+            return False
+        if not done:
+            return self.inputs.run.config.eval_first
+        if done == self.evaluated_step:
             return False
         if done >= self.inputs.run.total_steps:
             return True
@@ -324,6 +328,8 @@ class Evaluations:
             self.evaluated_step = step
             return False
         figures = self._evaluate(step, should_stop, "eval")
+        if not step:
+            return False  # --eval-first: no checkpoint has these weights
         if self.ema is not None:
             with self.ema.swapped():
                 self.ema_evaluations.append(self._evaluate(step, should_stop, "eval_ema"))

@@ -8,7 +8,7 @@ import numpy as np
 import plain_dino
 import pytest
 from accidents import spoil_batches
-from curves import assert_same_curve, read_rows, train_rows
+from curves import assert_same_curve, read_rows, train_in, train_rows
 from picture_folders import CPU, write_images
 from PIL import Image
 from plain_dino import DINOV3, PLAIN, assert_same_run, train_ours
@@ -89,6 +89,21 @@ def test_the_spread_of_features_does_not_choose_the_best_weights(ranks, tmp_path
     notes = resolved(knn).notes
     assert not any("no weights" in note for note in notes)
     assert any("of one class, 'all': every prediction is correct" in note for note in notes)
+
+
+def test_the_weights_that_training_starts_from_are_rated_first(ranks, tmp_path, dino_folder):
+    # Catches: figures of random weights, or of those after a step; a step without a checkpoint that is the best.
+    output, weights = tmp_path / "run", dino_folder / f"{PLAIN.model}.safetensors"
+    words = ("-b", plain_dino.GLOBAL_BATCH, "--val-fraction", 0.2, "--val-split", "validation", "--max-steps", 2)
+    words += ("--eval-first", "--eval-metric", "feature_std")
+    rows = train_in(ranks, 1, plain_dino.words_of(dino_folder, 1, output, *words))
+    first, last = (row for row in rows if row["kind"] == "eval")
+    recipe = ["--recipe", output / "config.yaml", "--output", tmp_path / "only"]
+    [only] = train_in(ranks, 1, [*recipe, "--eval-only", "--initial-checkpoint", weights])
+    assert (first["step"], last["step"]) == (0, 2)
+    assert first["rankme"] == only["rankme"] != last["rankme"]
+    summary = json.loads((output / "summary.json").read_text())
+    assert summary["best_feature_std"] == last["feature_std"] < first["feature_std"]
 
 
 @pytest.mark.slow
