@@ -288,14 +288,10 @@ def check_hosts(hosts: Mapping[str, Sequence[int]], facts: Mapping[str, Mapping[
         if here["gpus"] and len(slots) > here["gpus"]:
             raise UserError(f"{name}: {len(slots)} slots, but {here['gpus']} GPUs: write slots={here['gpus']}")
     for name in others:
-        for package, version in facts[first]["versions"].items():
-            if (there := facts[name]["versions"].get(package)) != version:
-                raise UserError(f"{package} is {version} on {first} and {there} on {name}: make them the same")
-        if facts[name]["code"] != facts[first]["code"]:
-            raise UserError(
-                f"the code of ds_vit on {name} is not that on {first} (checksums {facts[name]['code']} and "
-                f"{facts[first]['code']}): git status and git pull there, or put the clone on a shared disk"
-            )
+        for what, version in facts[first]["versions"].items():
+            if (there := facts[name]["versions"].get(what)) != version:
+                same = "install the same packages, git pull there, or put both on a shared disk"
+                raise UserError(f"{what} is {version} on {first} and {there} on {name}: {same}")
 
 
 def mpi_family(version: str) -> str:

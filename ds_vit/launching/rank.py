@@ -333,7 +333,7 @@ def probe(port: int = 0) -> dict[str, Any]:
     """Facts about this host for the launching machine.
 
     Returns:
-        {"port": a free one, "machine", "code", "versions", "gpus"}; see ds_vit/launching/this_host.py.
+        {"port": a free one, "machine", "versions" (a checksum of the code too), "gpus"}; see this_host.py.
 
     Raises:
         UserError: `port` is in use.
@@ -341,8 +341,7 @@ def probe(port: int = 0) -> dict[str, Any]:
     return {
         "port": free_port(port),
         "machine": identity(),
-        "code": code_checksum(),
-        "versions": versions(),
+        "versions": {**versions(), "the code of ds_vit": code_checksum()},
         "gpus": len(listed_gpus()),
     }
 
