@@ -265,23 +265,17 @@ class _Run(NamedTuple):
     Attributes:
         waiting: bytes of an image that wait for the backward pass.
         again: additional bytes of an image, of what is recomputed.
-        back: of its layers.
-        trained: parameters.
-        sizes: parameters of each layer.
-        forward_only: nothing goes back through them, and nothing waits while they run.
+        layers: one, or a group.
     """
 
     waiting: float
     again: float
-    back: Sequence[Temporary]
-    trained: int
-    sizes: tuple[int, ...]
-    forward_only: bool
+    layers: Sequence[LayerMemory]
 
     @property
-    def parameters(self) -> int:
-        """All of them."""
-        return sum(self.sizes)
+    def trained(self) -> int:
+        """Parameters that are trained."""
+        return sum(layer.trained for layer in self.layers)
 
 
 @dataclass(frozen=True)
@@ -321,10 +315,7 @@ class StageMemory:
                     if recomputing.selective:
                         waiting += of_expensive * first.expensive
                         again -= of_expensive * first.expensive_saved
-                backs = list(dict.fromkeys(layer.back for layer in group))
-                forward_only = all(layer.runs_forward_only for layer in group)
-                trained, sizes = sum(layer.trained for layer in group), tuple(layer.parameters for layer in group)
-                runs.append(_Run(waiting, again, backs, trained, sizes, forward_only))
+                runs.append(_Run(waiting, again, group))
         return runs
 
     @cached_property
@@ -445,10 +436,12 @@ class StageMemory:
                 so_far += rules.of_type * (done if rules.layout.pp > 1 else min(done, self._bucket))
             elif rules.stage == 2 and batch.accumulation > under_way:  # added when all of it is there
                 so_far += rules.of_gradient * min(done, share)
-            made = max(map(made_by, run.back))
-            images = self.waiting * (under_way - 1) + run.again + (0 if run.forward_only else waiting)
+            made = max(made_by(layer.back) for layer in run.layers)
+            forward_only = all(layer.runs_forward_only for layer in run.layers)  # nothing waits while they run
+            images = self.waiting * (under_way - 1) + run.again + (0 if forward_only else waiting)
             if rules.stage == 3 and rules.layout.dp > 1:
-                made += rules.of_type * (self._stays + run.parameters - sum(map(self._kept, run.sizes)))
+                sizes = [layer.parameters for layer in run.layers]
+                made += rules.of_type * (self._stays + sum(sizes) - sum(map(self._kept, sizes)))
             fullest = max(fullest, so_far + made + batch.micro_batch * images)
             waiting -= run.waiting
             done += run.trained
