@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from ds_vit.data.sources.source import Source
-from ds_vit.fault_tolerance.errors import UserError, did_you_mean, first_line
+from ds_vit.fault_tolerance.errors import UserError, did_you_mean, first_line, read_object
 
 _BYTES_CONTEXT_LENGTH = 256
 _MOST_COUNTED = 5_000
@@ -165,11 +164,7 @@ def _padding_beside(path: Path) -> str:
         file = path.with_name(name)
         if not file.is_file():
             continue
-        try:
-            content = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise UserError(f"--tokenizer {path}: {file} is not JSON ({first_line(error)})") from None
-        token = content.get("pad_token") if isinstance(content, dict) else None
+        token = read_object(file, f"--tokenizer {path}: ").get("pad_token")
         if token := token.get("content") if isinstance(token, dict) else token:
             return str(token)
     return ""

@@ -9,9 +9,11 @@ import contextlib
 import difflib
 import errno
 import io
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from ds_vit.fault_tolerance import exit_codes
 
@@ -137,6 +139,20 @@ def read_text(path: str | Path, named_by: str) -> str:
         raise UserError(f"{named_by}{path}, line {line}: not a text file: it is not UTF-8; {LATIN_1}") from None
     except OSError as error:
         raise UserError(f"{named_by}{path}: {error.strerror or error}") from None
+
+
+def read_object(path: str | Path, named_by: str) -> dict[str, Any]:
+    """The JSON object in a file, empty where it holds another value; the arguments are those of `read_text`.
+
+    Raises:
+        UserError: it cannot be read, or is not JSON.
+    """
+    text = read_text(path, named_by)
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise UserError(f"{named_by}{path} is not JSON: {first_line(error)}") from None
+    return found if isinstance(found, dict) else {}
 
 
 def text_lines(text: str) -> list[str]:

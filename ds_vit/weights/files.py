@@ -28,7 +28,7 @@ from ds_vit.checkpoint.tensors import TensorFiles
 from ds_vit.config.deepspeed_json import leaves
 from ds_vit.config.parser import load_recipe
 from ds_vit.config.run_folder import BEST, WEIGHTS, RunFolder, weights_in
-from ds_vit.fault_tolerance.errors import UserError, first_line
+from ds_vit.fault_tolerance.errors import UserError, first_line, read_object
 from ds_vit.models.layers import MAIN_TOWER
 from ds_vit.tasks.foreign_names import ForeignNames
 from ds_vit.tasks.metrics import Figure
@@ -218,13 +218,7 @@ def class_names(path: str | Path) -> tuple[str, ...]:
 def config_beside(path: Path, name: str = "config.json") -> dict[str, Any]:
     """The config.json, or a file of another name, in the folder of weights; empty if there is none."""
     file = (path if path.is_dir() else path.parent) / name
-    if not file.is_file():
-        return {}
-    try:
-        config = json.loads(file.read_text())
-    except ValueError as error:
-        raise UserError(f"initial checkpoint {path}: {file} is not JSON: {error}") from None
-    return config if isinstance(config, dict) else {}
+    return read_object(file, f"initial checkpoint {path}: ") if file.is_file() else {}
 
 
 @dataclass(frozen=True)

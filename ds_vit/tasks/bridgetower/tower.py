@@ -10,7 +10,6 @@ Shapes: B samples, L tokens of a caption, E common width of the embeddings.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +18,7 @@ import torch
 from timm.data import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from torch import nn
 
-from ds_vit.fault_tolerance.errors import UserError, first_line, read_text
+from ds_vit.fault_tolerance.errors import UserError, first_line, read_object
 from ds_vit.models.keyed_drop import mix_in
 from ds_vit.models.layers import Layer, TokenCount, check_complete, copy_to_take_apart, take_apart
 
@@ -88,7 +87,7 @@ def model_folder(name: str) -> Path:
         )
     folder = Path(name.removeprefix(_SOURCE))
     path = folder / "config.json"
-    values = _read_json(path, f"--model {name}: ")
+    values = read_object(path, f"--model {name}: ")
     if values.get("model_type") != "bridgetower":
         raise UserError(f"--model {name}: model_type is {values.get('model_type')!r} in {path}, not 'bridgetower'")
     if missing := [key for key in ("contrastive_hidden_size", "logit_scale_init_value") if key not in values]:
@@ -97,14 +96,6 @@ def model_folder(name: str) -> Path:
             f"files of {_PUBLISHED}"
         )
     return folder
-
-
-def _read_json(path: Path, what: str) -> dict[str, Any]:
-    try:
-        values = json.loads(read_text(path, what))
-    except json.JSONDecodeError as error:
-        raise UserError(f"{what}{path} is no JSON: {first_line(error)}") from None
-    return values if isinstance(values, dict) else {}
 
 
 def create_bridge_tower(name: str) -> BridgeTower:
@@ -154,7 +145,7 @@ def create_bridge_tower(name: str) -> BridgeTower:
 def _pretrained_cfg(folder: Path, side: int) -> dict[str, Any]:
     """How images are prepared, in timm's terms: preprocessor_config.json, where the folder has one."""
     path = folder / "preprocessor_config.json"
-    given = _read_json(path, "") if path.is_file() else {}
+    given = read_object(path, "") if path.is_file() else {}
     return {
         "architecture": "BridgeTower",
         "source": "local-dir",
