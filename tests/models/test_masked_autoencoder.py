@@ -26,8 +26,7 @@ from ds_vit.optim.rate_factors import layer_scales
 from ds_vit.planner.counting import count_flops, kept_by_layers, layer_flops
 from ds_vit.planner.pipeline import balance
 from ds_vit.tasks.mae.flags import MaskedAutoencoderSettings
-from ds_vit.tasks.mae.loss import MaskedPatchLoss
-from ds_vit.tasks.mae.task import MaskedAutoencoding
+from ds_vit.tasks.mae.task import MaskedAutoencoding, MaskedPatchLoss
 from ds_vit.tasks.mae.towers import (
     BridgeLayer,
     DecoderBlockLayer,

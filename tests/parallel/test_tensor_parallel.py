@@ -43,7 +43,7 @@ from ds_vit.parallel.tensor.plans import PLANS
 from ds_vit.parallel.tensor.shard import check_degree, legal_degrees, shard_layer
 from ds_vit.tasks.classification.losses import build_loss, class_parallel_loss
 from ds_vit.tasks.mae.flags import MaskedAutoencoderSettings
-from ds_vit.tasks.mae.loss import MaskedPatchLoss
+from ds_vit.tasks.mae.task import MaskedPatchLoss
 from ds_vit.tasks.mae.towers import create_autoencoder
 
 # ---- blocks ----------------------------------------------------------------------------------------------------------

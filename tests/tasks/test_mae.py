@@ -27,7 +27,7 @@ from ds_vit.models.keyed_init import initialise
 from ds_vit.models.layers import take_apart
 from ds_vit.models.param_groups import no_weight_decay_names
 from ds_vit.models.sequential import SequentialViT, timm_names
-from ds_vit.tasks.mae.loss import MaskedPatchLoss
+from ds_vit.tasks.mae.task import MaskedPatchLoss
 from ds_vit.tasks.mae.towers import masked_patches, patchify, unpatchify
 from ds_vit.tools.evaluate import evaluate_weights
 from ds_vit.tools.evaluate import main as evaluate_main
