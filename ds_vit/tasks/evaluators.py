@@ -28,20 +28,6 @@ _LEAST_DEVIATION = 1e-3  # of a feature, relative to the root mean square of all
 
 
 @dataclass(frozen=True)
-class Evaluator:
-    """Rates features, in addition to a task's metrics.
-
-    Attributes:
-        figure: its metric.
-        learn: (this rank's `FeatureBank` of the training split, groups) → metrics whose `update` takes features of
-            the validation split and their batch, with "targets".
-    """
-
-    figure: Figure
-    learn: Callable[[FeatureBank, Groups], Metrics]
-
-
-@dataclass(frozen=True)
 class FeatureBank:
     """The features of a split that this rank computed: each image on one rank, none where rows do not count.
 
@@ -244,12 +230,15 @@ class LinearProbe(_Top1):
         return logits
 
 
+Evaluator = Callable[[FeatureBank, Groups], Metrics]
+"""(This rank's share of the training split, groups) → metrics whose `update` takes features of the validation split and
+their batch, with "targets"."""
 KNN = Figure("knn_top1", "k-NN top-1", "%")
 LINEAR = Figure("linear_top1", "linear probe top-1", "%")
 
 
-def chosen_evaluators(config: RunConfig, source: Source) -> tuple[Evaluator, ...]:
-    """The evaluators that flags ask for.
+def chosen_evaluators(config: RunConfig, source: Source) -> dict[Figure, Evaluator]:
+    """The evaluators that flags ask for, by their metric.
 
     Args:
         config: the flags.
@@ -259,11 +248,11 @@ def chosen_evaluators(config: RunConfig, source: Source) -> tuple[Evaluator, ...
         UserError: images with several labels or without any, fewer images than neighbours, or no training split to
             learn from.
     """
-    chosen = []
+    chosen: dict[Figure, Evaluator] = {}
     if config.eval_knn:
-        chosen.append(Evaluator(KNN, partial(NearestNeighbours, k=config.eval_knn)))
+        chosen[KNN] = partial(NearestNeighbours, k=config.eval_knn)
     if config.eval_linear_probe:
-        chosen.append(Evaluator(LINEAR, LinearProbe))
+        chosen[LINEAR] = LinearProbe
     flag = f"--eval-knn {config.eval_knn}" if config.eval_knn else "--eval-linear-probe"
     if chosen and source.multi_label:
         raise UserError(f"{flag} needs one class an image, and these have several labels; drop it")
@@ -273,4 +262,4 @@ def chosen_evaluators(config: RunConfig, source: Source) -> tuple[Evaluator, ...
         raise UserError(f"{flag} learns from the training split, and --train-split '' names none")
     if config.eval_knn > len(source):
         raise UserError(f"--eval-knn {config.eval_knn} must be at most the {len(source)} images of the training split")
-    return tuple(chosen)
+    return chosen

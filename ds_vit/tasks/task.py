@@ -180,7 +180,7 @@ class Task(Configurable, ABC):
         validation: the split that is evaluated; None without one.
 
     Attributes:
-        evaluators: rate the features of the images, in addition to the task's metrics.
+        evaluators: rate the features of the images, in addition to the task's metrics; by their metric.
         evaluates_outputs: whether the task's metrics are computed.
         tokenizer: of the captions; set by a task whose fields read texts.
         encoded_dim: E of `encode`; set by a task that has it.
@@ -282,9 +282,9 @@ class Task(Configurable, ABC):
         self.source = source
         self.validation = validation
         self.model = model
-        self.evaluators = chosen_evaluators(config, source) if probes else ()
+        self.evaluators = chosen_evaluators(config, source) if probes else {}
         self.evaluates_outputs = bool(config.val_split or not config.zeroshot)
-        figures = (*type(self).figures, *(evaluator.figure for evaluator in self.evaluators))
+        figures = (*type(self).figures, *self.evaluators)
         if config.zeroshot:
             figures = (*(figures if self.evaluates_outputs else ()), *ZERO_SHOT)
         self.figures = _best_first(figures, config.eval_metric)
@@ -292,7 +292,7 @@ class Task(Configurable, ABC):
     def evaluate_features_only(self) -> None:
         """Leave out the task's own metrics: the weights lack what comes after the features."""
         self.evaluates_outputs = False
-        self.figures = tuple(evaluator.figure for evaluator in self.evaluators)
+        self.figures = tuple(self.evaluators)
 
     @property
     def class_names(self) -> tuple[str, ...]:

@@ -125,7 +125,7 @@ def _evaluate_features(engine: Engine, inputs: InputPipeline, watch: Watch) -> d
     to_learn_from = inputs.evaluation(data.train_source, fields)
     outputs = _outputs(engine, to_learn_from, watch, "features of the training split", features=True)
     bank = FeatureBank.collect(outputs, data.train_source.num_classes, engine.groups, engine.device)
-    learned = [evaluator.learn(bank, engine.groups) for evaluator in inputs.task.evaluators]
+    learned = [learn(bank, engine.groups) for learn in inputs.task.evaluators.values()]
     watch.between()
     return _count(engine, learned, inputs.evaluation(fields=fields), watch, features=True)
 
