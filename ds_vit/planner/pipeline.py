@@ -76,24 +76,18 @@ def are_trained(layers: Sequence[Layer], frozen: frozenset[str]) -> list[bool]:
     return [any(layer.prefix + name not in frozen for name, _ in layer.named_parameters()) for layer in layers]
 
 
-def untrained_stages(bounds: Sequence[int], trained: Sequence[bool]) -> list[int]:
-    """The stages in which no layer is trained."""
-    return [stage for stage, (start, stop) in enumerate(itertools.pairwise(bounds)) if not any(trained[start:stop])]
-
-
 def check_trained(bounds: Sequence[int], trained: Sequence[bool]) -> None:
     """Reject a stage whose parameters are all frozen.
 
     Raises:
         UserError: a stage has nothing to train; names the first.
     """
-    if stages := untrained_stages(bounds, trained):
-        stage = stages[0]
-        start, stop = bounds[stage : stage + 2]
-        raise UserError(
-            f"pipeline stage {stage} (layers {start} to {stop - 1}) has nothing to train, which DeepSpeed's "
-            "pipeline cannot do (DeepSpeed #5071); freeze less, or use --pp 1"
-        )
+    for stage, (start, stop) in enumerate(itertools.pairwise(bounds)):
+        if not any(trained[start:stop]):
+            raise UserError(
+                f"pipeline stage {stage} (layers {start} to {stop - 1}) has nothing to train, which DeepSpeed's "
+                "pipeline cannot do (DeepSpeed #5071); freeze less, or use --pp 1"
+            )
 
 
 def balance(flops: Sequence[float], activation_bytes: Sequence[float], num_stages: int) -> list[int]:
@@ -252,13 +246,11 @@ def fastest_stages(
         costs.append((work.forward.flops, work.backward.flops + repeated))
     activation_bytes = [kept.bytes for kept in kept_by_layers(layers)]
     trained = are_trained(layers, frozen)
-    bounds = fastest_bounds(
-        costs,
-        activation_bytes,
-        len(balanced) - 1,
-        micro_batches,
-        is_allowed=lambda bounds: not untrained_stages(bounds, trained),
-    )
+
+    def all_train(bounds: Sequence[int]) -> bool:
+        return all(any(trained[start:stop]) for start, stop in itertools.pairwise(bounds))
+
+    bounds = fastest_bounds(costs, activation_bytes, len(balanced) - 1, micro_batches, all_train)
     check_trained(bounds, trained)
     slow, fast = (pipeline_time(stage_costs(costs, choice), micro_batches) for choice in (balanced, bounds))
     note = f"--pp-partition auto: {','.join(map(str, bounds))}"
