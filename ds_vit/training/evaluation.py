@@ -235,9 +235,13 @@ def evaluate_only(run: Run, folder: RunFolder, groups: Groups, started: float, w
         watchdog.beat(0, "evaluation", patience=watchdog.first_patience)
         return watchdog.micro_batches(batches)
 
+    def note(metrics: Metrics) -> None:
+        if reporter:
+            reporter.evaluated(partial(task.write_files, metrics, source=run.data.validation))
+
     pictures: dict[str, torch.Tensor] = {}
     watchdog.beat(0, "building the model", patience=4)
-    watch = Watch(watched, lambda: watchdog.beat(0, "evaluation"), pictures.update, doing=Line(console).doing)
+    watch = Watch(watched, lambda: watchdog.beat(0, "evaluation"), pictures.update, note, Line(console).doing)
     engine, figures = build_and_evaluate(run, device, groups, watch, folder)
     measured = {"steps": 0, "wall_seconds": time.perf_counter() - started, "exit": "completed"}
     measured["skipped_images"] = len(run.data.validation) - int(figures["images"])

@@ -249,6 +249,7 @@ def test_eval_only_is_the_same_evaluation(ranks, run_folder, tmp_path):
     assert (row["kind"], row["step"]) == ("eval", 0)
     assert (row["top1"], row["top5"], row["images"]) == (result["top1"], result["top5"], IMAGES - 1)
     assert row["loss"] == pytest.approx(result["loss"], rel=1e-6)
+    assert len((output / "predictions.csv").read_text().splitlines()) == IMAGES
     summary = json.loads((output / "summary.json").read_text())
     assert (summary["last_top1"], summary["eval_images"]) == (row["top1"], IMAGES - 1)
     assert (summary["skipped_images"], result["skipped_images"]) == (1, 1)
