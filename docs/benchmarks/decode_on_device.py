@@ -26,7 +26,7 @@ from loader import Side  # next to this file
 from torchvision.transforms.functional import pil_to_tensor
 
 from ds_vit.config.augmentation import AugmentConfig
-from ds_vit.data.decode import File, Jpeg, decode_on, open_image, require_fast_on_device
+from ds_vit.data.decode import File, Jpeg, decode_on, open_image, require_fast
 from ds_vit.data.field import finished
 from ds_vit.data.fields import ImageField
 from ds_vit.data.loader import Loader
@@ -149,7 +149,7 @@ def main() -> None:
     models = ["vit_base_patch16_224", "vit_large_patch16_224"]
     parser.add_argument("--models", nargs="+", default=models, help="timm's, whose steps are compared [%(default)s]")
     words = parser.parse_args()
-    require_fast_on_device()
+    require_fast(on_device=True)
     source = open_source("", words.data_dir, "train")
     sides = {name: Side(batches, source, flags, words) for name, flags in WAYS.items()}
     ahead = 2 * words.workers + 2

@@ -307,14 +307,23 @@ def open_image(
     return decode(data, name)
 
 
-def require_fast() -> None:
-    """Refuse --decode fast on a machine that lacks its library.
+def require_fast(*, on_device: bool) -> None:
+    """Refuse --decode fast on a machine that lacks its libraries; those of --augment-on device are two.
 
     Raises:
         UserError: says which, and how to install it.
     """
     if importlib.util.find_spec("simplejpeg") is None:
         raise UserError("--decode fast needs simplejpeg, which is not installed: pip install simplejpeg")
+    if not on_device:
+        return
+    try:
+        from torchcodec.decoders import decode_jpeg  # noqa: F401
+    except (ImportError, RuntimeError, OSError) as error:  # as it is where it was built for another torch
+        raise UserError(
+            f"--decode fast with --augment-on device cannot import torchcodec ({first_line(error)}): pip install "
+            "'torchcodec>=0.16' (for torch 2.11 and later), or drop one of the two"
+        ) from error
 
 
 @cache
@@ -394,22 +403,6 @@ class File(NamedTuple):
     data: torch.Tensor
     name: str
     size: tuple[int, int]
-
-
-def require_fast_on_device() -> None:
-    """Refuse --decode fast with --augment-on device on a machine that lacks its libraries.
-
-    Raises:
-        UserError: says which, and how to install it.
-    """
-    require_fast()
-    try:
-        from torchcodec.decoders import decode_jpeg  # noqa: F401
-    except (ImportError, RuntimeError, OSError) as error:  # as it is where it was built for another torch
-        raise UserError(
-            f"--decode fast with --augment-on device cannot import torchcodec ({first_line(error)}): pip install "
-            "'torchcodec>=0.16' (for torch 2.11 and later), or drop one of the two"
-        ) from error
 
 
 _AT_ONCE = 256 * 2**20  # bytes of pixels: whole images lie in the device's memory until their crops are taken

@@ -9,7 +9,7 @@ from ds_vit.config.batch import DEFAULT_MICRO_BATCH, BatchSizes, batch_sizes
 from ds_vit.config.deepspeed_json import BATCH_KEYS
 from ds_vit.config.schema import PROGRAM_DATASET, RunConfig
 from ds_vit.config.units import parse_set
-from ds_vit.data.decode import describe_depth, require_fast, require_fast_on_device
+from ds_vit.data.decode import describe_depth, require_fast
 from ds_vit.data.sampler import SampleOrder, Share
 from ds_vit.data.settings import Data, Workers
 from ds_vit.data.sources import listing
@@ -84,7 +84,7 @@ def resolve_data(
     """
     train, val, held_out = (*sources, []) if sources else _open_sources(config)
     if config.decode == "fast" and not config.eval_only:
-        (require_fast_on_device if config.augment_on == "device" else require_fast)()
+        require_fast(on_device=config.augment_on == "device")
         if train.encoded(0) is None:
             raise UserError("--decode fast is for files, and these images have none; drop it")
     notes = [*notes, *held_out]
