@@ -170,23 +170,20 @@ def _padding_beside(path: Path) -> str:
     return ""
 
 
-def default_context_length(tokenizer: str, of_text_model: int) -> int:
-    """The context length without `--context-length`: 256 for `bytes`, else that of the published text model."""
-    return _BYTES_CONTEXT_LENGTH if tokenizer == "bytes" else of_text_model
-
-
-def build_tokenizer(name: str, context_length: int) -> Tokenizer:
+def build_tokenizer(name: str, context_length: int | None, of_text_model: int = 0) -> Tokenizer:
     """The tokenizer of `--tokenizer`.
 
     Args:
         name: "bytes", "clip" or the path of a `tokenizer.json`.
-        context_length: as for `Tokenizer`.
+        context_length: as for `Tokenizer`; None without `--context-length`: 256 for "bytes", else the next one.
+        of_text_model: the context length of the published text model.
 
     Raises:
         UserError: there is no such tokenizer, or its library is not installed.
     """
     if name == "bytes":
-        return ByteTokenizer(context_length)
+        return ByteTokenizer(context_length or _BYTES_CONTEXT_LENGTH)
+    context_length = context_length or of_text_model
     if name == "clip":
         return ClipTokenizer(context_length)
     if not os.path.isfile(name):

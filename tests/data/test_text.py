@@ -24,7 +24,7 @@ from ds_vit.data.sources.captions import Captions
 from ds_vit.data.sources.combined import mixed
 from ds_vit.data.sources.datasets import drawn, open_source, read_names
 from ds_vit.data.sources.source import Source
-from ds_vit.data.text import build_tokenizer, default_context_length, describe_cut_captions
+from ds_vit.data.text import build_tokenizer, describe_cut_captions
 from ds_vit.fault_tolerance.errors import UserError
 
 BYTES = build_tokenizer("bytes", 24)
@@ -147,14 +147,18 @@ def test_tokenizers_that_are_refused_in_one_line(tmp_path, monkeypatch):
         build_tokenizer(str(tmp_path / "wrong.json"), 8)
 
 
+def test_the_context_length_without_its_flag(tmp_path):
+    """Would catch captions cut to the length of a text model that counts other tokens."""
+    path = write_tokenizer(tmp_path / "tokenizer.json", "$A </s>")
+    assert [build_tokenizer(name, None, 64).context_length for name in ("bytes", path)] == [256, 64]
+
+
 def test_captions_that_are_cut_are_counted():
     """Would catch a run that trains on beginnings of texts and never says so."""
     pairs = Pairs([["x" * n] for n in range(30)])
     expected = "7 of the 30 captions are longer than --context-length 24 and lose their last tokens"
     assert describe_cut_captions(pairs, BYTES) == [expected]
     assert describe_cut_captions(pairs, build_tokenizer("bytes", 31)) == []
-    assert default_context_length("bytes", 77) == 256
-    assert default_context_length("clip", 64) == 64
 
 
 def test_images_go_with_their_texts():

@@ -14,7 +14,7 @@ from torch import nn
 
 from ds_vit.config.schema import RunConfig
 from ds_vit.data.sources.source import Source
-from ds_vit.data.text import Tokenizer, build_tokenizer, default_context_length
+from ds_vit.data.text import Tokenizer, build_tokenizer
 from ds_vit.models.layers import MAIN_TOWER
 from ds_vit.models.zoo import ModelSpec
 from ds_vit.tasks.bridgetower.flags import SETTINGS
@@ -71,8 +71,7 @@ class BridgeTowerTask(Contrastive):
 
     @classmethod
     def _build_tokenizer(cls, config: RunConfig) -> Tokenizer:
-        default = default_context_length(config.tokenizer, _CONTEXT_LENGTH)
-        return build_tokenizer(config.tokenizer, config.context_length or default)
+        return build_tokenizer(config.tokenizer, config.context_length, _CONTEXT_LENGTH)
 
     # ---- the model -------------------------------------------------------------------------------------------------
 

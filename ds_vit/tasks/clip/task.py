@@ -27,7 +27,7 @@ from ds_vit.data.field import Field
 from ds_vit.data.fields import TextField
 from ds_vit.data.settings import ImageConfig
 from ds_vit.data.sources.source import Source
-from ds_vit.data.text import Tokenizer, build_tokenizer, default_context_length
+from ds_vit.data.text import Tokenizer, build_tokenizer
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.layers import MAIN_TOWER, Layer, chain_towers, take_apart
 from ds_vit.models.sequential import SequentialViT
@@ -93,8 +93,7 @@ class Contrastive(Task):
     @classmethod
     def _build_tokenizer(cls, config: RunConfig) -> Tokenizer:
         text_model = text_settings(config.text_model or cls.text_model)
-        default = default_context_length(config.tokenizer, text_model.context_length)
-        return build_tokenizer(config.tokenizer, config.context_length or default)
+        return build_tokenizer(config.tokenizer, config.context_length, text_model.context_length)
 
     # ---- the model -------------------------------------------------------------------------------------------------
 
