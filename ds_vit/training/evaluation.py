@@ -187,9 +187,7 @@ def _count(
 # ---- evaluation without training -------------------------------------------------------------------------------------
 
 
-def build_and_evaluate(
-    run: Run, device: torch.device, groups: Groups, watch: Watch, folder: RunFolder | None = None
-) -> tuple[Engine, dict[str, float]]:
+def build_and_evaluate(run: Run, device: torch.device, groups: Groups, watch: Watch) -> tuple[Engine, dict[str, float]]:
     """Build a model and evaluate it (a collective).
 
     Args:
@@ -197,17 +195,13 @@ def build_and_evaluate(
         device: of this rank.
         groups: of the run.
         watch: observes it.
-        folder: for the names of images that could not be decoded, or None.
 
     Returns:
         The engine; the figures of the task's metrics, the same on every rank.
     """
     with watch.doing("building the model", None):
         engine = build_engine(run, device, groups)
-    pipeline = InputPipeline(run, engine, Throughput(), folder)
-    figures = evaluate(engine, pipeline, watch)
-    pipeline.skipped.gather()
-    return engine, figures
+    return engine, evaluate(engine, InputPipeline(run, engine, Throughput()), watch)
 
 
 def evaluate_only(run: Run, folder: RunFolder, groups: Groups, started: float, watchdog: Watchdog) -> dict[str, Any]:
@@ -223,33 +217,25 @@ def evaluate_only(run: Run, folder: RunFolder, groups: Groups, started: float, w
     Returns:
         What summary.json holds, on every rank.
     """
-    device, task = device_of(run.process.local_rank), run.model.task
+    device = device_of(run.process.local_rank)
     reporter, console, flops = None, None, None
     if run.process.rank == 0:
         stamp = lambda step: {"epoch": 0, "wall_seconds": time.perf_counter() - started}  # noqa: E731
         reporter = Reporter(folder, total_steps=0, console=make_console(), stamp=stamp)
         console, flops = reporter.console, count_flops(run.model.whole)
     show_start(run, folder, device, flops, console)
-
-    def watched(batches: Iterator[Batch]) -> Iterator[Batch]:
-        watchdog.beat(0, "evaluation", patience=watchdog.first_patience)
-        return watchdog.micro_batches(batches)
-
-    def note(metrics: Metrics) -> None:
-        if reporter:
-            reporter.evaluated(partial(task.write_files, metrics, source=run.data.validation))
-
-    pictures: dict[str, torch.Tensor] = {}
     watchdog.beat(0, "building the model", patience=4)
-    watch = Watch(watched, lambda: watchdog.beat(0, "evaluation"), pictures.update, note, Line(console).doing)
-    engine, figures = build_and_evaluate(run, device, groups, watch, folder)
+    with Line(console).doing("building the model", None):
+        engine = build_engine(run, device, groups)
+    if reporter:
+        reporter.start(events=engine.write_events)
+    inputs = InputPipeline(run, engine, Throughput(), folder)
+    figures = Evaluations(engine, inputs, None, watchdog, reporter).evaluate(0, lambda: False)
+    inputs.skipped.gather()
     measured = {"steps": 0, "wall_seconds": time.perf_counter() - started, "exit": "completed"}
     measured["skipped_images"] = len(run.data.validation) - int(figures["images"])
     summary = summarise(run, [figures], [], Throughput(), measured)
     if reporter:
-        reporter.start(events=engine.write_events)
-        reporter.eval({"step": 0, **figures}, task.figures)
-        reporter.pictures(0, pictures)
         reporter.close()
         show_end(run, folder, summary, reporter)
     engine.close()
@@ -331,20 +317,20 @@ class Evaluations:
             self._draw(step)
             self.evaluated_step = step
             return False
-        figures = self._evaluate(step, should_stop, "eval")
+        figures = self.evaluate(step, should_stop)
         if not step:
             return False  # --eval-first: no checkpoint has these weights
         if self.ema is not None:
             with self.ema.swapped():
-                self.ema_evaluations.append(self._evaluate(step, should_stop, "eval_ema"))
+                self.ema_evaluations.append(self.evaluate(step, should_stop, "eval_ema"))
         self.evaluations.append(figures)  # only here: a run that was stopped during the second repeats both
         self.evaluated_step = step
         figure = self.inputs.task.figures[0]
         values = [evaluation[figure.name] for evaluation in self.evaluations if figure.name in evaluation]
         return figure.summed_up and values[-1] == figure.best(*values)
 
-    def _evaluate(self, step: int, should_stop: Callable[[], bool], kind: str) -> dict[str, float]:
-        """Evaluate the weights that the model has now (a collective)."""
+    def evaluate(self, step: int, should_stop: Callable[[], bool], kind: str = "eval") -> dict[str, float]:
+        """Evaluate the weights that the model has now, as `run` does; `kind` is that of the row (a collective)."""
         validation, task = self.inputs.data.validation, self.inputs.task
         patience = self.watchdog.begin(step, "evaluation")
 

@@ -44,7 +44,7 @@ def train_counting(argv, backend="aot_eager", before=lambda: None):
     with (
         counting_graphs(graphs, backend, before),
         counted(Trainer, "train_step"),
-        counted(Evaluations, "_evaluate"),
+        counted(Evaluations, "evaluate"),
     ):
         train_main(argv)
     return counts

@@ -67,7 +67,7 @@ def test_the_curve_is_that_of_eager_blocks(ranks, reference, tmp_path, layout):
     argv = [*words(tmp_path / "run", stage, dp, accumulation), *map(str, flags), "--compile"]
     for counts in ranks.run(world, train_counting, argv):
         names, graphs = zip(*counts, strict=True)
-        assert names == 2 * ("train_step", "train_step", "_evaluate")
+        assert names == 2 * ("train_step", "train_step", "evaluate")
         kinds = graphs[0]
         assert kinds == 2 or ("--pp" in flags and kinds == 1), "with drop-path and without"
         assert graphs == (kinds, kinds, *4 * (2 * kinds,)), "in training and in evaluation"
