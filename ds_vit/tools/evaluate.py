@@ -138,11 +138,12 @@ def evaluate_weights(
         from deepspeed.accelerator import get_accelerator
 
         from ds_vit.engine.start import device_of
-        from ds_vit.monitoring.metrics import make_console, save_picture
+        from ds_vit.monitoring.metrics import Throughput, make_console, save_picture
         from ds_vit.parallel.groups import build_groups
         from ds_vit.training.auto_batch import MemoryAdvice, memory_of_rank
-        from ds_vit.training.evaluation import Watch, build_and_evaluate
-        from ds_vit.training.inputs import with_workers
+        from ds_vit.training.build_engine import build_engine
+        from ds_vit.training.evaluation import Watch, evaluate
+        from ds_vit.training.inputs import InputPipeline, with_workers
         from ds_vit.training.resolve import resolve
         from ds_vit.training.run import World
 
@@ -163,8 +164,10 @@ def evaluate_weights(
         run = with_workers(run)
         line = Line(make_console() if process.rank == 0 else None)
         groups = build_groups(run.layout)
+        with line.doing("building the model", None):
+            engine = build_engine(run, device_of(process.local_rank), groups)
         watch = Watch(show=pictures.update, doing=line.doing)
-        engine, figures = build_and_evaluate(run, device_of(process.local_rank), groups, watch)
+        figures = evaluate(engine, InputPipeline(run, engine, Throughput()), watch)
         result = {"source": str(source), **_about(run, found), **figures}
         result["skipped_images"] = len(run.data.validation) - figures["images"]
         result["seconds"] = time.perf_counter() - started

@@ -1,7 +1,6 @@
 """Exact evaluation: every validation image counts once, for any number of ranks and any remainder.
 
-`evaluate` runs one; `Evaluations` runs those of a training run when they are due; `build_and_evaluate` is evaluation
-without training (`--eval-only`, `ds-vit eval`).
+`evaluate` runs one; `Evaluations` runs those of a training run when they are due, and the one of `--eval-only`.
 """
 
 from __future__ import annotations
@@ -185,23 +184,6 @@ def _count(
 
 
 # ---- evaluation without training -------------------------------------------------------------------------------------
-
-
-def build_and_evaluate(run: Run, device: torch.device, groups: Groups, watch: Watch) -> tuple[Engine, dict[str, float]]:
-    """Build a model and evaluate it (a collective).
-
-    Args:
-        run: of evaluation only.
-        device: of this rank.
-        groups: of the run.
-        watch: observes it.
-
-    Returns:
-        The engine; the figures of the task's metrics, the same on every rank.
-    """
-    with watch.doing("building the model", None):
-        engine = build_engine(run, device, groups)
-    return engine, evaluate(engine, InputPipeline(run, engine, Throughput()), watch)
 
 
 def evaluate_only(run: Run, folder: RunFolder, groups: Groups, started: float, watchdog: Watchdog) -> dict[str, Any]:
