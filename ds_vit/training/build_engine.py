@@ -106,7 +106,7 @@ def _fill(run: Run, device: torch.device, towers: _Layers, converters: Sequence[
             convert(layer)
 
     for name, layers in towers.items():
-        tower, weights, seed = tower_of(run.model.whole, name), run.model.weights_of(name), run.config.seed
+        tower, weights, seed = tower_of(run.model.whole, name), run.model.towers.get(name), run.config.seed
         initialise(tower, layers, seed=seed, device=device, dtype=dtype, checkpoint=weights, on_layer=on_layer)
 
 

@@ -55,7 +55,7 @@ class Model:
         whole: the unsharded model on the meta device, for names and shapes.
         task: the training task.
         initial_checkpoint: source of the weights; None if they are random, or if the run resumes.
-        towers: tower → source of its weights, where that is not the initial checkpoint.
+        towers: tower → source of its weights; absent where they are random, or come from a checkpoint of the run.
         frozen: timm names of parameters that are not trained.
         bounds: pipeline stage i has the layers bounds[i] to bounds[i + 1] - 1.
         class_parallel: whether the classifier is sharded over classes.
@@ -87,11 +87,6 @@ class Model:
         """timm name → unsharded shape of each parameter that checkpoints store, in the model's order."""
         shapes = names_and_shapes(self.whole)
         return {name: shape for name, shape in shapes.items() if not self.task.is_fixed(name)}
-
-    def weights_of(self, tower: str) -> InitialCheckpoint | None:
-        """The source of a tower's weights; None if they are random, or come from a checkpoint of the run."""
-        initial = self.initial_checkpoint
-        return self.towers.get(tower) or (initial if initial and tower in initial.towers else None)
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ def start(argv):
     run = resolved(argv)
     whole, towers = run.model.whole, {}
     for name, layers in run.model.task.towers(whole).items():
-        tower, weights = tower_of(whole, name), run.model.weights_of(name)
+        tower, weights = tower_of(whole, name), run.model.towers.get(name)
         initialise(tower, layers, seed=run.config.seed, device="cpu", checkpoint=weights)
         towers[name] = SequentialViT(layers).train()
     return " | ".join(run.notes), towers

@@ -69,12 +69,12 @@ def resolve_model(
     )
     whole = task_type.create_model(spec, config, for_training=not config.eval_only)
     classes = data.train_source.class_names if task_type.has_classes else ()
-    initial, notes = None, []
-    towers: Mapping[str, InitialCheckpoint] = {}
+    initial, towers, notes = None, {}, []
     if with_weights:
         if not resumes:
             initial, notes = _initial_weights(config, task_type, whole, classes)
-        towers, of_towers = open_towers(config, task_type, whole, classes, initial, resumes=resumes)
+        others, of_towers = open_towers(config, task_type, whole, classes, initial, resumes=resumes)
+        towers = {**(dict.fromkeys(initial.towers, initial) if initial else {}), **others}
         notes += of_towers
     probes = not disabled_probes and (config.eval_knn or config.eval_linear_probe)
     notes += _describe_classes(data.train_source, num_classes, are_used=bool(task_type.has_classes or probes))

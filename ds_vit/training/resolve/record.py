@@ -102,8 +102,7 @@ def origin_of(run: Run) -> dict[str, Any]:
     """
     config, model, resume = run.config, run.model, run.output.resume
     folders = (config.data_dir,) if isinstance(config.data_dir, str) else config.data_dir
-    trained = (file for tower, file in model.towers.items() if tower not in model.task.fixed_towers)
-    files = dict.fromkeys(file for file in (model.initial_checkpoint, *trained) if file)
+    files = dict.fromkeys(file for tower, file in model.towers.items() if tower not in model.task.fixed_towers)
     start = "; ".join(f"{file.source}, blake2b {file.fingerprint} of a sample of its values" for file in files)
     if resume is not None:
         start = resume.checkpoint.state.get("origin", {}).get("initial_weights", "")
