@@ -142,7 +142,7 @@ def evaluate_weights(
         from ds_vit.parallel.groups import build_groups
         from ds_vit.training.auto_batch import MemoryAdvice, memory_of_rank
         from ds_vit.training.build_engine import build_engine
-        from ds_vit.training.evaluation import Watch, evaluate
+        from ds_vit.training.evaluation import Evaluation
         from ds_vit.training.inputs import InputPipeline, with_workers
         from ds_vit.training.resolve import resolve
         from ds_vit.training.run import World
@@ -166,8 +166,8 @@ def evaluate_weights(
         groups = build_groups(run.layout)
         with line.doing("building the model", None):
             engine = build_engine(run, device_of(process.local_rank), groups)
-        watch = Watch(show=pictures.update, doing=line.doing)
-        figures = evaluate(engine, InputPipeline(run, engine, Throughput()), watch)
+        inputs = InputPipeline(run, engine, Throughput())
+        figures = Evaluation(engine, inputs, show=pictures.update, doing=line.doing).run()
         result = {"source": str(source), **_about(run, found), **figures}
         result["skipped_images"] = len(run.data.validation) - figures["images"]
         result["seconds"] = time.perf_counter() - started

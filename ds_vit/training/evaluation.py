@@ -1,6 +1,6 @@
 """Exact evaluation: every validation image counts once, for any number of ranks and any remainder.
 
-`evaluate` runs one; `Evaluations` runs those of a training run when they are due, and the one of `--eval-only`.
+`Evaluation` is one; `Evaluations` runs those of a training run when they are due, and the one of `--eval-only`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from ds_vit.config.run_folder import RunFolder
 from ds_vit.data.sources.combined import across_classes
 from ds_vit.data.sources.source import Source
-from ds_vit.engine.base import EVAL_CHUNK, Engine, Forward
+from ds_vit.engine.base import EVAL_CHUNK, Engine
 from ds_vit.engine.start import device_of
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.fault_tolerance.watchdog import Watchdog
@@ -43,10 +43,12 @@ Pictures = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Watch:
-    """Observers of an evaluation.
+class Evaluation:
+    """One evaluation of an engine's weights, by the metrics and the evaluators of its run's task.
 
     Attributes:
+        engine: runs the model.
+        inputs: of the run.
         batches: wraps the batches of a pass.
         between: called on every rank after every 32 batches (a collective); what it raises ends the evaluation.
         show: receives the pictures of the task's metrics, on every rank.
@@ -54,133 +56,111 @@ class Watch:
         doing: shows what is under way and how many batches it has, for a block; gives what counts them.
     """
 
+    engine: Engine
+    inputs: InputPipeline
     batches: Callable[[Iterator[Batch]], Iterator[Batch]] = lambda batches: batches
     between: Callable[[], None] = lambda: None
     show: Callable[[Pictures], None] = lambda pictures: None
     note: Callable[[Metrics], None] = lambda metrics: None
     doing: Callable[[str, int | None], AbstractContextManager[Any]] = lambda what, total: nullcontext(iter)
 
+    def run(self) -> dict[str, float]:
+        """Evaluate (a collective).
 
-def evaluate(engine: Engine, inputs: InputPipeline, watch: Watch = Watch()) -> dict[str, float]:
-    """Evaluate the engine's weights by the metrics and the evaluators of its run's task (a collective).
+        Returns:
+            The figures of `Metrics.compute`, the same on every rank.
 
-    Args:
-        engine: runs the model.
-        inputs: of the run.
-        watch: observes it.
+        Raises:
+            UserError: no image was valid.
+        """
+        inputs, task, zeroshot = self.inputs, self.inputs.task, self.inputs.data.zeroshot
+        figures: dict[str, float] = {}
+        if task.evaluates_outputs:
+            metrics = task.metrics(self.engine.device)
+            samples, texts = inputs.further_texts
+            if texts:
+                samples = samples.to(self.engine.device)
+                metrics.take_texts(samples, self._encode_texts(texts, torch.arange(len(texts))))
+            figures = self._count([metrics], inputs.evaluation())
+            self.show(metrics.pictures())
+            self.note(metrics)
+        if task.evaluators:
+            figures |= self._evaluate_features()
+        if zeroshot is not None:
+            classes = self._encode_texts(zeroshot.prompts, zeroshot.classes)
+            images = inputs.evaluation(zeroshot.source, task.feature_fields)
+            found = self._count([ZeroShotAccuracy(classes)], images, run=partial(task.encode, "images"))
+            figures = found | figures  # the number of images is that of the validation split
+        if missing := [figure.name for figure in task.figures if figure.name not in figures]:
+            raise UserError(f"--task {task.name}: its metrics compute {', '.join(figures)}, and not {missing[0]!r}")
+        return figures
 
-    Returns:
-        The figures of `Metrics.compute`, the same on every rank.
+    def _encode_texts(self, texts: Sequence[str], rows: torch.Tensor) -> torch.Tensor:
+        """Features of texts, added up in rows: float64 [1 + the largest of `rows`, E] on every rank (a collective).
 
-    Raises:
-        UserError: no image was valid.
-    """
-    task, zeroshot = inputs.task, inputs.data.zeroshot
-    figures: dict[str, float] = {}
-    if task.evaluates_outputs:
-        metrics = task.metrics(engine.device)
-        samples, texts = inputs.further_texts
-        if texts:
-            samples = samples.to(engine.device)
-            metrics.take_texts(samples, _encode_texts(engine, inputs, watch, texts, torch.arange(len(texts))))
-        figures = _count(engine, [metrics], inputs.evaluation(), watch)
-        watch.show(metrics.pictures())
-        watch.note(metrics)
-    if task.evaluators:
-        figures |= _evaluate_features(engine, inputs, watch)
-    if zeroshot is not None:
-        classes = _encode_texts(engine, inputs, watch, zeroshot.prompts, zeroshot.classes)
-        images = inputs.evaluation(zeroshot.source, task.feature_fields)
-        found = _count(engine, [ZeroShotAccuracy(classes)], images, watch, run=partial(task.encode, "images"))
-        figures = found | figures  # the number of images is that of the validation split
-    if missing := [figure.name for figure in task.figures if figure.name not in figures]:
-        raise UserError(f"--task {task.name}: its metrics compute {', '.join(figures)}, and not {missing[0]!r}")
-    return figures
+        Args:
+            texts: M of them.
+            rows: of each text, int64 [M].
+        """
+        task, device = self.inputs.task, self.engine.device
+        found = torch.zeros(int(rows.max()) + 1, task.encoded_dim, dtype=torch.float64, device=device)
+        for features, batch in self._outputs(self.inputs.texts(texts), "texts", run=partial(task.encode, "texts")):
+            numbers = batch["number"][batch["valid"]]
+            found.index_add_(0, rows.to(device)[numbers], features[batch["valid"]].double())
+        self.between()
+        return self.engine.sum(found)
 
+    def _evaluate_features(self) -> dict[str, float]:
+        """One pass over the training split, to learn from, and one over the validation split, for all evaluators."""
+        data, task, groups = self.inputs.data, self.inputs.task, self.engine.groups
+        to_learn_from = self.inputs.evaluation(data.train_source, task.feature_fields)
+        outputs = self._outputs(to_learn_from, "features of the training split", features=True)
+        bank = FeatureBank.collect(outputs, data.train_source.num_classes, groups, self.engine.device)
+        learned = [learn(bank, groups) for learn in task.evaluators.values()]
+        self.between()
+        return self._count(learned, self.inputs.evaluation(fields=task.feature_fields), features=True)
 
-def _encode_texts(
-    engine: Engine, inputs: InputPipeline, watch: Watch, texts: Sequence[str], rows: torch.Tensor
-) -> torch.Tensor:
-    """Features of texts, added up in rows: float64 [1 + the largest of `rows`, E] on every rank (a collective).
+    def _outputs(self, inputs: EvaluationInputs, what: str, **forward: Any) -> Iterator[tuple[torch.Tensor, Batch]]:
+        """The engine's outputs in one pass; `between` is called between its chunks.
 
-    Args:
-        engine, inputs, watch: as for `evaluate`.
-        texts: M of them.
-        rows: of each text, int64 [M].
-    """
-    task = inputs.task
-    found = torch.zeros(int(rows.max()) + 1, task.encoded_dim, dtype=torch.float64, device=engine.device)
-    encoded = _outputs(engine, inputs.texts(texts), watch, "texts", run=partial(task.encode, "texts"))
-    for features, batch in encoded:
-        numbers = batch["number"][batch["valid"]]
-        found.index_add_(0, rows.to(engine.device)[numbers], features[batch["valid"]].double())
-    watch.between()
-    return engine.sum(found)
+        However the pass ends, its batches are closed: loader processes and their shared memory are released here.
 
+        Args:
+            inputs: of the pass.
+            what: it is, for people.
+            forward: as for `Engine.forward_batches`.
+        """
+        with contextlib.closing(inputs.batches), self.doing(what, inputs.num_batches) as counted:
+            batches = counted(self.batches(inputs.batches))
+            for start in range(0, inputs.num_batches, EVAL_CHUNK):
+                if start:
+                    self.between()
+                number = min(EVAL_CHUNK, inputs.num_batches - start)
+                yield from self.engine.forward_batches(batches, number, **forward)
 
-def _evaluate_features(engine: Engine, inputs: InputPipeline, watch: Watch) -> dict[str, float]:
-    """One pass over the training split, to learn from, and one over the validation split, for all evaluators."""
-    data, fields = inputs.data, inputs.task.feature_fields
-    to_learn_from = inputs.evaluation(data.train_source, fields)
-    outputs = _outputs(engine, to_learn_from, watch, "features of the training split", features=True)
-    bank = FeatureBank.collect(outputs, data.train_source.num_classes, engine.groups, engine.device)
-    learned = [learn(bank, engine.groups) for learn in inputs.task.evaluators.values()]
-    watch.between()
-    return _count(engine, learned, inputs.evaluation(fields=fields), watch, features=True)
-
-
-def _outputs(
-    engine: Engine,
-    inputs: EvaluationInputs,
-    watch: Watch,
-    what: str,
-    *,
-    features: bool = False,
-    run: Forward | None = None,
-) -> Iterator[tuple[torch.Tensor, Batch]]:
-    """The engine's outputs in one pass; `watch.between` is called between its chunks.
-
-    However the pass ends, its batches are closed: loader processes and their shared memory are released here.
-    """
-    with contextlib.closing(inputs.batches), watch.doing(what, inputs.num_batches) as counted:
-        batches = counted(watch.batches(inputs.batches))
-        for start in range(0, inputs.num_batches, EVAL_CHUNK):
-            if start:
-                watch.between()
-            number = min(EVAL_CHUNK, inputs.num_batches - start)
-            yield from engine.forward_batches(batches, number, features=features, run=run)
-
-
-def _count(
-    engine: Engine,
-    several: Sequence[Metrics],
-    inputs: EvaluationInputs,
-    watch: Watch,
-    *,
-    features: bool = False,
-    run: Forward | None = None,
-) -> dict[str, float]:
-    """The figures of several metrics over one pass."""
-    for metrics in several:
-        metrics.expect(inputs.num_samples)
-    for outputs, batch in _outputs(engine, inputs, watch, "evaluation", features=features, run=run):
+    def _count(self, several: Sequence[Metrics], inputs: EvaluationInputs, **forward: Any) -> dict[str, float]:
+        """The figures of several metrics over one pass; `forward` is as for `Engine.forward_batches`."""
+        engine = self.engine
         for metrics in several:
-            metrics.update(outputs, batch)
-    # The ranks that count rows: one of each tensor-parallel group of the last stage.
-    skipped = inputs.num_skipped if engine.counts_rows else 0
-    figures: dict[str, float] = {}
-    for metrics in several:
-        sums = engine.sum(torch.cat((metrics.sums, metrics.sums.new_tensor([skipped]))))
-        metrics.sums = sums[:-1]
-        for name in ("by_sample", "rows", "pixels"):
-            if (part := getattr(metrics, name)) is not None:
-                setattr(metrics, name, engine.sum(part))
-        figures |= metrics.compute()
-        if not figures["images"]:
-            raise UserError("the validation split has no image that can be decoded")
-        counted = figures["images"] + int(sums[-1])
-        assert counted == inputs.num_samples, f"{counted} of {inputs.num_samples} validation images were counted"
-    return figures
+            metrics.expect(inputs.num_samples)
+        for outputs, batch in self._outputs(inputs, "evaluation", **forward):
+            for metrics in several:
+                metrics.update(outputs, batch)
+        # The ranks that count rows: one of each tensor-parallel group of the last stage.
+        skipped = inputs.num_skipped if engine.counts_rows else 0
+        figures: dict[str, float] = {}
+        for metrics in several:
+            sums = engine.sum(torch.cat((metrics.sums, metrics.sums.new_tensor([skipped]))))
+            metrics.sums = sums[:-1]
+            for name in ("by_sample", "rows", "pixels"):
+                if (part := getattr(metrics, name)) is not None:
+                    setattr(metrics, name, engine.sum(part))
+            figures |= metrics.compute()
+            if not figures["images"]:
+                raise UserError("the validation split has no image that can be decoded")
+            counted = figures["images"] + int(sums[-1])
+            assert counted == inputs.num_samples, f"{counted} of {inputs.num_samples} validation images were counted"
+        return figures
 
 
 # ---- evaluation without training -------------------------------------------------------------------------------------
@@ -328,8 +308,8 @@ class Evaluations:
 
         doing = {"doing": self.reporter.line.doing} if self.reporter else {}
         show = partial(self._show, step, kind)
-        watch = Watch(self.watchdog.micro_batches, stop_on_signal, show, note, **doing)
-        figures = evaluate(self.engine, self.inputs, watch)
+        batches = self.watchdog.micro_batches
+        figures = Evaluation(self.engine, self.inputs, batches, stop_on_signal, show, note, **doing).run()
         if kind == "eval" and self._draws_token_maps:
             self._draw(step)
         if self.reporter:

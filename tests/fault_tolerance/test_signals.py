@@ -24,7 +24,7 @@ from runs import run_quietly
 from ds_vit.checkpoint.folder import checkpoints, marked, newest
 from ds_vit.fault_tolerance import exit_codes
 from ds_vit.launching.this_host import free_port
-from ds_vit.training.evaluation import evaluate
+from ds_vit.training.evaluation import Evaluation
 
 CONFIG = ["--deepspeed_config", ROOT / "ds_configs" / "cpu_zero1_fp32.json"]
 NEVER = {"step": 10**9, "delay": 0.0}
@@ -65,11 +65,14 @@ def test_one_rank_of_a_pipeline_receives_a_signal_and_all_save(ranks, tmp_path, 
     assert summary(output)["last_top1"] == [row["top1"] for row in whole if row["kind"] == "eval"][-1]
 
 
-def evaluate_after_sigterm(*args, **kwargs):
-    """In the place of `evaluate`: a signal arrives at rank 1 as it begins."""
+evaluate = Evaluation.run
+
+
+def evaluate_after_sigterm(evaluation):
+    """In the place of `Evaluation.run`: a signal arrives at rank 1 as it begins."""
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGTERM)
-    return evaluate(*args, **kwargs)
+    return evaluate(evaluation)
 
 
 @pytest.mark.slow
@@ -77,7 +80,7 @@ def test_told_during_evaluation(ranks, tmp_path, whole):
     # Catches: an evaluation of an hour that outlasts the grace period, or one that is left out after the resume.
     output = tmp_path / "run"
     argv = words("--max-steps", 12, "--output", output, "--validation-batch-size", 4, "--checkpoint-interval", 100)
-    told = functools.partial(mock.patch, "ds_vit.training.evaluation.evaluate", evaluate_after_sigterm)
+    told = functools.partial(mock.patch, "ds_vit.training.evaluation.Evaluation.run", evaluate_after_sigterm)
     results = ranks.run(2, run_quietly, argv, told)
     assert [code for code, _, _ in results] == [exit_codes.INTERRUPTED] * 2
     assert not [row for row in read_rows(output) if row["kind"].startswith("eval")]

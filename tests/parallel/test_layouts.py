@@ -657,15 +657,15 @@ def teacher_before_the_step():
 
 def image_counted_twice():
     """Evaluation counts an image too many."""
-    from ds_vit.training import evaluation
+    from ds_vit.training.evaluation import Evaluation
 
-    evaluate = evaluation.evaluate
+    run = Evaluation.run
 
-    def one_more(*args, **kwargs):
-        figures = evaluate(*args, **kwargs)
+    def one_more(evaluation):
+        figures = run(evaluation)
         return {**figures, "images": figures["images"] + 1}
 
-    return mock.patch.object(evaluation, "evaluate", one_more)
+    return mock.patch.object(Evaluation, "run", one_more)
 
 
 # What is broken: (how the combination differs from a plain one of one rank, where, what `train` is given).
