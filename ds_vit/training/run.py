@@ -68,8 +68,8 @@ class Model:
     initial_checkpoint: InitialCheckpoint | None
     towers: Mapping[str, InitialCheckpoint]
     frozen: frozenset[str] = field(repr=False)
-    bounds: tuple[int, ...]
     class_parallel: bool
+    bounds: tuple[int, ...] = ()
     notes: tuple[str, ...] = field(default=(), compare=False)
 
     @property

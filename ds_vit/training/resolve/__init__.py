@@ -30,7 +30,7 @@ from ds_vit.tasks.registry import find_task
 from ds_vit.training.resolve.data import resolve_batch, resolve_data
 from ds_vit.training.resolve.deepspeed import read, sum_micro_batches, write_out
 from ds_vit.training.resolve.engine import check_compilation, describe_machine, replays_steps, resolve_layout
-from ds_vit.training.resolve.model import resolve_model
+from ds_vit.training.resolve.model import arrange_layers, resolve_model
 from ds_vit.training.resolve.optimizer import resolve_update
 from ds_vit.training.resolve.record import identity_of, rates_of, settings_of
 from ds_vit.training.resume import Resume, check_same_run, check_same_schedule
@@ -72,7 +72,7 @@ def resolve(
     engine = sum_micro_batches(dataclasses.replace(engine, notes=notes), batch)
     data = resolve_data(config, world, layout, batch, kept, sources)
     weights = {"resumes": resume is not None, "with_weights": with_weights}
-    model = resolve_model(config, task_type, engine, batch, data, **weights)
+    model = arrange_layers(resolve_model(config, task_type, data, **weights), config, engine, batch)
     optimizer, schedule = None, None
     if not config.eval_only:
         optimizer, schedule = resolve_update(config, engine, data.order, model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -33,20 +34,16 @@ from ds_vit.weights.initial_checkpoint import InitialCheckpoint, enumerate_some,
 def resolve_model(
     config: RunConfig,
     task_type: type[Task],
-    engine: EngineSettings,
-    batch: BatchSizes,
     data: Data,
     *,
     resumes: bool,
     with_weights: bool = True,
 ) -> Model:
-    """Describe the model, and check that its data, weights and parallel degrees fit.
+    """Describe the model, and check that its data, weights and tensor-parallel degree fit.
 
     Args:
         config: the flags.
         task_type: the class of --task.
-        engine: types and activation checkpointing.
-        batch: has the number of micro-batches of a step.
         data: the splits.
         resumes: the weights come from a checkpoint of this run.
         with_weights: open the files of weights; False for a plan.
@@ -98,13 +95,6 @@ def resolve_model(
     notes += task.notes
     if task.tokenizer is not None:
         notes += describe_cut_captions(data.train_source, task.tokenizer)
-    interval = engine.checkpointing.interval
-    if interval and not any(isinstance(layer, BlockLayer) for layer in task.layers(whole)):
-        raise UserError(
-            f"activation_checkpoint_interval {interval}: --task {task.name} has no blocks to recompute; drop it"
-        )
-    class_parallel = _class_parallel(config, task_type, num_classes)
-    bounds, of_stages = _stages(config, task, frozen, engine, batch, class_parallel=class_parallel)
     return Model(
         spec=spec,
         whole=whole,
@@ -112,10 +102,33 @@ def resolve_model(
         initial_checkpoint=initial,
         towers=towers,
         frozen=frozen,
-        bounds=bounds,
-        class_parallel=class_parallel,
-        notes=(*notes, *of_stages),
+        class_parallel=_class_parallel(config, task_type, num_classes),
+        notes=tuple(notes),
     )
+
+
+def arrange_layers(model: Model, config: RunConfig, engine: EngineSettings, batch: BatchSizes) -> Model:
+    """The model in pipeline stages, of the fastest step under `--pp-partition auto`.
+
+    Raises:
+        UserError: nothing to recompute, more stages than layers, or a stage with nothing to train whatever the bounds.
+    """
+    task, frozen, recomputed = model.task, model.frozen, engine.checkpointing
+    if recomputed.interval and not any(isinstance(layer, BlockLayer) for layer in task.layers(model.whole)):
+        name = f"activation_checkpoint_interval {recomputed.interval}"
+        raise UserError(f"{name}: --task {task.name} has no blocks to recompute; drop it")
+    bounds = stage_bounds(config.pp_partition, config.pp, model.whole, frozen)
+    if config.pp_partition != "auto" or config.pp == 1:
+        return dataclasses.replace(model, bounds=bounds)
+    layers, compute = task.layers(model.whole), engine.precision.compute
+    bounds, note = fastest_stages(
+        layers_of_rank(layers, config, class_parallel=model.class_parallel, compute=compute, frozen=frozen),
+        bounds,
+        batch.accumulation,
+        frozen=frozen,
+        recomputed=recomputed.interval > 0 and not recomputed.selective,
+    )
+    return dataclasses.replace(model, bounds=bounds, notes=(*model.notes, note))
 
 
 def _initial_weights(
@@ -253,31 +266,3 @@ def _class_parallel(config: RunConfig, task_type: type[Task], num_classes: int) 
     if config.tp == 1 or config.class_parallel == "off" or "class_parallel" in refused_flags(task_type):
         return False
     return config.class_parallel == "on" or pays(num_classes, config.tp)
-
-
-def _stages(
-    config: RunConfig,
-    task: Task,
-    frozen: frozenset[str],
-    engine: EngineSettings,
-    batch: BatchSizes,
-    *,
-    class_parallel: bool,
-) -> tuple[tuple[int, ...], list[str]]:
-    """The bounds of the pipeline stages, of the fastest step under `--pp-partition auto`; and lines for people.
-
-    Raises:
-        UserError: more stages than layers, or a stage with nothing to train whatever the bounds.
-    """
-    bounds = stage_bounds(config.pp_partition, config.pp, task.model, frozen)
-    if config.pp_partition != "auto" or config.pp == 1:
-        return bounds, []
-    compute, layers = engine.precision.compute, task.layers(task.model)
-    bounds, note = fastest_stages(
-        layers_of_rank(layers, config, class_parallel=class_parallel, compute=compute, frozen=frozen),
-        bounds,
-        batch.accumulation,
-        frozen=frozen,
-        recomputed=engine.checkpointing.interval > 0 and not engine.checkpointing.selective,
-    )
-    return bounds, [note]
