@@ -10,6 +10,7 @@ from ds_vit.fault_tolerance.errors import UserError
 
 if TYPE_CHECKING:
     from ds_vit.config.deepspeed_keys import DeepSpeedJson
+    from ds_vit.config.schema import RunConfig
 
 DEFAULT_MICRO_BATCH = 128  # timm's
 
@@ -55,29 +56,22 @@ def nearest_dp(total: int, dp: int) -> int:
     return min((d for d in range(1, 2 * dp + 1) if total % d == 0), key=lambda d: abs(d - dp))
 
 
-def batch_sizes(
-    json: DeepSpeedJson,
-    path: str,
-    *,
-    dp: int,
-    batch_size: int | None,
-    grad_accum_steps: int | None,
-    kept: int | None = None,
-) -> BatchSizes:
+def batch_sizes(json: DeepSpeedJson, path: str, config: RunConfig, *, dp: int, kept: int | None = None) -> BatchSizes:
     """Resolve `train_batch_size = micro-batch x accumulation x dp`, before anything is divided.
 
     Args:
         json: each of its three keys may be a number, "auto" or absent.
         path: named in messages.
+        config: has `-b/--batch-size` for a micro-batch of "auto" (`DEFAULT_MICRO_BATCH` where nothing says it), and
+            `--grad-accum-steps` for an accumulation of "auto".
         dp: data-parallel degree.
-        batch_size: `-b/--batch-size`, for a micro-batch of "auto" (`DEFAULT_MICRO_BATCH` where nothing says it).
-        grad_accum_steps: `--grad-accum-steps`, for an accumulation of "auto".
         kept: the global batch of the run that continues, to which the other numbers are fitted on this number of ranks:
             the micro-batch is the largest legal one that is not above the one asked for.
 
     Raises:
         UserError: with the three numbers and two ways out.
     """
+    batch_size, grad_accum_steps = config.batch_size, config.grad_accum_steps
     total, micro = json.train_batch_size, json.train_micro_batch_size_per_gpu
     accumulation = json.gradient_accumulation_steps
     for key, flag, value, given in (

@@ -60,7 +60,7 @@ def test_shipped_files_are_legal_for_any_number_of_ranks(path):
     assert deepspeed_verdicts.idle_keys(typed) == []
     deepspeed_rules.precision(typed, path.name, on_cpu=False)
     for dp in (1, 3, 1024):
-        sizes = batch_sizes(typed, path.name, dp=dp, batch_size=8, grad_accum_steps=2)
+        sizes = batch_sizes(typed, path.name, RunConfig(batch_size=8, grad_accum_steps=2), dp=dp)
         assert (sizes.global_batch, sizes.micro_batch, sizes.accumulation) == (16 * dp, 8, 2)
     run = resolved(str(path), "--lr", "1e-3", "-b", 8, "--grad-accum-steps", 2, "--clip-grad", 1.0, on_cpu=False)
     parsed = DeepSpeedConfig(run.engine.json.dump())
@@ -426,7 +426,8 @@ def test_hjson_has_comments_by_name(tmp_path):
 def sizes_of(total, micro, accumulation, dp, b=None, a=None, kept=None):
     keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     data = {key: number for key, number in zip(keys, (total, micro, accumulation), strict=True) if number is not None}
-    sizes = batch_sizes(DeepSpeedJson.of(data), "c.json", dp=dp, batch_size=b, grad_accum_steps=a, kept=kept)
+    flags = RunConfig(batch_size=b, grad_accum_steps=a)
+    sizes = batch_sizes(DeepSpeedJson.of(data), "c.json", flags, dp=dp, kept=kept)
     assert sizes.global_batch == sizes.micro_batch * sizes.accumulation * dp
     return sizes.global_batch, sizes.micro_batch, sizes.accumulation
 

@@ -51,8 +51,7 @@ def resolve_batch(
                 f"--resume: the checkpoint's global batch is {kept}, and that of {path} {fixed}; write "
                 f'"train_batch_size": {kept} or "auto", or say --allow-batch-change to resume with another batch'
             )
-    flags = {"batch_size": config.batch_size, "grad_accum_steps": config.grad_accum_steps}
-    batch = batch_sizes(json, path, dp=layout.dp, **flags, kept=kept)
+    batch = batch_sizes(json, path, config, dp=layout.dp, kept=kept)
     micro, accumulation = json.train_micro_batch_size_per_gpu, json.gradient_accumulation_steps
     if fixed is None:
         micro = micro or config.batch_size or DEFAULT_MICRO_BATCH
