@@ -77,20 +77,11 @@ def resolve(
     if not config.eval_only:
         optimizer, schedule = resolve_update(config, engine, data.order, model)
         data = dataclasses.replace(data, sizes=_image_sizes(config, schedule))
-    engine = write_out(config, engine, file, batch, model.whole.embed_dim, optimizer, schedule)
+    output = _resolve_output(config, world, resume, schedule)
+    run = Run(config, world.process, layout, batch, data, model, optimizer, schedule, engine, output)
+    engine = write_out(run, file)
     graphs = optimizer is not None and replays_steps(config, engine, layout, model.task, on_cpu=world.on_cpu)
-    run = Run(
-        config,
-        world.process,
-        layout,
-        batch,
-        data,
-        model,
-        optimizer,
-        schedule,
-        dataclasses.replace(engine, graphs=graphs),
-        _resolve_output(config, world, resume, schedule),
-    )
+    run = dataclasses.replace(run, engine=dataclasses.replace(engine, graphs=graphs))
     return run if resume is None else _check_resume(run, resume)
 
 

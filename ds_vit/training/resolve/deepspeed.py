@@ -31,7 +31,7 @@ from ds_vit.config.units import parse_set
 from ds_vit.engine.settings import EngineSettings
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.optim.build import optimizer_class
-from ds_vit.optim.settings import Optimizer, Schedule
+from ds_vit.training.run import Run
 
 T = TypeVar("T")
 # Resolved from flag and file together; a flag with another key writes its value there.
@@ -149,31 +149,19 @@ def sum_micro_batches(engine: EngineSettings, batch: BatchSizes) -> EngineSettin
     return dataclasses.replace(engine, json=json, notes=tuple(dict.fromkeys(notes)))
 
 
-def write_out(
-    config: RunConfig,
-    engine: EngineSettings,
-    file: Mapping[str, Any],
-    batch: BatchSizes,
-    width: int,
-    optimizer: Optimizer | None,
-    schedule: Schedule | None,
-) -> EngineSettings:
+def write_out(run: Run, file: Mapping[str, Any]) -> EngineSettings:
     """The engine's JSON with the resolved numbers. Bucket sizes follow the width, as in Hugging Face's integration.
 
     Args:
-        config: the flags.
-        engine: from `read`.
+        run: with the engine from `read`.
         file: the values of the JSON before anything was resolved.
-        batch: the batch arithmetic.
-        width: of the model.
-        optimizer: None in evaluation only.
-        schedule: None in evaluation only.
 
     Raises:
         UserError: "auto" where nothing resolves it, or a value that DeepSpeed itself rejects.
     """
+    engine, optimizer, schedule, width = run.engine, run.optimizer, run.schedule, run.model.whole.embed_dim
     path, json = engine.path, engine.json
-    always: dict[str, Any] = {**batch.as_json(), "gradient_clipping": 0.0}
+    always: dict[str, Any] = {**run.batch.as_json(), "gradient_clipping": 0.0}
     auto: dict[str, Any] = {
         "bf16.enabled": engine.precision.name == "bf16",
         "fp16.enabled": engine.precision.name == "fp16",
@@ -201,7 +189,7 @@ def write_out(
             "gradient_clipping": "DeepSpeed's default",
             KEY_OF_FLAG["lr"]: f"{optimizer.cls.__name__}'s default",
         }
-    return dataclasses.replace(engine, json=json, origins=_origins(config, file, json, derived))
+    return dataclasses.replace(engine, json=json, origins=_origins(run.config, file, json, derived))
 
 
 def _origins(
