@@ -6,8 +6,6 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 from ds_vit.config.deepspeed_keys import DeepSpeedJson
 from ds_vit.config.deepspeed_rules import check_grad_norm
 from ds_vit.config.flag import spelling
@@ -44,7 +42,7 @@ def resolve_update(
     Raises:
         UserError: an unsupported optimizer, or flags and a JSON that contradict each other.
     """
-    path, json, per_epoch = engine.path, engine.json, order.steps_per_epoch
+    path, json, per_epoch, task = engine.path, engine.json, order.steps_per_epoch, model.task
     cls, arguments = optimizer_of(json, path)
     lr, scaling = _scale_by_batch(config, _base_rate(config, cls, arguments, engine), order.global_batch)
     clip, unmentioned = _from_json_or_flag(config, "clip_grad", json, 0.0), []
@@ -55,8 +53,13 @@ def resolve_update(
     decay = _from_json_or_flag(config, "weight_decay", json, DEFAULT_WEIGHT_DECAY)
     total_steps, scheduled_steps = _count_steps(config, per_epoch)
     horizon = Horizon(scheduled_steps, per_epoch, decay or 0.0)
-    if reason := model.task.supports_training(horizon, order.global_batch):
+    if reason := task.supports_training(horizon, order.global_batch):
         raise UserError(reason)
+    of_task = task.rate_factors(model.whole)
+    if config.layer_decay not in (None, 1.0):
+        check_rate_factors(cls, arguments, "--layer-decay")
+    if of_task or task.held_names(1, horizon):
+        check_rate_factors(cls, arguments, f"--task {task.name}, which has rates by parameter,")
     optimizer = Optimizer(
         cls=cls,
         arguments={**arguments, "lr": lr},
@@ -64,7 +67,7 @@ def resolve_update(
         decay=decay,
         clip=clip,
         fallback=rules_of(cls).fallback(model.whole, arguments),
-        factors=_rate_factors(config, cls, arguments, model, horizon),
+        factors=rate_factors(model.whole, config.layer_decay, of_task),
         notes=(*rules_of(cls).notes(arguments), *scaling, *unmentioned, *describe_default_decay(cls, decay, path)),
     )
     rate, scheduler = None, {}
@@ -83,26 +86,8 @@ def resolve_update(
             min_lr=config.min_lr,
             decay_fraction=config.wsd_decay_fraction,
         )
-    notes = [*_unreached(config, per_epoch, total_steps, model.task.epoch_flags), *notes]
+    notes = [*_unreached(config, per_epoch, total_steps, task.epoch_flags), *notes]
     return optimizer, Schedule(rate, scheduler, total_steps, horizon, tuple(notes))
-
-
-def _rate_factors(
-    config: RunConfig,
-    cls: type[torch.optim.Optimizer],
-    arguments: Mapping[str, Any],
-    model: Model,
-    horizon: Horizon,
-) -> dict[str, float]:
-    """The factors on the learning rate by parameter, those of --layer-decay and the task's."""
-    task, of_task, asking = model.task, model.task.rate_factors(model.whole), []
-    if config.layer_decay not in (None, 1.0):
-        asking.append("--layer-decay")
-    if of_task or task.held_names(1, horizon):
-        asking.append(f"--task {task.name}, which has rates by parameter,")
-    for what in asking:
-        check_rate_factors(cls, arguments, what)
-    return rate_factors(model.whole, config.layer_decay, of_task)
 
 
 def _from_json_or_flag(config: RunConfig, flag: str, json: DeepSpeedJson, fallback: float) -> float | None:
