@@ -298,12 +298,12 @@ def _with_batch(run: Run, batch: BatchSizes, note: str) -> Run:
     """The same run in other micro-batches of the same global batch; lines for people name the new ones."""
     assert batch.global_batch == run.batch.global_batch, f"{batch} is not {run.batch}"
     share = replace(run.data.share, micro_batch=batch.micro_batch, accumulation=batch.accumulation)
-    lines = tuple(line.replace(str(run.batch), str(batch)) for line in run.data.notes)
+    lines = tuple(line.replace(str(run.batch), str(batch)) for line in run.engine.notes)
     rows = run.config.validation_batch_size or batch.micro_batch
-    engine = sum_micro_batches(run.engine, batch)
+    engine = sum_micro_batches(replace(run.engine, notes=lines), batch)
     origins = {**engine.origins, **dict.fromkeys(BATCH_KEYS[1:], "--auto-batch")}
     engine = replace(engine, json=engine.json.replace(batch.as_json()), origins=origins)
-    data = replace(run.data, share=share, eval_rows=rows, notes=(*lines, note))
+    data = replace(run.data, share=share, eval_rows=rows, notes=(*run.data.notes, note))
     return replace(run, batch=batch, data=data, engine=engine)
 
 

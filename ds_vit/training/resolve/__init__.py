@@ -66,11 +66,12 @@ def resolve(
     engine, file = read(config, on_cpu=world.on_cpu)
     layout = resolve_layout(config, world.process, engine)
     machine = describe_machine(world, engine)
-    notes = (*machine, *engine.notes, *check_compilation(config, on_cpu=world.on_cpu))
+    compiled = check_compilation(config, on_cpu=world.on_cpu)
     resume = find_resume(config)
     batch, kept = resolve_batch(config, engine, layout, resume)
+    notes = (*machine, *engine.notes, *compiled, *kept)
     engine = sum_micro_batches(dataclasses.replace(engine, notes=notes), batch)
-    data = resolve_data(config, world, layout, batch, kept, sources)
+    data = resolve_data(config, world, layout, batch, sources)
     weights = {"resumes": resume is not None, "with_weights": with_weights}
     model = arrange_layers(resolve_model(config, task_type, data, **weights), config, engine, batch)
     optimizer, schedule = None, None

@@ -69,14 +69,9 @@ def resolve_batch(
 
 
 def resolve_data(
-    config: RunConfig,
-    world: World,
-    layout: Layout,
-    batch: BatchSizes,
-    notes: Sequence[str],
-    sources: tuple[Source, Source | None] | None,
+    config: RunConfig, world: World, layout: Layout, batch: BatchSizes, sources: tuple[Source, Source | None] | None
 ) -> Data:
-    """Open the splits; `notes` are lines for people about the batch.
+    """Open the splits, where a program does not pass them.
 
     Raises:
         UserError: missing data or splits.
@@ -86,7 +81,7 @@ def resolve_data(
         require_fast(on_device=config.augment_on == "device")
         if train.encoded(0) is None:
             raise UserError("--decode fast is for files, and these images have none; drop it")
-    notes = [*notes, *held_out]
+    notes = [*held_out]
     for split, source in ((config.train_split, train), (config.val_split, val)):
         if source is not None and source.left_out and not (source is val and held_out):
             files = listing.described_counts(Counter(source.left_out))

@@ -32,12 +32,7 @@ from ds_vit.weights.initial_checkpoint import InitialCheckpoint, enumerate_some,
 
 
 def resolve_model(
-    config: RunConfig,
-    task_type: type[Task],
-    data: Data,
-    *,
-    resumes: bool,
-    with_weights: bool = True,
+    config: RunConfig, task_type: type[Task], data: Data, *, resumes: bool, with_weights: bool = True
 ) -> Model:
     """Describe the model, and check that its data, weights and tensor-parallel degree fit.
 
