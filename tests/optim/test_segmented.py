@@ -6,15 +6,6 @@ import torch
 from zero_layouts import start, words
 
 
-@pytest.fixture(scope="module")
-def cifar(tmp_path_factory, real_images):
-    """32 CIFAR-10 images and random initial weights."""
-    folder = tmp_path_factory.mktemp("segmented")
-    oracle.cifar_folder(real_images / "cifar10" / "train.tar", folder, oracle.NUM_IMAGES, "train")
-    oracle.write_weights(folder / "weights.safetensors", num_classes=10, **oracle.DEEP_KWARGS)
-    return folder
-
-
 def measure(argv):
     """On a rank: what the moving average and a LAMB step cost, counted."""
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -64,9 +55,9 @@ def measure(argv):
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_cost(ranks, cifar, stage, tmp_path):
+def test_cost(ranks, cifar32, stage, tmp_path):
     """One collective of 2·P numbers a step, 4 bytes an element of the average, no copy of a shard to evaluate it."""
-    argv = words(cifar, stage, {"optimizer": oracle.BLOCKS["lamb"]}, tmp_path / "config.json")
+    argv = words(cifar32, stage, {"optimizer": oracle.BLOCKS["lamb"]}, tmp_path / "config.json")
     for calls, adapted, ratios, held, elements, padding, largest, groups in ranks.run(2, measure, argv):
         assert calls == [2 * adapted * 4]
         assert ratios == adapted
@@ -98,8 +89,8 @@ def by_both_ways(argv):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_both_ways_of_arithmetic_agree(ranks, cifar, stage, tmp_path):
+def test_both_ways_of_arithmetic_agree(ranks, cifar32, stage, tmp_path):
     """The GPU's way, on the CPU: a factor that lands on a neighbour."""
-    for same, elements in ranks.run(2, by_both_ways, words(cifar, stage, {}, tmp_path / "config.json")):
+    for same, elements in ranks.run(2, by_both_ways, words(cifar32, stage, {}, tmp_path / "config.json")):
         assert same
         assert elements > 1000

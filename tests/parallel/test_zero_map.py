@@ -1,6 +1,5 @@
 """The map of ZeRO's flat memory: every element of every parameter, where it is said to be, counted once."""
 
-import oracle
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -64,15 +63,6 @@ def look(argv, weights, exact):
     return zero_map.names, pieces
 
 
-@pytest.fixture(scope="module")
-def cifar(tmp_path_factory, real_images):
-    """A few images and random weights."""
-    folder = tmp_path_factory.mktemp("fragments")
-    oracle.cifar_folder(real_images / "cifar10" / "train.tar", folder, 16, "train")
-    oracle.write_weights(folder / "weights.safetensors", num_classes=10, **oracle.DEEP_KWARGS)
-    return folder
-
-
 def assert_counted_once(results, trained):
     """Every element of every trained parameter, in each of its slices, counts on one rank; `results` are `look`'s."""
     seen = {}
@@ -94,13 +84,13 @@ def assert_counted_once(results, trained):
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", CASES)
-def test_every_element_once(ranks, cifar, case, tmp_path):
+def test_every_element_once(ranks, cifar32, case, tmp_path):
     """A wrong offset, a share that is counted twice or not at all, padding taken for weights, a stale model."""
     world, flags, stage, changes = CASES[case]
-    argv = [*words(cifar, stage, changes, tmp_path / "config.json"), *flags]
+    argv = [*words(cifar32, stage, changes, tmp_path / "config.json"), *flags]
     exact = "bf16" not in changes
-    results = ranks.run(world, look, argv, str(cifar / "weights.safetensors"), exact)
-    whole = load_file(str(cifar / "weights.safetensors"))
+    results = ranks.run(world, look, argv, str(cifar32 / "weights.safetensors"), exact)
+    whole = load_file(str(cifar32 / "weights.safetensors"))
     frozen = ("blocks.0", "blocks.1", "blocks.2") if "--freeze" in flags else ()
     trained = [name for name in whole if not name.startswith(frozen)]
     assert_counted_once(results, trained)
@@ -140,8 +130,8 @@ def missing_attributes(argv, attributes):
 
 
 @pytest.mark.parametrize("wrapper", ATTRIBUTES)
-def test_canary_of_zeros_internals(ranks, cifar, wrapper, tmp_path):
+def test_canary_of_zeros_internals(ranks, cifar32, wrapper, tmp_path):
     """DeepSpeed renamed what zero_map.py reads."""
     stage, changes, attributes = ATTRIBUTES[wrapper]
-    argv = words(cifar, stage, changes, tmp_path / "config.json")
+    argv = words(cifar32, stage, changes, tmp_path / "config.json")
     assert ranks.run(1, missing_attributes, argv, attributes) == [[]]
