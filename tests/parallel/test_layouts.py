@@ -25,7 +25,6 @@ from curves import assert_same_curve, checkpoints_in_time, read_rows, train_rows
 from pairwise import cover, pairs
 from PIL import Image
 from project import write_config
-from runs import run_quietly
 from safetensors.torch import load_file
 from timm.models import save_for_hf
 from torchvision.transforms.functional import normalize, to_tensor
@@ -498,30 +497,6 @@ def test_digits_equal_plain_timm(ranks, folders, tmp_path):
     case = {**ONE_RANK, "layout": "dp2", "stage": 2, "accumulation": 3, "optimizer": "sgd", "row": "plain"}
     found, _ = train(ranks, folders, case, tmp_path / "run", "--dataset", "digits", "--data-dir", "")
     assert_same_curve(rows, found, rtol=RTOL)
-
-
-# ---- the recipe that a run writes ------------------------------------------------------------------------------------
-
-
-def test_a_recipe_keeps_the_global_batch_and_says_where_values_come_from(ranks, folders, reference, tmp_path):
-    """A recipe that fixes what belongs to the number of ranks; a number that looks like the JSON's and is a flag's."""
-    case = {**ONE_RANK, "row": "plain", "optimizer": "sgd"}
-    words = ["--set", f"optimizer.params.lr={oracle.SGD_LR}"]
-    train(ranks, folders, case, tmp_path / "run", *words, "--max-steps", 1, params={"lr": 9.0})
-    derived = json.loads((tmp_path / "run" / "deepspeed.derived.json").read_text())
-    assert derived["train_micro_batch_size_per_gpu"] == "--batch-size"
-    assert derived["optimizer.params.lr"] == "--set"
-    recipe = ["--recipe", str(tmp_path / "run" / "config.yaml")]
-    argv = [*recipe, "--output", str(tmp_path / "two"), "--max-steps", "2"]
-    [(code, said, wrong), _] = ranks.run(2, run_quietly, argv)
-    assert code == 0, wrong
-    assert "24 = 2 ranks × 12 images × 1 micro-batch" in said
-    assert_same_curve(reference("plain", "sgd")[0][:2], train_rows(read_rows(tmp_path / "two")), rtol=RTOL)
-    written = json.loads((tmp_path / "two" / "deepspeed.json").read_text())
-    assert (written["train_batch_size"], written["train_micro_batch_size_per_gpu"]) == (24, 12)
-    [(code, _, wrong)] = ranks.run(1, run_quietly, [*recipe, "--pp", "2", "--tp", "2"])
-    assert code == 2
-    assert "start 4 ranks, or give --pp 1 --tp 1" in wrong
 
 
 # ---- the comparison can fail -----------------------------------------------------------------------------------------

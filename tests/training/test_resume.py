@@ -60,11 +60,14 @@ def test_a_recipe_of_one_rank_is_a_new_run_on_two(ranks, one_rank, tmp_path):
         "optimizer.params.eps": "--set",
     }
     argv = ["--recipe", one_rank / "config.yaml", "--output", tmp_path / "new", "--max-steps", 2]
-    [(code, said, wrong), _] = ranks.run(2, run_quietly, [str(word) for word in argv])
+    [(code, said, wrong), _] = ranks.run(2, run_quietly, argv)
     assert code == 0, wrong
     assert "is kept: 12 = 2 ranks × 6 images × 1 micro-batch" in said
     assert_same_curve(train_rows(read_rows(one_rank))[:2], train_rows(read_rows(tmp_path / "new")), rtol=RTOL)
     assert batch_of(tmp_path / "new") == [12, 6, 1]
+    [(code, _, wrong)] = ranks.run(1, run_quietly, [*argv, "--pp", 2, "--tp", 2])
+    assert code == 2
+    assert "start 4 ranks, or give --pp 1 --tp 1" in wrong
 
 
 @pytest.mark.slow
