@@ -10,10 +10,11 @@ import sys
 import time
 
 import deepspeed
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from project import ROOT
+from project import ROOT, wait_until
 from ranks import MAX_WORLD_SIZE, RankFailure
 
 GIVE_UP = 1000.0
@@ -75,13 +76,7 @@ def die_on(bad_rank: int, how: signal.Signals | int) -> None:
     dist.barrier()
 
 
-@pytest.mark.parametrize(
-    ("how", "words"),
-    [
-        (signal.SIGSEGV, "Segmentation fault"),
-        (0, "exited 0 without returning"),
-    ],
-)
+@pytest.mark.parametrize(("how", "words"), [(signal.SIGSEGV, "Segmentation fault"), (0, "exited 0 without returning")])
 def test_a_dying_rank_is_a_failure(ranks, how, words):
     # Catches: a rank that vanishes and counts as done, or a job that waits for it until the timeout.
     with pytest.raises(RankFailure, match=words) as failure:
@@ -148,27 +143,11 @@ def test_no_rank_outlives_the_session(tmp_path):
     (tmp_path / "main.py").write_text(KILLED)
     session = subprocess.Popen([sys.executable, str(tmp_path / "main.py"), FOLDERS, str(path)])
     try:
-        until(lambda: path.exists() and path.read_text().endswith("\n"))
+        wait_until(lambda: path.exists() and path.read_text().endswith("\n"), "no rank")
     finally:
         session.kill()
         session.wait()
-    until(lambda: not is_running(int(path.read_text())))
-
-
-def is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-def until(condition, seconds: float = 60.0) -> None:
-    """Wait for a condition that is certain to come true where all is well."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come true"
-        time.sleep(0.05)
+    wait_until(lambda: not psutil.pid_exists(int(path.read_text())), "the rank is still there")
 
 
 def test_what_cannot_run_is_refused_before_it_starts(ranks):
