@@ -125,7 +125,6 @@ REJECTED = [
     ({"elasticity": {}}, '"elasticity": Elastic training has been removed'),
     ({"bfloat16": {"enabled": True}}, 'it reads "bf16"'),
     ({"zero_optimization": {"stage": True}}, "stage must be 0, 1, 2 or 3, not True"),
-    ({"zero_optimization": {"stge": "auto"}}, 'no key "zero_optimization.stge"; the nearest is stage'),
     ({"optimizer": {"params": {"eps": "1e-8"}}}, 'optimizer.params.eps: "1e-8" is text, not a number; write 1e-8'),
     ({"optimizer": {"params": {"betas": ["0.9", 0.999]}}}, 'optimizer.params.betas: "0.9" is text'),
     ({"scheduler": {"params": {"warmup_max_lr": "1e-3"}}}, '"1e-3" is text, not a number'),
@@ -152,7 +151,6 @@ REJECTED = [
     ({"zero_optimization": {"stage": 2, "zenflow": {}, **OFFLOADED}}, "updates most of each weight late"),
     ({"optimizer": {"params": {"lr": float("nan")}}}, "optimizer.params.lr must be a finite number, not nan"),
     ({"optimizer": "auto"}, "\"optimizer\" must be a block {…}, not 'auto'"),
-    ({"zero_optimization": "auto"}, '"zero_optimization" must be a block'),
     ({"optimizer": {"type": "AdamW", "params": "auto"}}, '"optimizer.params" must be a block'),
     (
         {"data_types": {"grad_accum_dtype": "auto"}},
@@ -162,9 +160,6 @@ REJECTED = [
     ({"torch_autocast": {"lower_precision_safe_modules": [3]}}, "modules.0 must be a string, not 3"),
     ({"zero_optimization": {"leaf_module": True}}, '"zero_optimization.leaf_module" must be a block {…}, not True'),
     ({"zero_optimization": {"leaf_module": float("nan")}}, "leaf_module must be a finite number, not nan"),
-    ({"autotuning": "true"}, '"autotuning" must be a block'),
-    ({"pipeline": {"stage": 2}}, 'no key "pipeline.stage"; the nearest is stages'),
-    ({"comms_logger": {"enabeld": True}}, 'no key "comms_logger.enabeld"; the nearest is enabled'),
     ({"gradient_clipping": -1}, "gradient_clipping must be at least 0 and at most 1,000,000,000, not -1"),
 ]
 
@@ -194,17 +189,8 @@ def test_everything_wrong_is_named_at_once():
     assert [name for name, _ in deepspeed_verdicts.rejected(json, "")] == ["zero_optimization.round_robin_gradients"]
     assert read_json({"zero_optimization": {"stage": 5, **OFFLOADED}}, "c.json")[0].dump() == {}, "no stage to judge by"
     problems = wrong.values()
-    named = (
-        "trainbatchsize",
-        "gradient_clipping",
-        "stge",
-        "reduce_bucket_size",
-        "overlap_comm",
-        "lr",
-        "fp16",
-        "a.b",
-        "modules.0",
-    )
+    named = ["trainbatchsize", "gradient_clipping", "stge", "reduce_bucket_size", "overlap_comm"]
+    named += ["lr", "fp16", "a.b", "modules.0"]
     for name in named:
         assert sum(name in problem.split(";")[0] for problem in problems) >= 1, name
     assert all(problem.startswith("c.json: ") for problem in problems)
@@ -614,12 +600,8 @@ def test_origin_of_values(tmp_path):
     assert [run.engine.origins.get(name) for name in names] == ["--set", "--set", "--weight-decay", None]
     params = {"weight_decay": "auto"}
     data = {"train_batch_size": 32, "gradient_accumulation_steps": 4, "optimizer": {"type": "AdamW", "params": params}}
-    names = (
-        "train_micro_batch_size_per_gpu",
-        "gradient_clipping",
-        "optimizer.params.lr",
-        "optimizer.params.weight_decay",
-    )
+    names = ["train_micro_batch_size_per_gpu", "gradient_clipping"]
+    names += ["optimizer.params.lr", "optimizer.params.weight_decay"]
     file = write(tmp_path, data)
     for words, origins in {
         "": ["batch arithmetic", "DeepSpeed's default", "AdamW's default", '"auto"'],

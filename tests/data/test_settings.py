@@ -13,8 +13,6 @@ from ds_vit.config.augmentation import MixConfig
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"img_size": 0}, "--img-size must be at least 1"),
-        ({"mean": (0.5, 0.5)}, "--mean must be one number or three"),
         ({"std": (0.5, 0.5, 0.0)}, "--std must be above 0"),
         ({"interpolation": "random"}, "--interpolation random is none of nearest, "),
         ({"crop_pct": 1.5}, "--crop-pct must be above 0 and at most 1, not 1.5"),
@@ -22,21 +20,17 @@ from ds_vit.config.augmentation import MixConfig
         ({"scale": (1.0, 0.08)}, "--scale takes two numbers, the smaller first, not 1 0.08"),
         ({"ratio": (0.0, 1.0)}, "--ratio must be above 0 and at most 100, not 0 1"),
         ({"train_crop_mode": "center"}, "--train-crop-mode center is none of rrc"),
-        ({"hflip": 1.5}, "--hflip must be at least 0 and at most 1, not 1.5"),
         ({"color_jitter": (0.1, 0.2)}, "--color-jitter takes 1, 3"),
         (
             {"color_jitter": (0.1, 0.1, 0.1, 0.9)},
             "--color-jitter takes 1, 3 or 4 numbers .the last is the hue, at most 0.5",
         ),
-        ({"color_jitter": -0.1}, "--color-jitter must be at least 0"),
         ({"aa": "randaugment"}, "'randaugment' is none of rand, augmix, v0"),
         ({"aa": "rand-m9-foo"}, "rand has no section 'foo'; it has m9"),
         ({"aa": "rand-m9-tweight"}, "has no section 'tweight'"),
         ({"aa": "rand-mstdinf"}, "has no section 'mstdinf'"),  # timm passes over it
         ({"aa": "rand-p1.5"}, "has no section 'p1.5'"),
         ({"aa": "original-m9"}, "original has no section 'm9'"),
-        ({"mixup": -1.0}, "--mixup must be at least 0 and at most 1,000, not -1"),
-        ({"cutmix_minmax": (0.5, 1.2)}, "at most 1"),
         ({"smoothing": 1.0}, "--smoothing must be at least 0 and below 1, not 1"),
     ],
 )
