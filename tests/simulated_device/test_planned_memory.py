@@ -46,18 +46,31 @@ TEACHERS = {
     "bf16": ("zero1_bf16.json", 2, ("-b", 8, *buckets(500_000))),
     "tp 2": ("cpu_zero1_fp32.json", 2, ("-b", 8, "--tp", 2)),
 }
-NAMES = list(TEACHERS)
 # Small matrices would stay gathered, whoever they belong to.
 NOTHING_STAYS = ("stage3_param_persistence_threshold=0", "reduce_bucket_size=100000")
 DINO = (
-    *("--task", "dino", "--prototypes", 2048, "--head-hidden-dim", 256, "--head-bottleneck-dim", 64),
+    *(*WITHOUT_MIXUP, "--task", "dino", "--prototypes", 2048, "--head-hidden-dim", 256, "--head-bottleneck-dim", 64),
     *("--local-crops-number", 4, "--local-crops-size", 8),
 )
-
 DINOV3 = (
-    *("--model", "vit_small_patch16_dinov3", "--centering", "sinkhorn", "--rope-jitter-coords", 1.2),
+    *(*DINO, "--model", "vit_small_patch16_dinov3", "--centering", "sinkhorn", "--rope-jitter-coords", 1.2),
     *("--rope-rescale-coords", 2, "--untie-cls-and-patch-norms", "--untie-global-and-local-cls-norm"),
 )
+PAIRS = (*WITHOUT_MIXUP, "--dataset", "glyphs", "--text-width", 128, "--text-depth", 4, "--text-heads", 4)
+PAIRS += ("--embed-dim", 64, "--context-length", 16)
+ONE_CASE = {"ZeRO-2": ("cpu_zero2_fp32.json", 2, ("-b", 16))}
+# What is trained: its flags, and where. Every second case always runs: of dino the others than of a teacher.
+TRAINED = {
+    "a teacher": ((*WIDE, "--task", "seam_tasks:WithTeacher"), TEACHERS),
+    "dino": (DINO, TEACHERS),
+    "dinov3": (DINOV3, {case: TEACHERS[case] for case in [*TEACHERS][:4]}),
+    "mae": (
+        (*WITHOUT_MIXUP, "--task", "mae", "--decoder-dim", 64, "--decoder-depth", 2, "--decoder-heads", 4),
+        ONE_CASE,
+    ),
+    "clip": ((*PAIRS, "--task", "clip"), ONE_CASE),
+    "siglip": ((*PAIRS, "--task", "siglip"), ONE_CASE),
+}
 
 
 def deviation(ranks, library: Path, case: Case, output: Path, *words: object) -> float:
@@ -79,34 +92,18 @@ def deviation(ranks, library: Path, case: Case, output: Path, *words: object) ->
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.sampled(9)
-@pytest.mark.parametrize("case", TEACHERS)
-def test_the_peak_with_a_teacher_is_what_was_planned(ranks, device_library, tmp_path, case):
-    """Catches: a teacher's weights, or the fp32 average, left out, counted in the wrong share or as trained."""
-    words = (*WIDE, "--task", "seam_tasks:WithTeacher")
-    assert deviation(ranks, device_library, TEACHERS[case], tmp_path, *words) == pytest.approx(1, rel=0.1)
+@pytest.mark.sampled(12)
+@pytest.mark.parametrize(("trained", "case"), [(trained, case) for trained in TRAINED for case in TRAINED[trained][1]])
+def test_the_peak_of_a_task_is_what_was_planned(ranks, device_library, tmp_path, trained, case):
+    """Catches: a teacher, its fp32 average, a decoder, a text tower, a head or the features of all ranks left out,
+    counted in the wrong share or as trained; small crops that count as large ones, logits of all rows at once; tables
+    of rotary positions that each image has, norms or Sinkhorn-Knopp's rows that are left out.
 
-
-@pytest.mark.one_in(2)
-@pytest.mark.slow
-@pytest.mark.parametrize("case", [*NAMES[1:], NAMES[0]])  # the others than above
-def test_the_peak_of_dino_is_what_was_planned(ranks, device_library, tmp_path, case):
-    """Catches: small crops that count as large ones, a head or prototypes left out, logits of all rows at once.
-
-    Recomputed, the update is the fullest moment: the copies for the patch embedding's rate are left out. In bf16 the
-    loss is, which computes in fp32.
+    Of dino, recomputed, the update is the fullest moment: the copies for the patch embedding's rate are left out. In
+    bf16 the loss is, which computes in fp32.
     """
-    words = (*WITHOUT_MIXUP, *DINO)
-    assert deviation(ranks, device_library, TEACHERS[case], tmp_path, *words) == pytest.approx(1, rel=0.1)
-
-
-@pytest.mark.one_in(2)
-@pytest.mark.slow
-@pytest.mark.parametrize("case", NAMES[:4])
-def test_the_peak_of_dinov3_is_what_was_planned(ranks, device_library, tmp_path, case):
-    """Catches: tables of rotary positions that each image has, norms or Sinkhorn-Knopp's rows that are left out."""
-    words = (*WITHOUT_MIXUP, *DINO, *DINOV3)
-    assert deviation(ranks, device_library, TEACHERS[case], tmp_path, *words) == pytest.approx(1, rel=0.1)
+    words, cases = TRAINED[trained]
+    assert deviation(ranks, device_library, cases[case], tmp_path, *words) == pytest.approx(1, rel=0.1)
 
 
 @pytest.mark.one_in(2)
@@ -125,24 +122,6 @@ def test_the_peak_with_a_fixed_teacher_is_what_was_planned(ranks, device_library
     save_for_hf(teacher, tmp_path / "teacher", safe_serialization=True, model_args=kept)
     words = (*WIDE, "--kd-model-name", f"local-dir:{tmp_path / 'teacher'}")
     assert deviation(ranks, device_library, TEACHERS[case], tmp_path / "run", *words) == pytest.approx(1, rel=0.1)
-
-
-PAIRS = ("--dataset", "glyphs", "--text-width", 128, "--text-depth", 4, "--text-heads", 4, "--embed-dim", 64)
-OF_TASKS = {
-    "mae": ("--task", "mae", "--decoder-dim", 64, "--decoder-depth", 2, "--decoder-heads", 4),
-    "clip": (*PAIRS, "--task", "clip", "--context-length", 16),
-    "siglip": (*PAIRS, "--task", "siglip", "--context-length", 16),
-}
-
-
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("task", OF_TASKS)
-def test_the_peak_of_a_task_is_what_is_planned(ranks, device_library, tmp_path, task):
-    """Catches: a decoder, a text tower or the features of all ranks that `ds-vit plan --recipe` leaves out."""
-    case = ("cpu_zero2_fp32.json", 2, ("-b", 16))
-    assert deviation(ranks, device_library, case, tmp_path, *WITHOUT_MIXUP, *OF_TASKS[task]) == pytest.approx(
-        1, rel=0.1
-    )
 
 
 @pytest.mark.sampled(4)
