@@ -346,8 +346,7 @@ def test_idle_keys_are_named_and_do_not_reach_deepspeed():
 
 
 @pytest.mark.parametrize(
-    ("stage", "offload", "is_idle"),
-    [(0, {}, True), (1, {}, True), (2, {}, True), (2, OFFLOADED, False)],
+    ("stage", "offload", "is_idle"), [(0, {}, True), (1, {}, True), (2, {}, True), (2, OFFLOADED, False)]
 )
 def test_keys_of_deepspeeds_sums(stage, offload, is_idle):
     """A key that engine/flat_gradient.py does not read, and that nothing names; scaling of sums, which it honours."""
@@ -443,11 +442,7 @@ def test_batch_arithmetic():
         ((64, None, None, 3), {}, "set train_batch_size to 63, or start a number of ranks that divides 64, such as 2"),
         (("auto", 8, "auto", 1), {"b": 4}, "c.json fixes train_micro_batch_size_per_gpu to 8 and --batch-size says 4"),
         ((64, 8, 2, 3), {"kept": 64}, "64, which 3 data-parallel ranks cannot share; start 2 data-parallel"),
-        (
-            (None, None, None, 3),
-            {"b": 8, "kept": 32},
-            "global batch is 32, which 3 data-parallel ranks cannot share",
-        ),
+        ((None, None, None, 3), {"b": 8, "kept": 32}, "global batch is 32, which 3 data-parallel ranks cannot share"),
     ],
 )
 def test_batch_arithmetic_rejected(numbers, flags, message):

@@ -87,12 +87,7 @@ def test_one_copy_is_no_repetition(off):
     assert _step(SampleOrder(37, 12, 5, aug_repeats=off), 4) == _step(SampleOrder(37, 12, 5), 4)
 
 
-@given(
-    repeats=st.integers(2, 4),
-    batch=st.integers(1, 40),
-    extra=st.integers(0, 100),
-    epoch=st.integers(0, 2),
-)
+@given(repeats=st.integers(2, 4), batch=st.integers(1, 40), extra=st.integers(0, 100), epoch=st.integers(0, 2))
 def test_repeats_stand_in_one_step_with_keys_of_their_own(repeats, batch, extra, epoch):
     """Would catch copies that are augmented alike, or another count of them than timm's sampler gives."""
     order = SampleOrder(batch + extra, batch, seed=1, aug_repeats=repeats)

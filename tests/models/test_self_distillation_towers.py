@@ -13,12 +13,7 @@ from ds_vit.models.layers import MAIN_TOWER, take_apart_towers, tower_of
 from ds_vit.models.sequential import SequentialViT
 from ds_vit.models.zoo import ModelSpec
 from ds_vit.planner.counting import count_flops, kept_by_layers
-from ds_vit.tasks.dino.towers import (
-    HEAD,
-    TEACHER,
-    TEACHER_HEAD,
-    create_self_distillation,
-)
+from ds_vit.tasks.dino.towers import HEAD, TEACHER, TEACHER_HEAD, create_self_distillation
 
 HEAD_SIZES = {"prototypes": 12, "head_hidden_dim": 16, "head_bottleneck_dim": 8}
 SMALL = {"patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2}

@@ -46,10 +46,7 @@ SRUN = {
     ("environ", "expected"),
     [
         ({}, Process("none", 0, 1, 0, 1)),
-        (
-            {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
-            Process("env", 3, 4, 1, 2),
-        ),
+        ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, Process("env", 3, 4, 1, 2)),
         ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}, Process("env", 1, 2, 1, 2)),
         (
             {
@@ -94,13 +91,7 @@ def test_where_the_ranks_of_srun_and_mpirun_meet():
     slurm = {"init_method": "ds-vit://SLURM_JOB_ID%3D12%20SLURM_STEP_ID%3D3"}
     assert rendezvous(discover(environ), environ) == {"auto_mpi_discovery": False, **slurm}
     found = {name: environ[name] for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    assert found == {
-        "MASTER_ADDR": "gpu07",
-        "MASTER_PORT": "20099",
-        "RANK": "4",
-        "WORLD_SIZE": "5",
-        "LOCAL_RANK": "0",
-    }
+    assert found == {"MASTER_ADDR": "gpu07", "MASTER_PORT": "20099", "RANK": "4", "WORLD_SIZE": "5", "LOCAL_RANK": "0"}
     environ = SRUN | {"MASTER_ADDR": "a", "MASTER_PORT": "7"}
     rendezvous(discover(environ), environ)
     assert (environ["MASTER_ADDR"], environ["MASTER_PORT"]) == ("a", "7")

@@ -74,15 +74,7 @@ def test_zero3_gathers_weights_for_both_passes():
 def test_sums_of_small_buckets_wait_more_often():
     # Catches: a latency for a step where each bucket has its own.
     def seconds(size):
-        time = step(
-            {
-                "zero_optimization": {
-                    "reduce_bucket_size": size,
-                }
-            },
-            2,
-            Layout(1, 8, 1),
-        )
+        time = step({"zero_optimization": {"reduce_bucket_size": size}}, 2, Layout(1, 8, 1))
         return time.data + time.hidden
 
     more = seconds(10**6) - seconds(10**8)
