@@ -40,10 +40,7 @@ def cifar32(tmp_path_factory: pytest.TempPathFactory, real_images: Path) -> Path
     """A folder of 32 CIFAR-10 images and random weights of the oracle's deeper model."""
     import oracle
 
-    folder = tmp_path_factory.mktemp("cifar32")
-    oracle.cifar_folder(real_images / "cifar10" / "train.tar", folder, 32, "train")
-    oracle.write_weights(folder / "weights.safetensors", num_classes=10, **oracle.DEEP_KWARGS)
-    return folder
+    return oracle.cifar_with_weights(real_images, tmp_path_factory.mktemp("cifar32"), **oracle.DEEP_KWARGS)
 
 
 @pytest.fixture(scope="session")

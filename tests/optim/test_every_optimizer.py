@@ -76,10 +76,7 @@ def plain_optimizer(kind: str, model: torch.nn.Module) -> torch.optim.Optimizer:
 @pytest.fixture(scope="module")
 def cifar(tmp_path_factory, real_images):
     """32 CIFAR-10 images and random initial weights."""
-    folder = tmp_path_factory.mktemp("every-optimizer")
-    oracle.cifar_folder(real_images / "cifar10" / "train.tar", folder, oracle.NUM_IMAGES, "train")
-    oracle.write_weights(folder / "weights.safetensors", num_classes=10, **KWARGS)
-    return folder
+    return oracle.cifar_with_weights(real_images, tmp_path_factory.mktemp("every-optimizer"), **KWARGS)
 
 
 @pytest.fixture(scope="module")

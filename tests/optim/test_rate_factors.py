@@ -61,10 +61,7 @@ def plain_optimizer(kind, model, held_steps=WithRates.HELD_EPOCHS, *, with_state
 @pytest.fixture(scope="module")
 def cifar(tmp_path_factory, real_images):
     """32 CIFAR-10 images, a batch an epoch, and random initial weights."""
-    folder = tmp_path_factory.mktemp("rates")
-    oracle.cifar_folder(real_images / "cifar10" / "train.tar", folder, oracle.NUM_IMAGES, "train")
-    oracle.write_weights(folder / "weights.safetensors", num_classes=10, **KWARGS)
-    return folder
+    return oracle.cifar_with_weights(real_images, tmp_path_factory.mktemp("rates"), **KWARGS)
 
 
 @pytest.fixture(scope="module")

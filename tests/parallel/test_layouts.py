@@ -262,8 +262,7 @@ def folders(tmp_path_factory, real_images):
     """CIFAR-10 with random initial weights, a teacher and a BridgeTower, by the names that rows use."""
     made = {key: tmp_path_factory.mktemp(key) for key in ("plain", "images", "teacher", "tower")}
     for key, train_images in (("plain", GLOBAL_BATCH), ("images", 103)):
-        oracle.cifar_folder(real_images / "cifar10" / "train.tar", made[key], train_images, "train")
-        oracle.write_weights(made[key] / "weights.safetensors", num_classes=10, **KWARGS)
+        oracle.cifar_with_weights(real_images, made[key], train_images, **KWARGS)
     oracle.cifar_folder(real_images / "cifar10" / "test.tar", made["images"], 53, "val")
     small = {"img_size": 16, "spread": 0.2}
     oracle.write_weights(made["images"] / "small.safetensors", num_classes=0, **small, **SMALL_KWARGS)

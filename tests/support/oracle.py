@@ -86,6 +86,13 @@ def write_weights(
     save_file(state, str(path))
 
 
+def cifar_with_weights(real_images: Path, folder: Path, num_images: int = NUM_IMAGES, **kwargs: Any) -> Path:
+    """A folder with the first CIFAR-10 images as `train/` and weights of a model with these arguments; returns it."""
+    cifar_folder(real_images / "cifar10" / "train.tar", folder, num_images, "train")
+    write_weights(folder / "weights.safetensors", num_classes=10, **kwargs)
+    return folder
+
+
 def timm_optimizer(
     kind: str, model: torch.nn.Module, layer_decay: float | None = None, **changes: Any
 ) -> torch.optim.Optimizer:

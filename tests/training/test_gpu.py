@@ -33,9 +33,7 @@ def train_alone(argv):
 @pytest.fixture(scope="module")
 def cifar(tmp_path_factory, real_images):
     """64 images, random weights, and the plain loop's curve on the CPU."""
-    folder = tmp_path_factory.mktemp("gpu")
-    oracle.cifar_folder(real_images / "cifar10" / "train.tar", folder, 64, "train")
-    oracle.write_weights(folder / "weights.safetensors", num_classes=10)
+    folder = oracle.cifar_with_weights(real_images, tmp_path_factory.mktemp("gpu"), 64)
     return folder, oracle.train_plainly(folder).rows
 
 
@@ -118,25 +116,16 @@ def test_auto_batch_finds_the_edge_by_trying():
     assert torch.cuda.memory_allocated() < 100e6
 
 
-@pytest.fixture(scope="module")
-def small(tmp_path_factory, real_images):
-    """32 images and random weights, as tests/engine/test_precision.py has them."""
-    folder = tmp_path_factory.mktemp("gpu-optimizers")
-    oracle.cifar_folder(real_images / "cifar10" / "train.tar", folder, oracle.NUM_IMAGES, "train")
-    oracle.write_weights(folder / "weights.safetensors", num_classes=10, **oracle.DEEP_KWARGS)
-    return folder
-
-
 OFFLOAD = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}, "reduce_bucket_size": 100_000}}
 
 
 @pytest.mark.parametrize(("stage", "blocks"), [(0, None), (1, None), (3, None), (2, OFFLOAD)])
 @pytest.mark.parametrize("kind", ["lamb", "muon", "layer decay"])
-def test_optimizers_are_timms(small, tmp_path, kind, stage, blocks):
+def test_optimizers_are_timms(cifar32, tmp_path, kind, stage, blocks):
     """The GPU's own way of arithmetic by parameter, its fused kernels, and what travels to it from offloaded memory."""
-    rows, weights, average = oracle.train_plainly(small, kind, model_kwargs=oracle.DEEP_KWARGS)
+    rows, weights, average = oracle.train_plainly(cifar32, kind, model_kwargs=oracle.DEEP_KWARGS)
     output = tmp_path / "run"
-    train_alone(oracle.command(small, kind, (1, 1, 1, stage), output, blocks=blocks, model_kwargs=oracle.DEEP_KWARGS))
+    train_alone(oracle.command(cifar32, kind, (1, 1, 1, stage), output, blocks=blocks, model_kwargs=oracle.DEEP_KWARGS))
     assert_same_curve(rows, read_rows(output), rtol=1e-3, keys=("loss",))
     for name, ours in (("model", weights), ("ema", average)):
         theirs = load_file(str(output / f"{name}.safetensors"))
@@ -144,14 +133,14 @@ def test_optimizers_are_timms(small, tmp_path, kind, stage, blocks):
 
 
 @pytest.mark.parametrize("kind", ["lamb", "muon", "layer decay"])
-def test_optimizers_go_on(small, tmp_path, kind):
+def test_optimizers_go_on(cifar32, tmp_path, kind):
     """An optimizer's count of steps that comes back on another device than its kernel wants it on."""
-    rows = oracle.train_plainly(small, kind, model_kwargs=oracle.DEEP_KWARGS).rows
+    rows = oracle.train_plainly(cifar32, kind, model_kwargs=oracle.DEEP_KWARGS).rows
     first, second = tmp_path / "first", tmp_path / "second"
     stop = ["--max-steps", 5, "--checkpoint-interval", 5]
     model = {"model_kwargs": oracle.DEEP_KWARGS}
-    train_alone(oracle.command(small, kind, (1, 1, 1, 1), first, *stop, **model))
-    train_alone(oracle.command(small, kind, (1, 1, 1, 3), second, "--resume", first, **model))
+    train_alone(oracle.command(cifar32, kind, (1, 1, 1, 1), first, *stop, **model))
+    train_alone(oracle.command(cifar32, kind, (1, 1, 1, 3), second, "--resume", first, **model))
     assert_same_curve(rows[5:], read_rows(second), rtol=1e-3, keys=("loss",))
 
 

@@ -52,10 +52,7 @@ def train_with_bad_batches(argv, bad=(), jump=None, write_seconds=0.0):
 @pytest.fixture(scope="module")
 def cifar(tmp_path_factory, real_images):
     """A few images and random weights."""
-    folder = tmp_path_factory.mktemp("rollback")
-    oracle.cifar_folder(real_images / "cifar10" / "train.tar", folder, IMAGES, "train")
-    oracle.write_weights(folder / "weights.safetensors", num_classes=10, **oracle.DEEP_KWARGS)
-    return folder
+    return oracle.cifar_with_weights(real_images, tmp_path_factory.mktemp("rollback"), IMAGES, **oracle.DEEP_KWARGS)
 
 
 def run(ranks, cifar, folder, layout=(1, 1, 1, 1), *flags, **accident):
