@@ -24,7 +24,7 @@ from project import write_config
 from ranks import RankPool
 from timm.models import save_for_hf
 
-SEEDS, BATCH, CLIP, STEPS = 6, 32, 0.1, 10
+SEEDS, BATCH, CLIP, STEPS = 6, 32, 0.1, 5
 # A small rate: what is compared is the rounding of each step, not how training amplifies it.
 SGD = {"lr": 0.03, "momentum": 0.9}
 SCALE_POWER = 10
