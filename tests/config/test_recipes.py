@@ -10,10 +10,9 @@ from pathlib import Path
 
 import oracle
 import pytest
-import timm
 from curves import read_rows, train_in, train_rows
 from project import ROOT
-from timm.models import save_for_hf
+from vits import write_teacher
 
 from ds_vit.config import parser as config
 
@@ -83,7 +82,8 @@ def test_dry_run(ranks, cifar, tmp_path, name):
     if "warmup_steps" in recipe:
         argv += ["--warmup-steps", 2]  # 10,000 are more than these few images have
     if "kd_model_name" in recipe:
-        argv += ["--kd-model-name", f"local-dir:{_teacher(tmp_path / 'teacher')}"]
+        write_teacher(tmp_path / "teacher", **{**TINY, "embed_dim": 96, "img_size": 32})  # wider than the student
+        argv += ["--kd-model-name", f"local-dir:{tmp_path / 'teacher'}"]
     if name == "mae_pretrain_base":
         argv += ["--decoder-dim", 64, "--decoder-depth", 1, "--decoder-heads", 2]
     if recipe.get("task") == "dino":
@@ -106,11 +106,3 @@ def test_dry_run(ranks, cifar, tmp_path, name):
     assert told["params"]["weight_decay"] == recipe["weight_decay"]
     scale = 2 * 6 / 256 if "lr_scale_by_batch" in recipe else 1
     assert told["params"]["lr"] == pytest.approx(recipe["lr"] * scale)
-
-
-def _teacher(folder):
-    """A small ViT as timm saves a model, wider than the student."""
-    kwargs = {**TINY, "embed_dim": 96, "img_size": 32}
-    model = timm.create_model("vit_tiny_patch16_224", num_classes=10, **kwargs)
-    save_for_hf(model, folder, safe_serialization=True, model_args=kwargs)
-    return folder

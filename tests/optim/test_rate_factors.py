@@ -1,11 +1,12 @@
 """Rates by parameter against a plain loop with a parameter group for each: layer decay, a task's factors, held ones."""
 
 import functools
+import math
 
 import oracle
 import pytest
 import torch
-from curves import assert_same_curve, read_rows, train_rows
+from curves import assert_same_curve, train_in, train_rows
 from project import write_config
 from runs import DIGITS, refusal
 from safetensors.torch import load_file
@@ -76,20 +77,11 @@ def plain(cifar):
     return rows
 
 
-def train_on_rank(argv):
-    """On a rank: the exit code of a run with the tasks of `seam_tasks`."""
-    from ds_vit.train import main
-
-    return main(argv)
-
-
 def train(ranks, folder, kind, layout, output, *words):
     """The rows of a run in a layout; STEPS steps unless `words` say otherwise."""
     more = ("--task", "seam_tasks:WithRates", "--layer-decay", LAYER_DECAY, "--max-steps", STEPS, *words)
     argv = oracle.command(folder, kind, layout, output, *more, model_kwargs=KWARGS)
-    world = layout[0] * layout[1] * layout[2]
-    assert ranks.run(world, train_on_rank, argv) == [0] * world
-    return train_rows(read_rows(output))
+    return train_rows(train_in(ranks, math.prod(layout[:3]), argv))
 
 
 def assert_same(expected, rows):
@@ -118,8 +110,8 @@ def test_a_resumed_run_holds_on(ranks, cifar, plain, tmp_path):
     # Catches: epochs or the horizon counted from the resumption.
     first = ("--max-steps", 2, "--epochs", STEPS, "--checkpoint-interval", 2)
     train(ranks, cifar, "adamw", (1, 2, 1, 2), tmp_path / "run", *first)
-    train(ranks, cifar, "adamw", (1, 1, 2, 1), tmp_path / "run", "--epochs", STEPS, "--resume", "auto")
-    assert_same(plain("adamw"), train_rows(read_rows(tmp_path / "run")))
+    rows = train(ranks, cifar, "adamw", (1, 1, 2, 1), tmp_path / "run", "--epochs", STEPS, "--resume", "auto")
+    assert_same(plain("adamw"), rows)
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])

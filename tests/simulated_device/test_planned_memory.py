@@ -8,12 +8,11 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-import timm
 import torch
 import torch.distributed as dist
 from project import ROOT
 from runs import DIGITS, resolved
-from timm.models import save_for_hf
+from vits import write_teacher
 
 import simulated_device
 from ds_vit.training.auto_batch import legal
@@ -116,10 +115,7 @@ def test_the_peak_with_a_fixed_teacher_is_what_was_planned(ranks, device_library
 
     At ZeRO-3 the wide one is fullest while the teacher runs, and the other one would be if most of it were prefetched.
     """
-    large = {"patch_size": 4, "embed_dim": width, "depth": 4, "num_heads": 4, "num_classes": 10, "img_size": 16}
-    kept = {name: value for name, value in large.items() if name != "num_classes"}
-    teacher = timm.create_model("vit_tiny_patch16_224", **large)
-    save_for_hf(teacher, tmp_path / "teacher", safe_serialization=True, model_args=kept)
+    write_teacher(tmp_path / "teacher", patch_size=4, embed_dim=width, depth=4, num_heads=4, img_size=16)
     words = (*WIDE, "--kd-model-name", f"local-dir:{tmp_path / 'teacher'}")
     assert deviation(ranks, device_library, TEACHERS[case], tmp_path / "run", *words) == pytest.approx(1, rel=0.1)
 
@@ -185,9 +181,8 @@ def train_within(library: Path, limit: int, words: list[str]) -> tuple[int, str]
 @pytest.mark.slow
 def test_a_teacher_may_be_larger_than_the_memory_of_a_rank(ranks, device_library, tmp_path):
     """At ZeRO-3 a rank has its shard of the teacher, one gathered layer and a prefetch; at ZeRO-1 all does not fit."""
-    kwargs = {"patch_size": 4, "embed_dim": 256, "depth": 24, "num_heads": 4, "img_size": 16}
-    teacher = timm.create_model("vit_tiny_patch16_224", num_classes=10, **kwargs)
-    save_for_hf(teacher, tmp_path / "teacher", safe_serialization=True, model_args=kwargs)
+    size = {"patch_size": 4, "embed_dim": 256, "depth": 24, "num_heads": 4, "img_size": 16}
+    teacher = write_teacher(tmp_path / "teacher", **size)
     limit = 72_000_000
     assert limit < 4 * sum(parameter.numel() for parameter in teacher.parameters())
     words = (*WIDE, "-b", 16, "--kd-model-name", f"local-dir:{tmp_path / 'teacher'}")

@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import timm
 import torch
+from timm.models import save_for_hf
 from torch import nn
 
 from ds_vit.models.keyed_init import initialise
@@ -77,6 +79,13 @@ def timm_model(spec: ModelSpec, *, shaken: bool = True) -> nn.Module:
     model = timm.create_model(spec.name, num_classes=spec.num_classes, **extra, **spec.model_kwargs)
     if shaken:
         shake(model)
+    return model
+
+
+def write_teacher(folder: Path, num_classes: int = 10, **kwargs: Any) -> nn.Module:
+    """A random ViT in timm's own form, for --kd-model-name local-dir:FOLDER; returns it."""
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=num_classes, **kwargs)
+    save_for_hf(model, folder, safe_serialization=True, model_args=kwargs)
     return model
 
 

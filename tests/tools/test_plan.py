@@ -9,10 +9,9 @@ import shlex
 from pathlib import Path
 
 import pytest
-import timm
 import yaml
 from project import ROOT
-from timm.models import save_for_hf
+from vits import write_teacher
 
 from ds_vit.cli import main
 from ds_vit.config.parser import parse
@@ -252,9 +251,7 @@ TASKS = {
 @pytest.mark.parametrize("task", TASKS)
 def test_every_task_is_planned_by_the_memory_of_its_run(capsys, tmp_path, task):
     # Catches: towers, a teacher or the held inputs of a coupled step left out of a plan, and a plan that cannot start.
-    shape = {"patch_size": 4, "embed_dim": 96, "depth": 2, "num_heads": 2, "img_size": 16}
-    teacher = timm.create_model("vit_tiny_patch16_224", num_classes=1000, **shape)
-    save_for_hf(teacher, tmp_path / "teacher", safe_serialization=True, model_args=shape)
+    write_teacher(tmp_path / "teacher", 1000, patch_size=4, embed_dim=96, depth=2, num_heads=2, img_size=16)
     recipe = tmp_path / "r.yaml"
     recipe.write_text(f"task: {task}\n{SMALL}{TASKS[task]}".replace("TEACHER", str(tmp_path / "teacher")))
     words = ("--recipe", recipe, "--gpus", 2, "--gpus-per-node", 2, "--global-batch", 16, "--write", tmp_path / "plan")

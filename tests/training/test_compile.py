@@ -6,13 +6,12 @@ import time
 from unittest import mock
 
 import pytest
-import timm
 from compiling import train_counting
 from curves import assert_same_curve, evals, read_rows, train_in
 from project import ROOT
 from runs import refusal, resolved
 from safetensors.torch import load_file
-from timm.models import save_for_hf
+from vits import write_teacher
 
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.tasks.classification.task import Classification
@@ -104,9 +103,7 @@ COMPILERS = [
 def test_each_tower_is_compiled(ranks, tmp_path, task, backend):
     """A graph that serves crops of another size; a text tower or a teacher that stays eager, draws or is trained."""
     kinds, flags = TASKS[task]
-    kwargs = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 3, "num_heads": 2}
-    teacher = timm.create_model("vit_tiny_patch16_224", num_classes=10, **kwargs)
-    save_for_hf(teacher, tmp_path / "teacher", safe_serialization=True, model_args=kwargs)
+    write_teacher(tmp_path / "teacher", img_size=16, patch_size=4, embed_dim=32, depth=3, num_heads=2)
     argv = [str(word).format(teacher=tmp_path / "teacher") for word in [*SMALL, *flags]]
     eager = train_in(ranks, 1, [*argv, "--output", str(tmp_path / "eager")])
     argv += ["--output", str(tmp_path / "run"), "--compile"]
