@@ -7,13 +7,12 @@ from runs import KINDS
 
 from ds_vit.config.schema import RunConfig
 from ds_vit.models.conversions import compute_class_token
-from ds_vit.models.keyed_drop import KeyedDrop, drawing
 from ds_vit.models.keyed_init import initialise
 from ds_vit.models.layers import MAIN_TOWER, take_apart_towers, tower_of
 from ds_vit.models.sequential import SequentialViT
 from ds_vit.models.zoo import ModelSpec
 from ds_vit.planner.counting import count_flops, kept_by_layers
-from ds_vit.tasks.dino.towers import HEAD, TEACHER, TEACHER_HEAD, create_self_distillation
+from ds_vit.tasks.dino.towers import HEAD, TEACHER, create_self_distillation
 
 HEAD_SIZES = {"prototypes": 12, "head_hidden_dim": 16, "head_bottleneck_dim": 8}
 SMALL = {"patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2}
@@ -78,28 +77,6 @@ def test_small_images_are_computed_as_by_timm(name):
     for size in (16, 8, 16, 8):
         images = torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(size))
         torch.testing.assert_close(tower(images, torch.arange(2)), theirs(images), rtol=1e-5, atol=1e-5)
-
-
-def test_a_masked_patch_is_the_mask_token_whatever_it_shows():
-    _, towers = made(drop_path_rate=0.0)
-    tower, masks = towers[MAIN_TOWER], torch.zeros(1, 16, dtype=torch.bool)
-    masks[0, 5] = True
-    images = torch.randn(1, 3, 16, 16, generator=torch.Generator().manual_seed(0))
-    changed = images.clone()
-    changed[..., 4:8, 4:8] += 1.0  # patch 5: the second row and column
-    keys = torch.zeros(1, dtype=torch.int64)
-    assert torch.equal(tower(images, keys, masks), tower(changed, keys, masks))
-    assert not torch.allclose(tower(images, keys), tower(changed, keys))
-
-
-def test_the_teacher_is_frozen_and_draws_nothing():
-    whole, towers = made()
-    for name in (TEACHER, TEACHER_HEAD):
-        assert not any(parameter.requires_grad for parameter in whole.get_submodule(name).parameters())
-    assert not any(isinstance(module, KeyedDrop) and drawing([module]) for module in towers[TEACHER].modules())
-    assert any(isinstance(module, KeyedDrop) and drawing([module]) for module in towers[MAIN_TOWER].modules())
-    names = {name for name, _ in tower_of(whole, MAIN_TOWER).named_parameters()}
-    assert {name for name, _ in whole.teacher.named_parameters()} == names - {"mask_token"}
 
 
 def test_a_head_gives_rows_of_length_1_and_the_lengths_of_its_prototypes():

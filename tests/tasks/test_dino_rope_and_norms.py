@@ -168,33 +168,6 @@ def test_draws_fill_their_range_and_differ_by_step_block_and_size():
     assert torch.equal(one, draws.draw(0, 1, 16, 3, cpu)[:2]), "the draws of a block do not depend on their number"
 
 
-@pytest.mark.parametrize("norms", [("patch_norm",), ("local_cls_norm",), DINOV3.norms])
-@pytest.mark.parametrize("name", ["vit_small_patch14_reg4_dinov2", DINOV3.model])
-def test_each_token_has_its_norm(name, norms):
-    """Registers with the norm of patches; a local norm in evaluation, or in the teacher."""
-    whole = _description(name, untied=norms)
-    student, teacher = (take_apart_towers(whole)[tower][-1].to_empty(device="cpu") for tower in (MAIN_TOWER, "teacher"))
-    prefix, patches, small, width = whole.num_prefix_tokens, whole.patch_embed.num_patches, 4, whole.embed_dim
-    assert prefix == 5
-    tokens = torch.randn(2, prefix + patches, width, generator=torch.Generator().manual_seed(0))
-    normed = torch.nn.functional.layer_norm(tokens, (width,), eps=whole.norm.eps)
-    with torch.no_grad():
-        for head in (student, teacher):
-            for number, norm in enumerate(("norm", *norms)):
-                if (module := getattr(head, norm)) is not None:
-                    module.weight.fill_(1.0 + number)
-                    module.bias.zero_()
-        of_patches = 2.0 if "patch_norm" in norms else 1.0
-        of_global = torch.cat((normed[:, :prefix], of_patches * normed[:, prefix:]), dim=1)
-        for head in (student.train(), teacher.train()):
-            torch.testing.assert_close(head((tokens, torch.arange(2))), of_global)
-        student.num_tokens.num_patches = small  # as for a small image
-        of_class = len(norms) + 1.0 if "local_cls_norm" in norms else 1.0
-        found = student((tokens[:, : prefix + small], torch.arange(2)))
-        torch.testing.assert_close(found[:, :prefix], of_class * normed[:, :prefix])
-        torch.testing.assert_close(student.eval()((tokens, torch.arange(2))), normed[:, 0])
-
-
 def test_tables_of_all_blocks_are_not_planned_for_each():
     """Memory of a batch that is counted for each image, or once more for each block."""
     plain, drawn = (
