@@ -224,10 +224,8 @@ def sha256_of(path: Path, *, from_disk: bool = False) -> str:
     with path.open("rb", buffering=0) as file:
         if from_disk and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        buffer = bytearray(_READ_BYTES)
-        view = memoryview(buffer)
-        while size := file.readinto(buffer):
-            digest.update(view[:size])
+        while data := file.read(_READ_BYTES):
+            digest.update(data)
     return digest.hexdigest()
 
 
