@@ -18,6 +18,7 @@ from PIL import Image
 from project import write_config
 from runs import resolved
 from safetensors.torch import load_file
+from timm.models.naflexvit import batch_patchify
 from vits import timm_state_dict
 
 from ds_vit.config import parser as flags
@@ -28,7 +29,7 @@ from ds_vit.models.layers import take_apart
 from ds_vit.models.param_groups import no_weight_decay_names
 from ds_vit.models.sequential import SequentialViT, timm_names
 from ds_vit.tasks.mae.task import MaskedPatchLoss
-from ds_vit.tasks.mae.towers import masked_patches, patchify, unpatchify
+from ds_vit.tasks.mae.towers import masked_patches, unpatchify
 from ds_vit.tools.evaluate import evaluate_weights
 from ds_vit.tools.evaluate import main as evaluate_main
 from ds_vit.training.inputs import InputPipeline
@@ -164,7 +165,7 @@ def assert_picture(picture, whole, batch):
     pixels, keys = batch["pixels"][shown], batch["keys"][shown]
     with torch.no_grad():
         prediction = whole.eval()(pixels, keys)
-    variance, mean = torch.var_mean(patchify(pixels, (4, 4)), -1, keepdim=True)
+    variance, mean = torch.var_mean(batch_patchify(pixels, (4, 4))[0], -1, keepdim=True)
     painted = unpatchify(prediction * (variance + 1e-6).sqrt() + mean, (4, 4), (16, 16))
     image, painted = (((x * 0.5 + 0.5) * 255).clip(0, 255).permute(0, 2, 3, 1) for x in (pixels, painted))
     masked = masked_patches(keys, 16, 0.75).view(8, 4, 4, 1).repeat_interleave(4, 1).repeat_interleave(4, 2)

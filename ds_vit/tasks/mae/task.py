@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
+from timm.models.naflexvit import batch_patchify
 from torch import nn
 from torchvision.utils import make_grid
 
@@ -19,7 +20,7 @@ from ds_vit.data.settings import ImageConfig
 from ds_vit.models.zoo import ModelSpec
 from ds_vit.parallel.tensor.collectives import TensorParallel
 from ds_vit.tasks.mae.flags import SETTINGS
-from ds_vit.tasks.mae.towers import MaskedAutoencoder, create_autoencoder, masked_patches, patchify, unpatchify
+from ds_vit.tasks.mae.towers import MaskedAutoencoder, create_autoencoder, masked_patches, unpatchify
 from ds_vit.tasks.metrics import Batch, Figure, Means, Metrics, spread
 from ds_vit.tasks.panels import Panel, pictures
 from ds_vit.tasks.task import ChainTask, Loss
@@ -109,7 +110,7 @@ class MaskedPatchLoss:
             pixels: [B, C, height, width], as the model gets them.
             keys: int64 sample keys [B], from which the model drew its mask.
         """
-        target = patchify(pixels.float(), self.patch_size)
+        target, _ = batch_patchify(pixels.float(), self.patch_size)
         if self.norm_pix_loss:
             mean, deviation = self._statistics(target)
             target = (target - mean) / deviation
@@ -129,7 +130,7 @@ class MaskedPatchLoss:
         """
         prediction = prediction.float()
         if self.norm_pix_loss:
-            mean, deviation = self._statistics(patchify(pixels.float(), self.patch_size))
+            mean, deviation = self._statistics(batch_patchify(pixels.float(), self.patch_size)[0])
             prediction = prediction * deviation + mean
         return unpatchify(prediction, self.patch_size, tuple(pixels.shape[-2:]))
 

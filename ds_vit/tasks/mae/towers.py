@@ -62,16 +62,8 @@ def masked_patches(keys: torch.Tensor, num_patches: int, mask_ratio: float) -> t
     return torch.ones(len(keys), num_patches, dtype=torch.bool, device=keys.device).scatter(1, kept, False)
 
 
-def patchify(pixels: torch.Tensor, patch_size: tuple[int, int]) -> torch.Tensor:
-    """Images [B, C, height, width] as rows of numbers [B, N, P]: row by row of the patch, channels innermost."""
-    batch, channels, height, width = pixels.shape
-    p, q = patch_size
-    patches = pixels.reshape(batch, channels, height // p, p, width // q, q)
-    return patches.permute(0, 2, 4, 3, 5, 1).reshape(batch, (height // p) * (width // q), p * q * channels)
-
-
 def unpatchify(patches: torch.Tensor, patch_size: tuple[int, int], img_size: tuple[int, int]) -> torch.Tensor:
-    """The inverse of `patchify`: [B, N, P] -> [B, C, height, width]."""
+    """The inverse of timm's `batch_patchify`: [B, N, P] -> [B, C, height, width]; a patch's channels are innermost."""
     (height, width), (p, q) = img_size, patch_size
     channels = patches.shape[-1] // (p * q)
     parts = patches.reshape(len(patches), height // p, width // q, p, q, channels)
