@@ -18,21 +18,8 @@ from ds_vit.fault_tolerance.errors import written
 from ds_vit.monitoring.progress import format_seconds
 from ds_vit.monitoring.report.panels import curves, gradients, metric_label
 from ds_vit.monitoring.report.record import Launch, Record, ranks_in_words
-from ds_vit.tasks.panels import (
-    BOTTOM,
-    LEFT,
-    MAX_DOTS,
-    NUM_COLOURS,
-    RIGHT,
-    THIN,
-    TOP,
-    Panel,
-    Series,
-    line_chart,
-    pictures,
-    sheet,
-    table,
-)
+from ds_vit.tasks import panels as drawing
+from ds_vit.tasks.panels import NUM_COLOURS, Panel, Series, line_chart, pictures, sheet, table
 
 MAX_REPLICAS, MAX_CELLS = 8, 64
 IMAGES = "Images"  # a heading, under which a task has panels too
@@ -42,15 +29,9 @@ _SHARDED = {
     3: "the optimizer state, the gradients and the weights",
 }
 _PICTURES = {
-    "token-norms": ("Images and the norms of their patch tokens after the last block, dark: smallest, bright: largest"),
-    "attention": (
-        "Images and the attention to their patches in the last step before the classifier, mean of all "
-        "heads, bright: largest"
-    ),
-    "patch-pca": (
-        "Images and the first three principal components of their patch tokens after the last block, as "
-        "red, green and blue: patches of one colour are alike"
-    ),
+    "token-norms": "Images and the norms of their patch tokens after the last block, dark: smallest, bright: largest",
+    "attention": "Images and the attention to their patches before the classifier, mean of all heads, bright: largest",
+    "patch-pca": "Images and the first three principal components of their patch tokens, as red, green and blue",
 }
 
 
@@ -91,11 +72,10 @@ def render(records: Sequence[Record]) -> str:
 
 @functools.cache
 def templates() -> Environment:
-    """The templates and their constants; a template is compiled once in a process."""
+    """The templates and the constants of tasks/panels.py; a template is compiled once in a process."""
     loader = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.globals |= {"LEFT": LEFT, "RIGHT": RIGHT, "TOP": TOP, "BOTTOM": BOTTOM}
-    environment.globals |= {"THIN": THIN, "MAX_DOTS": MAX_DOTS}
+    environment.globals |= {name: value for name, value in vars(drawing).items() if name.isupper()}
     return environment
 
 
