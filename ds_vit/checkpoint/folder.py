@@ -25,15 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ds_vit.checkpoint.tensors import (
-    FileEntry,
-    TensorFiles,
-    remove,
-    replace_text,
-    sha256_of,
-    sync_folder,
-    write_text,
-)
+from ds_vit.checkpoint.tensors import FileEntry, TensorFiles, remove, replace_text, sha256_of, sync_folder, write_text
 from ds_vit.fault_tolerance.errors import UserError
 
 FORMAT = 1

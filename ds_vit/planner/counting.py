@@ -34,11 +34,7 @@ Counted = TypeVar("Counted")
 
 
 def count_each(
-    layers: Sequence[Layer],
-    count: Callable[[Layer, Any], tuple[Counted, Any]],
-    *,
-    images: int,
-    training: bool = True,
+    layers: Sequence[Layer], count: Callable[[Layer, Any], tuple[Counted, Any]], *, images: int, training: bool = True
 ) -> list[tuple[Counted, Any]]:
     """For each layer what `count` returns, and the layer's inputs.
 

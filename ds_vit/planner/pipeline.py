@@ -219,12 +219,7 @@ def _neighbours(bounds: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 
 def fastest_stages(
-    layers: Sequence[Layer],
-    balanced: Sequence[int],
-    micro_batches: int,
-    *,
-    frozen: frozenset[str],
-    recomputed: bool,
+    layers: Sequence[Layer], balanced: Sequence[int], micro_batches: int, *, frozen: frozenset[str], recomputed: bool
 ) -> tuple[tuple[int, ...], str]:
     """`--pp-partition auto`: the bounds with the fastest step by FLOPs, and a line that says what they gain.
 

@@ -21,13 +21,7 @@ from ds_vit.data.settings import PIXEL_FLAGS
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.zoo import create_model
 from ds_vit.weights.export import TOLERANCE, export, formats
-from ds_vit.weights.files import (
-    add_weights_arguments,
-    class_names,
-    names_as_metadata,
-    open_prefixed,
-    weights_line,
-)
+from ds_vit.weights.files import add_weights_arguments, class_names, names_as_metadata, open_prefixed, weights_line
 from ds_vit.weights.initial_checkpoint import InitialCheckpoint, require_tensors
 from ds_vit.weights.source import MODEL_FLAGS, model_spec
 
