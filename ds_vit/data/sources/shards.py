@@ -177,11 +177,9 @@ class ShardSource(PackedSource):
         )
         self.left_out = dict(sum((Counter(index.left_out) for index in indexes), Counter()))
         self._states = [index.state for index in indexes]
-        names_of = [{*index.further} for index in indexes]
-        self._further = {
-            name: np.concatenate([index.further[name] for index in indexes], axis=1)
-            for name in sorted(set.intersection(*names_of))
-        }
+        further = [index.further for index in indexes]
+        shared = [name for name in further[0] if all(name in of_shard for of_shard in further)]
+        self._further = {name: np.concatenate([of_shard[name] for of_shard in further], axis=1) for name in shared}
         self.entries = ("image", *self._further)
         if texts := [index.captions for index in indexes if index.captions is not None]:
             self.set_captions(Captions.joined(texts))
@@ -418,11 +416,10 @@ def _places(files: Sequence[_File | None]) -> np.ndarray:
 
 def _further(samples: Sequence[dict[str, _File]]) -> dict[str, np.ndarray]:
     """The places of `ShardIndex.further`."""
-    suffixes = dict.fromkeys(suffix for files in samples for suffix in files)
-    named = [(*posixpath.splitext(suffix), suffix) for suffix in suffixes]
+    named = {suffix: posixpath.splitext(suffix) for files in samples for suffix in files}
     return {
         name[1:]: _places([files.get(suffix) for files in samples])
-        for name, extension, suffix in named
+        for suffix, (name, extension) in named.items()
         if extension in listing.IMAGE_EXTENSIONS
     }
 
