@@ -133,13 +133,7 @@ def test_tables_are_those_of_timm_with_the_same_draws():
     variant = plain_dino.Variant(draws=(shift, jitter, rescale))
     expected = [plain_dino.draw(variant, step, size, block) for block in range(2)]
     augmented = RotaryEmbeddingDinoV3(
-        12,
-        100.0,
-        feat_shape=[6, 6],
-        rotate_half=True,
-        shift_coords=shift,
-        jitter_coords=jitter,
-        rescale_coords=rescale,
+        12, 100.0, feat_shape=[6, 6], rotate_half=True, shift_coords=shift, jitter_coords=jitter, rescale_coords=rescale
     )
     for block, (by, times) in enumerate(expected):
         # timm draws shifts [2], logarithms of jitter [2], and one of rescale [1], in this order.

@@ -39,10 +39,7 @@ class HeadSettings(Settings, section="model", scope=WEIGHTS):
         False, "a final norm for the class and register tokens of local crops", needs="local_crops_number"
     )
     initial_head: str = flag(
-        "",
-        "head to start from, ours or a published one (default: that in the initial weights)",
-        FREE,
-        metavar="FILE",
+        "", "head to start from, ours or a published one (default: that in the initial weights)", FREE, metavar="FILE"
     )
 
 

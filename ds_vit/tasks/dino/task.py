@@ -46,12 +46,7 @@ from ds_vit.tasks.dino.loss import (
     koleo,
     sinkhorn,
 )
-from ds_vit.tasks.dino.metrics import (
-    DEVIATION,
-    RANKME,
-    FeatureSpread,
-    collapse_concerns,
-)
+from ds_vit.tasks.dino.metrics import DEVIATION, RANKME, FeatureSpread, collapse_concerns
 from ds_vit.tasks.dino.published import BACKBONE_NAMES, HEAD_NAMES
 from ds_vit.tasks.dino.rope import CoordinateDraws
 from ds_vit.tasks.dino.similarity import SIMILARITIES, SIMILARITY, add_step, centre_similarities
@@ -157,10 +152,7 @@ class SelfDistillation(Task):
         if self.figures[0].summed_up or not self.config.val_split:
             return added
         why = "no weights are marked as the best: the feature deviation of random weights is the largest"
-        return (
-            *added,
-            why + "; --eval-knn 20 or --eval-linear-probe rates features" * bool(self.source.class_names),
-        )
+        return (*added, why + "; --eval-knn 20 or --eval-linear-probe rates features" * bool(self.source.class_names))
 
     # ---- the model -------------------------------------------------------------------------------------------------
 
@@ -290,12 +282,7 @@ class SelfDistillation(Task):
         return dict(zip(self._parts, features, strict=False)), prototypes
 
     def _assign(
-        self,
-        context: StepContext,
-        taught: _Taught,
-        prototypes: Prototypes,
-        counted: _Taught,
-        micro_batches: int = 1,
+        self, context: StepContext, taught: _Taught, prototypes: Prototypes, counted: _Taught, micro_batches: int = 1
     ) -> dict[str, Assignment]:
         """The assignments of class tokens and masked patches of some micro-batches (a collective); `counted` as of
         `Views`."""
