@@ -277,19 +277,11 @@ class WholeMatrices:
             return rank == owner or (segment.place in counted[rank] and segment.place not in places[owner])
 
         # By rank; what travels between two ranks does so in the order of the holder's segments.
-        self._to_give: list[list[Segment]] = [[] for _ in held]
-        self._to_take_back: list[list[Segment]] = [[] for _ in held]
-        for segment in self._own:
-            owner = owners[segment.name]
-            self._to_take_back[owner].append(segment)
-            if travels(segment, self._rank, owner):
-                self._to_give[owner].append(segment)
-        mine = frozenset(self.owned)
-        self._to_give_back = [[segment for segment in segments if segment.name in mine] for segments in held]
-        self._to_take = [
-            [segment for segment in segments if travels(segment, rank, self._rank)]
-            for rank, segments in enumerate(self._to_give_back)
-        ]
+        rank = self._rank
+        self._to_take_back = [[s for s in self._own if owners[s.name] == owner] for owner in range(len(held))]
+        self._to_give = [[s for s in own if travels(s, rank, to)] for to, own in enumerate(self._to_take_back)]
+        self._to_give_back = [[s for s in segments if owners[s.name] == rank] for segments in held]
+        self._to_take = [[s for s in own if travels(s, of, rank)] for of, own in enumerate(self._to_give_back)]
 
     @torch.no_grad()
     def apply_(self, tensors: Sequence[torch.Tensor], work: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -308,11 +300,10 @@ class WholeMatrices:
     def _gather(self, flats: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """The matrices that this rank owns."""
         given = [[s.of(flats[self._number[s.block]]) for s in segments] for segments in self._to_give]
-        slices: dict[str, list[torch.Tensor]] = {}
+        slices, device = {}, self._zero_map.device
         for name in self.owned:
             described = self._slices[name]
-            size = math.prod(described.local_shape)
-            slices[name] = [torch.empty(size, device=self._zero_map.device) for _ in range(described.num_slices)]
+            slices[name] = torch.empty(described.num_slices, math.prod(described.local_shape), device=device)
         for segments, values in zip(self._to_take, self._exchange(given, self._to_take), strict=True):
             for segment, value in zip(segments, values, strict=True):
                 name, number, start, length = segment.place
