@@ -64,21 +64,20 @@ class Ema:
 
         The two are exchanged in place, so no rank holds a further copy, unless the flat weights are not fp32.
         """
-        kept = self._exchange()
+        kept = self._exchange([None] * len(self.tensors))
         try:
             yield
         finally:
             self._exchange(kept)
 
     @torch.no_grad()
-    def _exchange(self, kept: Sequence[torch.Tensor | None] | None = None) -> list[torch.Tensor | None]:
-        """Put the average into the model, or (with what that returned) the weights back."""
+    def _exchange(self, kept: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Put the average into the model, or the weights back, of which `kept` is what that returned."""
         copies: list[torch.Tensor | None] = []
-        for number, (shard, average) in enumerate(zip(self.zero_map.shards, self.tensors, strict=True)):
+        for shard, average, back in zip(self.zero_map.shards, self.tensors, kept, strict=True):
             weights = shard.tensor
             if weights.dtype != average.dtype:  # 16-bit weights cannot hold the average for its way back
                 copies.append(weights.clone())
-                back = kept[number] if kept is not None else None
                 weights.copy_(average if back is None else back)
                 continue
             copies.append(None)
