@@ -44,7 +44,9 @@ def predict_masks(exported: Exported, values: Mapping[str, Any], folder: Path) -
         for made in (mask, overlay):
             made.parent.mkdir(parents=True, exist_ok=True)
         mask_picture(classes, labels.values, labels.colours).save(mask)
-        overlay_picture(decoded(Path(path).read_bytes(), path), classes, labels.colours).save(overlay, quality=90)
+        # The image under the half transparent colours of its classes.
+        photo, colours = decoded(Path(path).read_bytes(), path), Image.fromarray(labels.colours[classes])
+        Image.blend(photo, colours, 0.5).save(overlay, quality=90)
         return mask
 
     return ArrayPredictor(classes, write)
@@ -80,8 +82,3 @@ def mask_picture(classes: np.ndarray, values: np.ndarray, colours: np.ndarray) -
     palette[values] = colours
     picture.putpalette(palette.tobytes())
     return picture
-
-
-def overlay_picture(image: Image.Image, classes: np.ndarray, colours: np.ndarray) -> Image.Image:
-    """An image under the half transparent colours of its classes."""
-    return Image.blend(image, Image.fromarray(colours[classes]), 0.5)
