@@ -363,7 +363,7 @@ def test_weights_of_a_classifier_start_a_segmenter(ranks, folder, tmp_path):
     [
         (["--slide-stride", 17], "must be at most 16"),
         (["--scale-range", 1, 2], "with --no-aug"),
-        (["--img-size", 18], "the nearest is 16"),
+        (["--img-size", 18], "the nearest for --img-size is 16"),
         (["--class-weights", "missing.txt"], "is balanced or a file: missing.txt: No such file"),
         (["--model-kwargs", "patch_drop_rate=0.5"], "leaves patches out"),
     ],
