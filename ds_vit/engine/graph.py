@@ -48,7 +48,7 @@ class StepGraphs:
         flat.releases = False  # a graph writes gradients at the addresses of its capture
         self.say: Callable[[str], object] = lambda line: None
         self._device: torch.device = engine.device
-        self._inputs: dict[tuple[Any, ...], torch.Tensor] = {}
+        self._inputs: dict[tuple[Any, ...], Given] = {}
         self._scalars: dict[str, torch.Tensor] = {}
         self._values: dict[str, float] = {}
         self.reason = ""
@@ -94,14 +94,12 @@ class StepGraphs:
 
     def _filled(self, given: Sequence[Given]) -> Sequence[Given]:
         """Copy the tensors to the addresses that graphs read."""
-        inputs: list[dict[str, torch.Tensor]] = []
+        inputs: list[Given] = []
         for place, part in enumerate(given):
-            inputs.append({})
-            for name, tensor in part.items():
-                key = place, name, tensor.shape, tensor.dtype
-                if key not in self._inputs:
-                    self._inputs[key] = torch.empty_like(tensor)
-                inputs[-1][name] = self._inputs[key]
+            key = place, *[(name, tensor.shape, tensor.dtype) for name, tensor in part.items()]
+            if key not in self._inputs:
+                self._inputs[key] = {name: torch.empty_like(tensor) for name, tensor in part.items()}
+            inputs.append(self._inputs[key])
         torch._foreach_copy_(*([tensor for part in side for tensor in part.values()] for side in (inputs, given)))
         return inputs
 
