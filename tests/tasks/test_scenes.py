@@ -89,7 +89,9 @@ def test_the_page_goes_from_a_folder_to_masks(ranks, tmp_path):
     paths = tmp_path / "predicted" / "masks" / "003.png", tmp_path / "scenes" / "val" / "images" / "003.png"
     with Image.open(paths[0]) as mask, Image.open(paths[1]) as image:
         assert (mask.mode, mask.size) == ("P", image.size)
-    assert (tmp_path / "runs" / "scenes" / "export-timm" / "head.safetensors").is_file()
+    exported = tmp_path / "runs" / "scenes" / "export-timm"
+    assert (exported / "head.safetensors").is_file()
+    assert "pipeline_tag: image-segmentation\n" in (exported / "README.md").read_text()
 
 
 @pytest.mark.slow
