@@ -52,26 +52,20 @@ def test_numpy_keys_equal_python_keys(seed, epoch, indices, repeat):
 
 
 @given(values=st.lists(INT64, min_size=1, max_size=4), last=INT64)
-def test_numpy_mixing_equals_python_mixing(values, last):
-    """Would catch a lost sign, and an array of values that is not mixed one by one."""
-    key, expected = np.array([randomness.mix(*values)]), randomness.mix(*values, last)
-    assert randomness.mix_array(key, last).item() == expected
-    assert randomness.mix_array(key[:, None], np.array([0, last])).tolist() == [[randomness.mix(*values, 0), expected]]
+def test_mixing_of_arrays_and_tensors_equals_python_mixing(values, last):
+    """Would catch a lost sign, an arithmetic shift (torch's), and an array of values that is not mixed one by one."""
+    key, expected = randomness.mix(*values), randomness.mix(*values, last)
+    both = [[randomness.mix(*values, 0), expected]]
+    assert randomness.mix_array(np.array([key]), last).item() == expected
+    assert randomness.mix_array(np.array([[key]]), np.array([0, last])).tolist() == both
+    assert randomness.mix_tensor(torch.tensor([key]), last).item() == expected
+    assert randomness.mix_tensor(torch.tensor([[key]]), torch.tensor([0, last])).tolist() == both
 
 
 def test_sample_keys_take_a_repeat_for_each_sample():
     """Would catch the repeats of repeated augmentation being dropped or broadcast the wrong way."""
     keys = randomness.sample_keys(1, 2, [5, 5, 6], np.array([0, 1, 1]))
     assert keys.tolist() == [randomness.mix(1, 2, 5, 0), randomness.mix(1, 2, 5, 1), randomness.mix(1, 2, 6, 1)]
-
-
-@given(values=st.lists(INT64, min_size=1, max_size=4), last=INT64)
-def test_torch_mixing_equals_python_mixing(values, last):
-    """Would catch an arithmetic shift (torch's) in place of a logical one, or a lost sign."""
-    key = torch.tensor([randomness.mix(*values)])
-    expected = randomness.mix(*values, last)
-    assert randomness.mix_tensor(key, last).item() == expected
-    assert randomness.mix_tensor(key, torch.tensor([last])).item() == expected
 
 
 @given(key=INT64, place=st.integers(0, 5))
