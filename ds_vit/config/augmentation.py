@@ -70,7 +70,10 @@ class AugmentConfig(Settings, section="augmentation", scope=IDENTITY, idle_if="n
     """Augmentation of a single training image; each field means the same as timm's flag."""
 
     decode: Literal["exact", "fast"] = flag(
-        "exact", "decode as Pillow does, or within two grey levels", section="data", idle_if=_WHOLE_IMAGES
+        "exact",
+        "decode as Pillow does, or within two grey levels",
+        section="data",
+        idle_if=_WHOLE_IMAGES,
     )
     augment_on: Literal["cpu", "device"] = flag(
         "cpu",

@@ -253,7 +253,12 @@ def resume_command(folder: Path, process: Process) -> str:
 
 
 def show_start(
-    run: Run, folder: RunFolder, device: torch.device, flops: Flops | None, console: Console | None, more: Rows = ()
+    run: Run,
+    folder: RunFolder,
+    device: torch.device,
+    flops: Flops | None,
+    console: Console | None,
+    more: Rows = (),
 ) -> list[str]:
     """Write the settings files and show the run (a collective).
 
@@ -395,7 +400,11 @@ def summarise(
 
 
 def end_rows(
-    run: Run, summary: dict[str, Any], folder: Path, loss: float | None = None, unwritten: Collection[str] = ()
+    run: Run,
+    summary: dict[str, Any],
+    folder: Path,
+    loss: float | None = None,
+    unwritten: Collection[str] = (),
 ) -> Rows:
     """The table of the end: top-1 or else the training loss, images/s, the files except `unwritten`."""
     rows: list[tuple[str, str]] = []
@@ -435,7 +444,13 @@ def end_rows(
     return rows
 
 
-def show_end(run: Run, folder: RunFolder, summary: dict[str, Any], reporter: Reporter, stopped: str = "") -> None:
+def show_end(
+    run: Run,
+    folder: RunFolder,
+    summary: dict[str, Any],
+    reporter: Reporter,
+    stopped: str = "",
+) -> None:
     """Write summary.json and report.html, as far as the disk takes them, and show the end, on rank 0.
 
     Args:

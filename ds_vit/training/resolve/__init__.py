@@ -42,7 +42,11 @@ MOST_LOG_INTERVAL = 50  # timm's
 
 
 def resolve(
-    config: RunConfig, world: World, sources: tuple[Source, Source | None] | None = None, *, with_weights: bool = True
+    config: RunConfig,
+    world: World,
+    sources: tuple[Source, Source | None] | None = None,
+    *,
+    with_weights: bool = True,
 ) -> Run:
     """Resolve a run; nothing is started or written, and the flags stay as they are.
 

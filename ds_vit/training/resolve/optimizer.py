@@ -27,7 +27,11 @@ DEFAULT_EPOCHS = 300  # timm's
 DEFAULT_WARMUP_EPOCHS = 5  # timm's; at most a tenth of the run
 # Flags next to a scheduler of the JSON: those that it excludes, and those that fill an "auto" of its parameters.
 _EXCLUDED = ("sched", "min_lr", "wsd_decay_fraction")
-_FILLS = {"warmup_steps": "warmup_num_steps", "warmup_epochs": "warmup_num_steps", "warmup_lr": "warmup_min_lr"}
+_FILLS = {
+    "warmup_steps": "warmup_num_steps",
+    "warmup_epochs": "warmup_num_steps",
+    "warmup_lr": "warmup_min_lr",
+}
 
 
 def resolve_update(
