@@ -126,7 +126,7 @@ def test_memory_grows_linearly(task, dp):
 
 # ---- runs -------------------------------------------------------------------------------------------------
 
-GLOBAL_BATCH, STEPS, RTOL = 48, 10, 1e-5
+GLOBAL_BATCH, STEPS, RTOL = 48, 8, 1e-5
 WORDS = [
     *("--dataset", "glyphs", "--model", "vit_tiny_patch16_224", "--img-size", 16, "--workers", 0, "--val-split", ""),
     *("--model-kwargs", "patch_size=8", "embed_dim=24", "depth=2", "num_heads=2", "--drop-path", 0.2),
@@ -271,7 +271,7 @@ def plain(tmp_path_factory):
     [
         *(("clip", 0.001, (2, 2, 4)), ("siglip", 0.001, (2, 2, 4))),
         *(("clip", 0.001, layout) for layout in ((2, 2, 4, *LAYER_DECAY), (2, 1, 4, *LAYER_DECAY, "--pp", 2))),
-        *(("clip", 0.4, layout) for layout in ((2, 2, 4), (2, 0, 4), (2, 1, 1), (2, 3, 4), (2, 1, 4, "--pp", 2))),
+        *(("clip", 0.6, layout) for layout in ((2, 2, 4), (2, 0, 4), (2, 1, 1), (2, 3, 4), (2, 1, 4, "--pp", 2))),
     ],
     ids=str,
 )
