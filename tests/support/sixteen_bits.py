@@ -257,17 +257,16 @@ def train_on_rank(
     Returns:
         Of each seed the losses, and this rank's segments of the first step's change and of the weights in the end.
     """
-    from unittest import mock
-
     from runs import pretend_fp16
 
     from ds_vit.config import parser as flags
     from ds_vit.engine.start import quiet_deepspeed
     from ds_vit.launching.process import discover
+    from ds_vit.models.layers import tower_names
     from ds_vit.parallel.groups import build_groups
     from ds_vit.training.build_engine import build_engine
     from ds_vit.training.resolve import resolve
-    from ds_vit.training.run import Model, World
+    from ds_vit.training.run import World
 
     quiet_deepspeed(False)
     results = []
@@ -276,8 +275,8 @@ def train_on_rank(
         run = resolve(config, World(discover(), on_cpu=True))
         groups = build_groups(run.layout)
         for given, of_seed in zip(map(Given, values), batches, strict=True):
-            with mock.patch.object(Model, "weights_of", lambda model, tower, given=given: given):
-                engine = build_engine(run, torch.device("cpu"), groups)
+            model = dataclasses.replace(run.model, towers=dict.fromkeys(tower_names(run.model.whole), given))
+            engine = build_engine(dataclasses.replace(run, model=model), torch.device("cpu"), groups)
             weights, losses = [_held_by(engine)], []
             for step, batch in enumerate(of_seed, start=1):
                 task, horizon = run.model.task, run.schedule.horizon
