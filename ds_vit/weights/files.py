@@ -59,6 +59,13 @@ def read_torch(path: Path) -> dict[str, Any]:
         return load_state_dict(str(path))  # written by torch < 1.6
 
 
+def _newest_of_deepspeed(path: Path, states: Sequence[Path]) -> Path:
+    """The checkpoint that DeepSpeed's file `latest` names, else the one written last."""
+    with contextlib.suppress(OSError):
+        return path / (path / "latest").read_text().strip()
+    return max(states, key=lambda file: file.stat().st_mtime).parent
+
+
 def _file_of(path: Path) -> Path:
     """The file to open for a path; UserError if there is none."""
     if path.is_dir():
@@ -68,7 +75,7 @@ def _file_of(path: Path) -> Path:
         if found := [file for file in (*ours, *theirs) if file and file.is_file()]:
             return found[0]
         if states := [*path.glob("*_states.pt"), *path.glob("*/*_states.pt")]:
-            step = max(states, key=lambda file: file.stat().st_mtime).parent  # of the last step
+            step = path if states[0].parent == path else _newest_of_deepspeed(path, states)
             raise UserError(
                 f"initial checkpoint {path} is one of DeepSpeed's own, which are pickles; if you trust it, run python "
                 f"{step.parent}/zero_to_fp32.py {step.parent} weights -t {step.name} --safe_serialization and give the "
