@@ -99,7 +99,7 @@ def commit(parent: Path, step: int, entries: Sequence[FileEntry], texts: Mapping
 
 def remove_leftovers(parent: Path) -> list[str]:
     """Remove the unfinished checkpoints that killed runs left; returns their names."""
-    names = sorted(path.name for path in parent.glob(".step-*") if _LEFTOVER.fullmatch(path.name))
+    names = [path.name for path in _list(parent) if _LEFTOVER.fullmatch(path.name)]
     for name in names:
         remove(parent / name)
     with contextlib.suppress(OSError):  # the first save reports a folder that cannot be written to
@@ -108,13 +108,17 @@ def remove_leftovers(parent: Path) -> list[str]:
     return names
 
 
+def _list(parent: Path) -> list[Path]:
+    return sorted(parent.iterdir()) if parent.is_dir() else []
+
+
 def checkpoints(parent: Path) -> list[Path]:
     """The complete checkpoints in a folder, in the order in which a resume tries them.
 
     First the one that `latest` names, then those before it, the newest first. Those of later steps come last: they
     were abandoned when a run resumed from an earlier checkpoint.
     """
-    folders = [path for path in parent.glob("step-*") if path.is_dir()]
+    folders = [path for path in _list(parent) if path.is_dir()]
     by_step = {step: path for path in folders if (step := step_of(path.name)) is not None}
     latest = step_of(marked(parent, "latest") or "")
     last = math.inf if latest is None or latest not in by_step else latest
