@@ -13,15 +13,15 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import itertools
+import json
 import os
-import pickle
 import re
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -90,6 +90,16 @@ class Heartbeat:
     host: str = ""
     place: Place = field(default_factory=Place)
     error: str = ""
+
+    def pack(self) -> str:
+        """JSON for the store."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def unpack(cls, text: str | bytes) -> Heartbeat:
+        """The counterpart of `pack`."""
+        values = json.loads(text)
+        return cls(**{**values, "place": Place(**values["place"])})
 
 
 @dataclass(frozen=True)
@@ -305,9 +315,9 @@ class Watchdog:
                 self._send()
                 failure = self._read_heartbeats()
                 if found := self._stalled or failure:
-                    self._store.compare_set("shutdown", "", pickle.dumps(found))
+                    self._store.compare_set("shutdown", "", json.dumps(asdict(found)))
                 if self._state != "raised" and self._store.check(["shutdown"]):
-                    self._shut_down(pickle.loads(self._store.get("shutdown")))
+                    self._shut_down(Shutdown(**json.loads(self._store.get("shutdown"))))
             except RuntimeError:  # the store's errors: rank 0 or the way to it is gone
                 if self._state != "runs":
                     return
@@ -322,7 +332,7 @@ class Watchdog:
     def _send(self) -> None:
         self._number += 1
         heartbeat = Heartbeat(self._number, self._state, self._host, self._place, self._error)
-        self._store.set(f"rank/{self.rank}", pickle.dumps(heartbeat))
+        self._store.set(f"rank/{self.rank}", heartbeat.pack())
 
     def _read_heartbeats(self) -> Shutdown | None:
         """On rank 0, read all heartbeats and find a failure."""
@@ -331,8 +341,8 @@ class Watchdog:
         last = self._heartbeats.last
         known = [r for r in range(self.world_size) if r in last or self._store.check([f"rank/{r}"])]
         now = time.monotonic()
-        for rank, packed in zip(known, self._store.multi_get([f"rank/{r}" for r in known]), strict=True):
-            self._heartbeats.record(rank, pickle.loads(packed), now)
+        for rank, text in zip(known, self._store.multi_get([f"rank/{r}" for r in known]), strict=True):
+            self._heartbeats.record(rank, Heartbeat.unpack(text), now)
         return self._heartbeats.find_failure(now)
 
     def _leave(self, seconds: float) -> None:
@@ -345,8 +355,8 @@ class Watchdog:
         with contextlib.suppress(RuntimeError):
             self._send()
             while self.rank == 0 and time.monotonic() < deadline and not self._stopped.is_set():
-                packed = self._store.multi_get(keys) if self._store.check(keys) else None
-                if packed and all(heartbeat.state != "runs" for heartbeat in map(pickle.loads, packed)):
+                texts = self._store.multi_get(keys) if self._store.check(keys) else None
+                if texts and all(Heartbeat.unpack(text).state != "runs" for text in texts):
                     return
                 if self._state == "raised" and self._store.check(["shutdown"]):
                     self._stopped.wait(2 * self._period)  # the others read it before the store goes with this process

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import pickle
 import re
 import signal
 import threading
@@ -198,7 +197,7 @@ def test_no_rank_ends_before_all_have_read_the_decision(monkeypatch):
     monkeypatch.setattr(watchdog, "_run_number", itertools.repeat(0))
     store, codes = dist.HashStore(), []
     with Watchdog(2.0, world_size=2, store=store, end=codes.append) as watched:
-        store.set("ds_vit/watchdog/0/rank/1", pickle.dumps(Heartbeat(state="left")))
+        store.set("ds_vit/watchdog/0/rank/1", Heartbeat(state="left").pack())
         thread = threading.Thread(target=watched._shut_down, args=(watchdog.Shutdown(exit_codes.STALLED, "stall"),))
         thread.start()
         thread.join(3.2)
@@ -277,11 +276,11 @@ def exits(told: str) -> dict[int, int]:
 def test_the_first_rank_reads_the_last_heartbeats_at_once():
     # Catches: a rank 0 that reads them with the other heartbeats, up to two seconds after they were sent.
     watchdog = Watchdog(60, rank=0, world_size=2, store=dist.HashStore())
-    watchdog._store.set("rank/1", pickle.dumps(Heartbeat(9, "left", "h", Place())))
+    watchdog._store.set("rank/1", Heartbeat(9, "left", "h", Place()).pack())
     watchdog._state = "left"
     with mock.patch.object(watchdog._stopped, "wait", side_effect=AssertionError("rank 0 waits")):
         watchdog._leave(60)
-        watchdog._store.set("rank/1", pickle.dumps(Heartbeat(9, "runs", "h", Place())))
+        watchdog._store.set("rank/1", Heartbeat(9, "runs", "h", Place()).pack())
         with pytest.raises(AssertionError, match="rank 0 waits"):
             watchdog._leave(60)
 
