@@ -5,7 +5,7 @@ What is said of a single key is in `deepspeed_verdicts.py`.
 
 from __future__ import annotations
 
-import pkgutil
+import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -81,9 +81,10 @@ def check_pipeline(json: DeepSpeedJson, path: str, pp: int) -> None:
         return
     if json.zero_stage > 1:
         raise UserError(f"{path}: ZeRO stage {json.zero_stage} does not work with --pp {pp}; use stage 1, or --pp 1")
-    if json.wall_clock_breakdown or json.flops_profiler.enabled:
-        key = "wall_clock_breakdown" if json.wall_clock_breakdown else "flops_profiler"
-        raise UserError(f'{path}: "{key}" crashes DeepSpeed 0.19.8 with --pp {pp}; delete it')
+    crashing = {"wall_clock_breakdown": json.wall_clock_breakdown, "flops_profiler": json.flops_profiler.enabled}
+    for key, is_on in crashing.items():
+        if is_on:
+            raise UserError(f'{path}: "{key}" crashes DeepSpeed 0.19.8 with --pp {pp}; delete it')
 
 
 def check_grad_norm(json: DeepSpeedJson, path: str, *, clip: float) -> None:
@@ -147,8 +148,9 @@ def check_types(json: DeepSpeedJson, selected: Precision, path: str) -> None:
                 f'{stage}; delete it, or enable "bf16" or "fp16"'
             )
     for name in json.torch_autocast.lower_precision_safe_modules:
+        package, _, cls = name.rpartition(".")
         try:
-            pkgutil.resolve_name(name)
+            getattr(importlib.import_module(package), cls)
         except (ImportError, AttributeError, ValueError):
             where = f"{path}: torch_autocast.lower_precision_safe_modules"
             raise UserError(f'{where}: there is no {name!r}; write a class such as "torch.nn.Linear"') from None
