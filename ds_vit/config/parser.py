@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import json
 import math
 import re
 import sys
@@ -493,5 +492,10 @@ def from_values(
 
 def to_yaml(values: Mapping[str, Any]) -> str:
     """A recipe with these values."""
-    plain = json.loads(json.dumps(values))  # which has no tuples
-    return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, (tuple, list)):
+            return [plain(item) for item in value]
+        return dict(value) if isinstance(value, Mapping) else value
+
+    return yaml.safe_dump({name: plain(value) for name, value in values.items()}, sort_keys=False, allow_unicode=True)

@@ -247,6 +247,7 @@ def test_values_are_those_that_deepspeed_reads(block, expected):
         ({"data_types": {"param_dtype": "bf16"}}, "param_dtype 'bf16' must be the model's type, float32"),
         ({"data_types": {"grad_accum_dtype": "bf16"}}, "must be the model's type, float32, at ZeRO stage 0"),
         ({"torch_autocast": {"lower_precision_safe_modules": ["no.such.Module"]}}, "there is no 'no.such.Module'"),
+        ({"torch_autocast": {"lower_precision_safe_modules": ["torch"]}}, "there is no 'torch'"),
         ({"fp16": {"enabled": True}, "zero_optimization": {"stage": 1}}, "fp16 needs a GPU"),
         ({"bf16": {"enabled": True}, "torch_autocast": {"enabled": True}}, "enabled at once; keep one"),
         ({"torch_autocast": {"enabled": True, "dtype": "float64"}}, "'float64' is not a 16-bit type"),

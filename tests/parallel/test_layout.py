@@ -1,6 +1,8 @@
 """Rank arithmetic, the launchers' environments, and the shared output folder."""
 
 import re
+from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -121,6 +123,11 @@ def test_folder_of_another_run(tmp_path):
         check_folder(str(tmp_path / "metrics.jsonl" / "x"))
     with pytest.raises(ValueError, match="not UTF-8, and TensorBoard writes to no such folder; rename it"):
         check_folder(str(tmp_path / "r\udce9"))
+    (tmp_path / "summary.json").unlink()
+    (tmp_path / "checkpoints").mkdir()
+    unreadable = mock.patch.object(Path, "iterdir", side_effect=PermissionError(13, "Permission denied"))
+    with unreadable, pytest.raises(ValueError, match="Permission denied"):
+        check_folder(str(tmp_path), resumes=True)
 
 
 def shared(folders):
