@@ -136,11 +136,20 @@ def train_on(
     model.load_state_dict(load_file(str(weights)))
     for parameter_name, parameter in model.named_parameters():
         parameter.requires_grad_(not parameter_name.startswith(tuple(frozen)))
-    optimizer = make(kind, model, **changes)
+    return train_model(model, make(kind, model, **changes), batches)
+
+
+def train_model(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    criterion: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.nn.functional.cross_entropy,
+) -> Curve:
+    """Train a model in fp32 on batches of images and targets, one a step, with `clip_grad_norm_`."""
     ema = ModelEmaV3(model, decay=EMA_DECAY)
     rows: list[dict[str, Any]] = []
     for step, (images, labels) in enumerate(batches, start=1):
-        loss = torch.nn.functional.cross_entropy(model(images), labels)
+        loss = criterion(model(images), labels)
         optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)

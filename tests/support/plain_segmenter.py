@@ -7,6 +7,7 @@ import timm
 import torch
 import torch.nn.functional as F
 from PIL import Image
+from timm.layers import LayerNorm2d
 from torch import nn
 
 CLASSES, SIDE = 5, 16
@@ -42,49 +43,29 @@ def read_split(folder, split, skip=None):
     return [Image.open(path) for path in paths], [np.where(mask == 255, -1, mask) for mask in masks]
 
 
-class Plain(nn.Module):
-    """timm's ViT and a head: images [B, 3, SIDE, SIDE] → logits of each pixel."""
-
-    def __init__(self, head="linear"):
-        super().__init__()
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            self.vit = timm.create_model(NAME, img_size=SIDE, num_classes=0, **KWARGS)
-            width = KWARGS["embed_dim"]
-            self.seg_head = nn.Linear(width, CLASSES) if head == "linear" else conv_head(width)
-
-    def forward(self, images):
-        logits = on_grid(self.seg_head, self.vit.forward_features(images)[:, 1:])
-        return F.interpolate(logits, (SIDE, SIDE), mode="bilinear")
-
-    def named_values(self):
-        """The parameters by ds_vit's names."""
-        return {name.removeprefix("vit."): value.detach().clone() for name, value in self.named_parameters()}
-
-    def load(self, values):
-        """Take the parameters over."""
-        for name, parameter in self.named_parameters():
-            parameter.data.copy_(values[name.removeprefix("vit.")])
-        return self
+def segmenter(head="linear", name=NAME, img_size=SIDE, **kwargs):
+    """timm's ViT whose head gives the logits of each pixel: images [B, 3, h, w] → [B, CLASSES, h, w]."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = timm.create_model(name, img_size=img_size, num_classes=0, **{**KWARGS, **kwargs})
+        model.seg_head = nn.Linear(model.embed_dim, CLASSES) if head == "linear" else conv_head(model.embed_dim)
+    model.forward_head = lambda tokens: F.interpolate(on_grid(model, tokens)[0], img_size, mode="bilinear")
+    return model
 
 
-def on_grid(head, tokens, grid=(SIDE // 4, SIDE // 4)):
-    """Logits of patch tokens."""
-    if isinstance(head, nn.Linear):
-        return head(tokens).transpose(1, 2).unflatten(2, grid)
-    return head(tokens.transpose(1, 2).unflatten(2, grid))
+def on_grid(model, tokens):
+    """The logits of the patches on their grid, and their normed tokens."""
+    patches, grid = model.fc_norm(tokens[:, model.num_prefix_tokens :]), model.patch_embed.grid_size
+    if isinstance(model.seg_head, nn.Linear):
+        return model.seg_head(patches).transpose(1, 2).unflatten(2, grid), patches
+    return model.seg_head(patches.transpose(1, 2).unflatten(2, grid)), patches
 
 
 def conv_head(width):
     """The paper's two transposed convolutions, normed over channels."""
-
-    class Norm(nn.LayerNorm):
-        def forward(self, x):
-            return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
-
     layers = []
     for inputs in (width, 256):
-        layers += [nn.ConvTranspose2d(inputs, 256, 2, 2), Norm(256, eps=1e-6), nn.GELU()]
+        layers += [nn.ConvTranspose2d(inputs, 256, 2, 2), LayerNorm2d(256), nn.GELU()]
     return nn.Sequential(*layers, nn.Conv2d(256, CLASSES, 1))
 
 
@@ -110,7 +91,9 @@ def classes_of(model, image, window=(SIDE, SIDE), stride=None):
     return F.interpolate(scores / times, size, mode="bilinear").argmax(1)[0].numpy()
 
 
-def known(masks, predicted):
-    """Of all pixels that count: their classes, and those that were predicted."""
+def rated(model, folder, window=(SIDE, SIDE), stride=None, skip=None):
+    """The classes and the predicted classes of all pixels of evaluation that count, and those of each image."""
+    images, masks = read_split(folder, "val", skip)
+    predicted = [classes_of(model, image, window, stride) for image in images]
     pairs = [np.stack([mask, of])[:, mask >= 0] for mask, of in zip(masks, predicted, strict=True)]
-    return np.concatenate(pairs, axis=1)
+    return np.concatenate(pairs, axis=1), predicted

@@ -2,37 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
+from functools import partial
 from typing import NamedTuple
 from unittest import mock
 
 import numpy as np
 import oracle
 import pytest
-import timm
 import torch
 from curves import assert_same_curve, read_rows, train_main
 from PIL import Image
-from plain_segmenter import (
-    CLASSES,
-    KWARGS,
-    NAME,
-    SIDE,
-    Plain,
-    blocks,
-    classes_of,
-    conv_head,
-    known,
-    on_grid,
-    read_split,
-    write_split,
-)
+from plain_segmenter import CLASSES, KWARGS, NAME, SIDE, blocks, on_grid, rated, read_split, segmenter, write_split
 from project import write_config
-from runs import KINDS, refusal, resolved
+from runs import KINDS
 from safetensors.torch import load_file
 from sklearn.metrics import jaccard_score
 from sklearn.utils.class_weight import compute_class_weight
-from timm.optim import param_groups_weight_decay
 from torch import nn
 
 from ds_vit.data.sources.masks import default_palette
@@ -45,16 +30,14 @@ from ds_vit.models.zoo import ModelSpec
 from ds_vit.tasks.segmentation.task import balanced_weights, read_class_weights
 from ds_vit.tasks.segmentation.towers import create_segmenter
 
-STEPS, STOP, CLIP, RTOL = 4, 2, 0.1, 1e-5
+STEPS, STOP, RTOL = 4, 2, 1e-5
 WIDE = (SIDE, 28)  # of an image of evaluation
-SGD = {"lr": 0.5, "momentum": 0.9, "weight_decay": 0.05}
 WORDS = [
     *("--task", "segmentation", "--model", NAME, "--img-size", SIDE, *oracle.kwargs_words(KWARGS), "--workers", 0),
     *("--no-aug", "--mean", 0.5, 0.5, 0.5, "--std", 0.5, 0.5, 0.5, "--sched", "constant", "--warmup-epochs", 0),
     *("--log-interval", 1, "--num-classes", CLASSES),
 ]
-BLOCKS = {"optimizer": {"type": "SGD", "params": SGD}, "gradient_clipping": CLIP}
-NOT_DECAYED = ("vit.pos_embed", "vit.cls_token")
+BLOCKS = {"optimizer": oracle.BLOCKS["sgd"], "gradient_clipping": oracle.CLIP}
 WEIGHTS = (0.5, 3.0, 1.0, 0.0, 2.0)
 
 
@@ -81,24 +64,16 @@ class Curve(NamedTuple):
 
 def plainly(folder, head="linear", weights=None, frozen=False):
     """Train on all images in each step, in one process."""
-    model = Plain(head).load(load_file(str(folder / f"{head}.safetensors")))
-    images, masks = tensors_of(folder, "train")
+    model = segmenter(head)
+    model.load_state_dict(load_file(folder / f"{head}.safetensors"))
+    model.requires_grad_(not frozen).seg_head.requires_grad_()
     criterion = nn.CrossEntropyLoss(None if weights is None else torch.tensor(weights), ignore_index=-1)
-    model.vit.requires_grad_(not frozen)
-    groups = param_groups_weight_decay(model, SGD["weight_decay"], no_weight_decay_list=NOT_DECAYED)
-    optimizer, rows = torch.optim.SGD(groups, **SGD), []
-    for step in range(1, STEPS + 1):
-        optimizer.zero_grad()
-        loss = criterion(model(images), masks)
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-        rows.append({"kind": "train", "step": step, "loss": loss.item(), "grad_norm": norm.item()})
-    assert min(row["grad_norm"] for row in rows) > 1.5 * CLIP, "clipping does nothing: a wrong factor would not show"
-    images, masks = read_split(folder, "val")
-    predicted = [classes_of(model, image) for image in images]
-    miou = 100 * jaccard_score(*known(masks, predicted), average="macro")
-    return Curve(rows, model.named_values(), miou, predicted)
+    batches = [tensors_of(folder, "train")] * STEPS
+    rows = oracle.train_model(model, oracle.timm_optimizer("sgd", model), batches, criterion).rows
+    assert min(row["grad_norm"] for row in rows) > 1.5 * oracle.CLIP, "a wrong factor on the gradient would not show"
+    pairs, predicted = rated(model, folder)
+    miou = 100 * jaccard_score(*pairs, average="macro")
+    return Curve(rows, model.state_dict(), miou, predicted)
 
 
 @pytest.fixture(scope="module")
@@ -110,35 +85,25 @@ def folder(tmp_path_factory):
     write_split(made, "val", masks_of(7, lambda index: index / 10, 1, WIDE))
     generator = torch.Generator().manual_seed(1)
     for head in ("linear", "conv"):
-        values = Plain(head).named_values()
+        values = segmenter(head).state_dict()
         values = {name: at + 0.05 * torch.randn(at.shape, generator=generator) for name, at in values.items()}
         oracle.save_file(values, str(made / f"{head}.safetensors"))
     (made / "weights.txt").write_text(" ".join(map(str, WEIGHTS)))
     return made
 
 
-@pytest.fixture(scope="module")
-def one_of_six(tmp_path_factory, folder):
-    """Six images, of which one pixel of one image counts: most micro-batches and ranks have none."""
-    made = tmp_path_factory.mktemp("few")
-    write_split(made, "train", masks_of(6, lambda index: 1.0 - (index == 2) / SIDE**2, 0))
-    write_split(made, "val", masks_of(3, lambda index: 0.0, 1, WIDE))
-    (made / "linear.safetensors").write_bytes((folder / "linear.safetensors").read_bytes())
-    return made
+@pytest.fixture(params=[1])
+def six(request, tmp_path, folder):
+    """Six images, of which so many pixels of one image count: most micro-batches and ranks have none."""
+    write_split(tmp_path, "train", masks_of(6, lambda index: 1.0 - request.param * (index == 2) / SIDE**2, 0))
+    write_split(tmp_path, "val", masks_of(3, lambda index: 0.0, 1, WIDE))
+    (tmp_path / "linear.safetensors").write_bytes((folder / "linear.safetensors").read_bytes())
+    return tmp_path
 
 
 def per_rank(context, own):
     """A planted error: each rank's own mean."""
     return own * torch.distributed.get_world_size(context.groups.dp)
-
-
-def per_micro_batch(self, context, collected):
-    """A planted error: each micro-batch's own mean."""
-    from ds_vit.tasks.segmentation import task
-    from ds_vit.tasks.task import Coupled
-
-    totals = [task._sum_over(context, found["weight"]) * len(collected) for found in collected]
-    return Coupled(None, [{"total": total} for total in totals])
 
 
 def counted(self, masks):
@@ -148,17 +113,14 @@ def counted(self, masks):
 
 BREAKAGES = {
     "a mean of each rank": ("_sum_over", per_rank),
-    "a mean of each micro-batch": ("Segmentation.couple", per_micro_batch),
     "ignored pixels count": ("Segmentation._weight", counted),
 }
 
 
-def train_on_rank(argv, breakage=None):
-    """On a rank: the exit code of a run."""
-    with contextlib.ExitStack() as stack:
-        if breakage is not None:
-            name, function = BREAKAGES[breakage]
-            stack.enter_context(mock.patch(f"ds_vit.tasks.segmentation.task.{name}", function))
+def train_broken(breakage, argv):
+    """On a rank: the exit code of a run with a planted error."""
+    name, function = BREAKAGES[breakage]
+    with mock.patch(f"ds_vit.tasks.segmentation.task.{name}", function):
         return train_main(argv)
 
 
@@ -182,33 +144,25 @@ def words_of(folder, output, case, *words, images=24):
     return [str(word) for word in [*argv, "--initial-checkpoint", folder / "linear.safetensors", *words]]
 
 
-def train(ranks, folder, output, case, *words, breakage=None, **more):
-    """Our run in a layout."""
+def train(ranks, folder, output, case, *words, main=train_main, **more):
+    """What our run in a layout writes."""
     world, argv = case.pp * case.dp * case.tp, words_of(folder, output, case, *words, **more)
-    assert ranks.run(world, train_on_rank, argv, breakage, timeout=300) == [0] * world
-    return result(output)
-
-
-def result(output):
-    """What a run wrote."""
+    assert ranks.run(world, main, argv, timeout=300) == [0] * world
     rows = read_rows(output)
-    weights = load_file(str(output / "model.safetensors")) | load_file(str(output / "seg_head.safetensors"))
+    weights = load_file(output / "model.safetensors") | load_file(output / "seg_head.safetensors")
     return Curve(rows, weights, [row for row in rows if row["kind"] == "eval"][-1]["miou"])
 
 
 def shown(output):
     """The classes of all pixels of the masks and of the predictions in a run's picture, -1 for white."""
-    sheet = np.asarray(Image.open(output / "segmentation.png"))
-    height, width = WIDE  # enlarged to 110 x 192 pixels, in the middle of squares that are 196 apart
-    rows, columns = (np.arange(height) + 0.5) * 110 / height + 45, (np.arange(width) + 0.5) * 192 / width + 4
+    sheet, parts = Image.open(output / "segmentation.png"), ([], [], [])
     colours = np.array([*default_palette(CLASSES), (255,) * 3])
-    classes = [
-        (sheet[(rows + 196 * (at // 6)).astype(int)[:, None], (columns + 196 * (at % 6)).astype(int), None] == colours)
-        .all(-1)
-        .argmax(-1)
-        for at in range(3 * 7)
-    ]
-    return [[np.where(of == CLASSES, -1, of) for of in classes[part::3]] for part in (1, 2)]
+    for at in range(3 * 7):
+        left, top = 4 + 196 * (at % 6), 45 + 196 * (at // 6)  # 110 x 192 pixels in the middle of a square
+        tile = sheet.resize(WIDE[::-1], Image.Resampling.NEAREST, (left, top, left + 192, top + 110))
+        classes = (np.asarray(tile)[..., None, :] == colours).all(-1).argmax(-1)
+        parts[at % 3].append(np.where(classes == CLASSES, -1, classes))
+    return parts[1:]
 
 
 def assert_same(expected, found):
@@ -278,32 +232,24 @@ def test_a_frozen_backbone_and_balanced_weights(ranks, folder, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_mask_that_one_rank_cannot_read_for_the_weights_ends_all(ranks, tmp_path):
+def test_a_mask_that_one_rank_cannot_read_for_the_weights_ends_all(ranks, six):
     """Ranks that wait for the sum of one that has ended."""
-    write_split(tmp_path, "train", masks_of(6, lambda index: 0.0, 0))
-    write_split(tmp_path, "val", masks_of(3, lambda index: 0.0, 1))
-    Image.fromarray(np.full((SIDE, SIDE), 9, dtype=np.uint8)).save(tmp_path / "train" / "masks" / "n.0.png")
-    argv = words_of(
-        tmp_path, tmp_path / "run", Case(dp=3), "--class-weights", "balanced", "--initial-checkpoint", "", images=6
-    )
-    assert ranks.run(3, train_on_rank, argv, timeout=120) == [exit_codes.BAD_INPUT] * 3
+    Image.fromarray(np.full((SIDE, SIDE), 9, dtype=np.uint8)).save(six / "train" / "masks" / "n.0.png")
+    argv = words_of(six, six / "run", Case(dp=3), "--class-weights", "balanced", images=6)
+    assert ranks.run(3, train_main, argv, timeout=120) == [exit_codes.BAD_INPUT] * 3
 
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", [Case(dp=3, stage=2), Case(dp=3, accumulation=2), Case(pp=2, accumulation=3)], ids=str)
-def test_one_pixel_counts(ranks, one_of_six, case, tmp_path):
+def test_one_pixel_counts(ranks, six, case):
     """Ranks and micro-batches without a pixel that counts: no number divided by their own count."""
-    found = train(ranks, one_of_six, tmp_path / "run", case, images=6)
-    assert_same(plainly(one_of_six), found)
+    assert_same(plainly(six), train(ranks, six, six / "run", case, images=6))
 
 
-def test_no_pixel_counts(ranks, folder, tmp_path):
+@pytest.mark.parametrize("six", [0], indirect=True)
+def test_no_pixel_counts(ranks, six):
     """A division by zero: the loss is 0 and only weight decay moves the weights."""
-    made = tmp_path / "none"
-    write_split(made, "train", masks_of(4, lambda index: 1.0, 0))
-    write_split(made, "val", masks_of(2, lambda index: 0.0, 1))
-    words = ["--initial-checkpoint", folder / "linear.safetensors"]
-    found = train(ranks, made, tmp_path / "run", Case(dp=2, accumulation=2), *words, images=4)
+    found = train(ranks, six, six / "run", Case(dp=2, accumulation=3), images=6)
     steps = [row for row in found.rows if row["kind"] == "train"]
     assert [(row["loss"], row["grad_norm"]) for row in steps] == [(0.0, 0.0)] * STEPS
     assert all(tensor.isfinite().all() for tensor in found.weights.values())
@@ -312,7 +258,7 @@ def test_no_pixel_counts(ranks, folder, tmp_path):
 @pytest.mark.parametrize("breakage", BREAKAGES)
 def test_a_wrong_mean_is_seen(ranks, folder, expected, breakage, tmp_path):
     """The curves must be able to part."""
-    found = train(ranks, folder, tmp_path / "run", Case(dp=2, accumulation=2), breakage=breakage)
+    found = train(ranks, folder, tmp_path / "run", Case(dp=2, accumulation=2), main=partial(train_broken, breakage))
     with pytest.raises(AssertionError, match="the curves part"):
         assert_same(expected, found)
 
@@ -321,69 +267,39 @@ def test_a_wrong_mean_is_seen(ranks, folder, expected, breakage, tmp_path):
 
 
 @pytest.mark.parametrize("head", ["linear", "conv"])
-@pytest.mark.parametrize("kind", ["", *KINDS])
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
 def test_layers_compute_what_timm_does(kind, head):
     """A norm that is left out, tokens that are no patches, a grid in the wrong order; windows that mix."""
-    name, kwargs = KINDS.get(kind, (NAME, {}))
+    name, kwargs = KINDS[kind]
     small = {"embed_dim": 24, "depth": 2, "num_heads": 2, "patch_size": 4} | kwargs
-    spec = ModelSpec(name, CLASSES, img_size=(8, 12), model_kwargs=small)
-    whole = create_segmenter(spec, head)
+    whole = create_segmenter(ModelSpec(name, CLASSES, img_size=(8, 12), model_kwargs=small), head)
     layers = take_apart(whole)
     initialise(whole, layers, seed=1, device="cpu")
-    plain = timm.create_model(name, num_classes=0, img_size=(8, 12), dynamic_img_size=False, **small).eval()
-    values = {key: value for layer in layers for key, value in layer.state_dict().items()}
-    plain.load_state_dict({key: value for key, value in values.items() if not key.startswith("seg_head.")})
+    plain = segmenter(head, name, (8, 12), **small).eval()
+    plain.load_state_dict({key: value for layer in layers for key, value in layer.state_dict().items()})
     model, images = SequentialViT(layers).eval(), torch.randn(2, 3, 3, 8, 12)
-    with torch.no_grad():
-        found = model(images, torch.arange(2))
-        tokens = plain.fc_norm(plain.forward_features(images.flatten(0, 1))[:, plain.num_prefix_tokens :])
-        other = nn.Linear(small["embed_dim"], CLASSES) if head == "linear" else conv_head(small["embed_dim"])
-        other.load_state_dict({k.removeprefix("seg_head."): v for k, v in values.items() if "seg_head" in k})
-        wanted = on_grid(other, tokens, (2, 3))
-        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
-        with giving_features(model):
-            torch.testing.assert_close(model(images[:, 0], torch.arange(2)), tokens.mean(1)[::3])
+    logits, patches = on_grid(plain, plain.forward_features(images.flatten(0, 1)))
+    torch.testing.assert_close(model(images, torch.arange(2)), logits, rtol=1e-4, atol=1e-5)
+    with giving_features(model):
+        torch.testing.assert_close(model(images[:, 0], torch.arange(2)), patches.mean(1)[::3])
 
 
-def test_weights_of_a_classifier_start_a_segmenter(ranks, folder, tmp_path):
-    """A classifier that is in the way; a head that is not drawn."""
-    oracle.write_weights(tmp_path / "classifier.safetensors", img_size=SIDE, num_classes=10, **KWARGS)
-    argv = [*WORDS, "--data-dir", folder, "--initial-checkpoint", tmp_path / "classifier.safetensors"]
-    found = resolved(
-        [*argv, "--deepspeed_config", write_config(tmp_path / "1.json", **BLOCKS), "-b", 8, "--max-steps", 1]
-    )
-    assert found.model.initial_checkpoint.newly_initialised == ("seg_head.bias", "seg_head.weight")
+def test_a_model_that_drops_patches_is_refused():
+    """Pixels without logits."""
+    with pytest.raises(UserError, match="leaves patches out"):
+        create_segmenter(ModelSpec(NAME, CLASSES, model_kwargs={"patch_drop_rate": 0.5}), "linear")
 
 
 # ---- flags -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--slide-stride", 17], "must be at most 16"),
-        (["--scale-range", 1, 2], "with --no-aug"),
-        (["--img-size", 18], "the nearest for --img-size is 16"),
-        (["--class-weights", "missing.txt"], "is balanced or a file: missing.txt: No such file"),
-        (["--model-kwargs", "patch_drop_rate=0.5"], "leaves patches out"),
-    ],
-)
-def test_what_cannot_be_is_refused(capsys, folder, words, message, tmp_path):
-    """A flag that would be ignored silently."""
-    config = write_config(tmp_path / "1.json", **BLOCKS)
-    argv = [*WORDS, "--data-dir", folder, "--deepspeed_config", config, "--output", tmp_path / "run", "-b", 8, *words]
-    assert message in refusal(capsys, argv)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [("1 2", "3 numbers .* has 2"), ("1,2,-1", "1, 2, -1"), ("1,2,nan", "of at least 0"), ("x y z", "x, y, z")],
-)
-def test_class_weights_that_are_none(text, message, tmp_path):
+@pytest.mark.parametrize("text", ["1 2", "1,2,-1", "1,2,nan", "x y z"])
+def test_class_weights_that_are_none(text, tmp_path):
     """Numbers that would make a loss of another sign, or none."""
     path = tmp_path / "weights.txt"
     path.write_text(text)
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=r"must have 3 numbers of at least 0, one for each class; it has . words: "):
         read_class_weights(str(path), 3)
 
 
@@ -395,10 +311,7 @@ def test_a_class_without_pixels_is_balanced_too():
 @pytest.mark.slow
 def test_a_run_resumed_in_another_layout_keeps_the_curve(ranks, folder, expected, tmp_path):
     """State that a layout does not hand on."""
-    output = tmp_path / "run"
     words = ["--checkpoint-interval", STOP, "--max-steps", STOP, "--epochs", STEPS]
-    train(ranks, folder, output, Case(dp=2, stage=3, accumulation=4), *words)
-    words = ["--recipe", output / "config.yaml", "--resume", "auto", "--output", output, "--max-steps", STEPS]
-    words += ["--deepspeed_config", write_config(tmp_path / "then.json", 1, **BLOCKS), "--pp", 2]
-    assert ranks.run(2, train_main, [str(word) for word in words], timeout=300) == [0, 0]
-    assert_same(expected, result(output))
+    train(ranks, folder, tmp_path / "run", Case(dp=2, stage=3, accumulation=4), *words)
+    words = ["--resume", "auto", "--epochs", STEPS]
+    assert_same(expected, train(ranks, folder, tmp_path / "run", Case(pp=2), *words))
