@@ -22,12 +22,12 @@ from ds_vit.data.masks import MaskField, ScaleCrop, SceneImages, crop_mask
 from ds_vit.data.sampler import Share
 from ds_vit.data.settings import ImageConfig
 from ds_vit.data.sources import masks
-from ds_vit.data.sources.combined import hold_out, mixed
 from ds_vit.data.sources.listing import NoSuchSplit
 from ds_vit.data.sources.masks import Labels, decode_mask, default_palette, size_of_mask
 from ds_vit.data.sources.source import Source
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.tasks.segmentation.task import Segmentation
+from ds_vit.tasks.segmentation.windows import Windows
 
 WHOLE = Share(0, 1, 4)
 COLOURS = np.array([[250, 10, 10], [10, 240, 20], [20, 30, 230], [240, 240, 0], [0, 0, 0]], dtype=np.uint8)
@@ -64,9 +64,7 @@ def test_both_layouts_hold_the_same_samples(tmp_path, monkeypatch):
     for number in range(5):
         assert np.array_equal(one.entry("mask", number), mask_of(int(one.describe(number)[-5])))
         assert np.array_equal(one.entry("mask", number), other.entry("mask", number))
-        assert one.entry("mask_size", number) == one.entry("mask", number).shape
         assert one.target(number).tolist() == [1, 1, 1]
-    assert len(opened(both[1], "validation")) == 5
     monkeypatch.setattr(masks, "decode_mask", None)
     assert one.fingerprint == other.fingerprint
     for flags in ({"num_classes": 4}, {"ignore_index": 9}, {"reduce_zero_label": True}):
@@ -89,13 +87,9 @@ def _npy(mask: np.ndarray) -> bytes:
 
 
 FILES: dict[str, Callable[[np.ndarray], bytes]] = {
-    "palette png": lambda mask: _saved(mask, "png", palette=True),
     "palette png of 2 bits": lambda mask: _saved(mask, "png", palette=True, bits=2),
-    "grey png": lambda mask: _saved(mask, "png"),
     "16-bit png": lambda mask: _saved(mask.astype(np.uint16) * 300, "png"),
-    "tiff": lambda mask: _saved(mask, "tiff", compression="tiff_lzw"),
-    "palette tiff": lambda mask: _saved(mask, "tiff", palette=True),
-    "16-bit tiff": lambda mask: _saved(mask.astype(np.uint16) * 300, "tiff"),
+    "palette tiff": lambda mask: _saved(mask, "tiff", palette=True, compression="tiff_lzw"),
     "npy": lambda mask: _npy(mask.astype(np.int64) * 300),
 }
 
@@ -105,22 +99,16 @@ def test_each_kind_of_file_has_its_values_and_a_header_with_its_size(kind):
     """Would catch colours read for numbers, 16 bits scaled to 8, and a size for which the pixels are read."""
     mask = mask_of(1)
     data, factor = FILES[kind](mask), 300 if "16" in kind or kind == "npy" else 1
-    assert np.array_equal(decode_mask(data, "m"), mask.astype(np.int64) * factor)
     labels = Labels(["a", "b"], [0, factor], [2 * factor], "")
-    classes = labels.classes(decode_mask(data, "m"), "m")
-    assert classes.dtype == np.int16
-    assert np.array_equal(classes, np.array([0, 1, -1])[mask])
+    assert np.array_equal(labels.classes(decode_mask(data, "m"), "m"), np.array([0, 1, -1])[mask])
     cut = data if "tiff" in kind else data[: len(data) - 60]  # a TIFF header may lie at the end
     assert size_of_mask(io.BytesIO(cut), "m") == mask.shape
-    with pytest.raises(ImageDecodeError, match=r"^m: the image cannot be decoded"):
-        decode_mask(data[: len(data) - 60], "m")
 
 
 def test_the_palette_is_pascal_vocs():
     """Would catch swapped bits or channels: the colours of aeroplane, bicycle, person and tv monitor are published."""
     expected = [[0, 0, 0], [128, 0, 0], [0, 128, 0], [192, 128, 128], [0, 64, 128]]
     assert default_palette(256)[[0, 1, 2, 15, 20]].tolist() == expected
-    assert len(np.unique(default_palette(256), axis=0)) == 256
 
 
 def test_labels_name_values_and_colours(tmp_path):
@@ -134,12 +122,7 @@ def test_labels_name_values_and_colours(tmp_path):
     raw = np.asarray(Image.open(source.describe(0).replace("images", "masks")))
     for value, number in {7: 0, 0: 1, 2: 2, 255: -1}.items():
         assert np.array_equal(source.entry("mask", 0) == number, raw == value)
-    rest, held_out = hold_out(opened(data, num_classes=None), 0.4)
-    assert (len(rest), len(held_out)) == (3, 2)
     second = write(tmp_path / "second", values=(1, 2, 3))
-    (second / "labels.csv").write_text("index,name\n1,road\n2,sky\n3,tree\n")
-    both = mixed([opened(data, num_classes=None), opened(second, num_classes=None)])
-    assert np.array_equal(both.entry("mask", 5), np.asarray(Image.open(second / "train/masks/ab/n.1.png")) - 1)
     (second / "labels.csv").write_text("index,name,colour\n1,road,#000000\n2,sky,\n3,tree,\n")
     assert opened(second, num_classes=None).entry("colours", 0).tolist() == default_palette(4)[1:].tolist()
     (second / "labels.csv").unlink()
@@ -157,36 +140,25 @@ def _add(path: str, pixels: np.ndarray | bytes | str) -> Callable[[Path], None]:
     return add
 
 
-def _empty(kind: str) -> Callable[[Path], object]:
-    return lambda data: [file.unlink() for file in data.glob(f"train/{kind}/**/*.png")]
-
-
 SMALL = np.full((8, 8), 9, dtype=np.uint8)
 ERRORS: dict[str, tuple[Callable[[Path], object], dict[str, object], str]] = {
-    "no mask": (_add("train/images/z.jpg", SMALL), {}, r"^1 of 6 files of \S+images have no partner in \S+mask"),
     "no image": (_add("train/masks/z.npy", b""), {}, r"^1 of 6 files of \S+masks have no partner in \S+images:"),
     "two masks": (_add("train/masks/n.2.tif", SMALL), {}, r"masks: n.2.png and n.2.tif have one path without e"),
-    "two images": (_add("train/images/n.2.jpg", SMALL), {}, r"images: n.2.jpg and n.2.png have one path .* rem"),
     "value": (_add("train/masks/n.0.png", SMALL), {}, r"n.0.png: 64 of 64 pixels have values that .* 9 \(64\); "
               r"--num-classes 3 stands for 0 to 2: raise it, or pass --ignore-index VALUE$"),
     "negative": (_add("train/masks/n.0.png", _npy(np.full((2, 3), -1))), {}, r"n.0.png: 6 of 6 pixels .*: -1"),
     "listed value": (_add("labels.csv", "index,name\n0,a\n1,b\n"), {"num_classes": None}, "the 2 classes are those"),
     "colours": (_add("train/masks/n.0.png", COLOURS[mask_of(0)]), {}, r"n.0.png holds uint8 values"),
-    "floats": (_add("train/masks/n.0.png", _npy(np.zeros((2, 2)))), {}, r"n.0.png holds float64 values in "),
+    "no data": (lambda data: None, {"dataset": "digits"}, "^--dataset digits has no masks: pass --dataset scenes, h"),
     "nothing says": (lambda data: None, {"num_classes": None}, r"no labels.csv, .*: write one .* or pass --num-"),
-    "ignored": (lambda data: None, {"ignore_index": 2}, r"data: the value 2 is a class, which --ignore-index 2"),
-    "zero": (_add("labels.csv", LABELS), {"reduce_zero_label": True}, r"value 0 is a class, which --reduce-zer"),
     "listed": (_add("labels.csv", LABELS), {"ignore_index": 7}, r"value 7 is a class, .* --ignore-index -1 if"),
     "many": (lambda data: None, {"num_classes": 40000, "ignore_index": -1}, r"at most 32,767 classes, not 40,000$"),
     "header": (_add("labels.csv", "file,labels\na,b\n"), {}, r"labels.csv must have the header 'index,name' or"),
-    "empty": (_add("labels.csv", "index,name\n"), {}, r"labels.csv must have the header 'index,name' or .* a r"),
-    "index": (_add("labels.csv", "index,name\nx,a\n"), {}, r"line 2: a class has the pixel value .*, not 'x,a'$"),
     "large": (_add("labels.csv", "index,name\n70000,a\n"), {}, r"line 2: a class has the pixel value \(0 to 65535\), "),
-    "no name": (_add("labels.csv", "index,name\n1, \n"), {}, r"line 2: a class has the pixel value .*, the name, "),
     "twice": (_add("labels.csv", "index,name\n1,a\n1,b\n"), {}, r"line 3: another row has the index 1 or the name b$"),
     "colour": (_add("labels.csv", "index,name,colour\n1,a,red\n"), {}, r"line 2: .* colour #rrggbb, not '1,a,red'$"),
-    "no images": (_empty("images"), {}, r"train/images holds no images \(supported are "),
-    "no masks": (_empty("masks"), {}, r"^5 of 5 files of \S+images have no partner .* mask \(.png .tif .tiff ."),
+    "no images": (lambda data: [file.unlink() for file in data.glob("train/images/**/*.png")], {},
+                  r"train/images holds no images \(supported are "),
 }  # fmt: skip
 
 
@@ -199,15 +171,10 @@ def test_an_error_names_the_file_the_numbers_and_the_way_out(data, case):
         [opened(data, **flags).entry("mask", number) for number in range(5)]
 
 
-def test_a_folder_without_the_split_or_either_layout_is_refused(data):
+def test_a_folder_without_the_split_is_refused(data):
     """Would catch a missing split that callers cannot tell from other errors."""
     with pytest.raises(NoSuchSplit, match=r"has no test/images with test/masks .* train, val. The layouts are DIR/tra"):
         opened(data, "test")
-    (data / "train/masks").rename(data / "train/annotations")
-    with pytest.raises(NoSuchSplit, match=r"has no train/images with train/masks .*, or DIR/images/train and "):
-        opened(data)
-    with pytest.raises(UserError, match=r"^--dataset digits has no masks: pass --dataset scenes, hfds/PATH, "):
-        opened("", dataset="digits")
 
 
 def _fields(flips: bool = True) -> list:
@@ -232,7 +199,6 @@ def _agreement(batches: Loaded) -> tuple[float, float]:
             same, inner = (windows == windows[..., :1]).all(-1), pixels.permute(1, 2, 0).numpy()[1:-1, 1:-1]
             right.append((inner[same] == colours[windows[same][:, 0]]).all(-1).mean())
             padding.append((mask < 0).mean())
-            assert {*np.unique(mask).tolist()} <= {-1, 0, 1, 2}
     return float(np.mean(right)), float(np.mean(padding))
 
 
@@ -276,8 +242,9 @@ def test_a_damaged_mask_is_skipped_and_another_size_is_an_error(data):
         _load(data, _fields())
     assert _load(data, _fields(), on_bad_image="skip").num_skipped
     Image.fromarray(mask_of(2).T.copy()).save(path)
-    with pytest.raises(UserError, match=r"n.2.png: the image has 40x72 .* and its mask 72x40; .*--exif-rot"):
-        _load(data, _fields())
+    for fields in (_fields(), [Windows("images", IMAGE, None, 9)]):
+        with pytest.raises(UserError, match=r"n.2.png: the image has 40x72 .* and its mask 72x40; .*--exif-rot"):
+            _load(data, fields)
 
 
 @pytest.mark.parametrize("form", ["parquet", "wds"])
@@ -303,14 +270,12 @@ def test_rows_and_shards_with_masks(data, form, name):
     for source in (opened(f"{form}/{data}"), opened("", dataset=f"{form}/{data}")):  # an index is read, then loaded
         for number, file in enumerate(files["masks"]):
             assert np.array_equal(source.entry("mask", number), np.asarray(Image.open(file)))
-            assert source.entry("mask_size", number) == source.entry("mask", number).shape
+            assert source.entry("mask_size", number) == mask_of(int(file.stem[-1])).shape
 
 
 def test_doctor_checks_masks(data, capsys):
     """Would catch a pair, a size or a value that training would stop at."""
     (data / "labels.csv").write_text("index,name\n0,a\n1,b\n2,c\n")
-    assert main(["doctor", "--images", str(data)]) == 0
-    assert "10 masks were compared with their images" in capsys.readouterr().out
     _add("train/images/z.png", SMALL)(data)
     _add("val/masks/n.0.png", SMALL[:4])(data)
     Image.fromarray(mask_of(2).T.copy()).save(data / "train/masks/n.2.png")
