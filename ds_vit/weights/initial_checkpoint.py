@@ -225,10 +225,12 @@ class InitialCheckpoint:
                 f"it is of patches of {theirs[0]} x {theirs[1]} pixels, and the model's are {ours[0]} x {ours[1]}; "
                 f"give --model-kwargs patch_size={theirs[0]}, or have its kernels resampled by --resample-patch-embed"
             )
-        # timm knows files by parameters of the encoder itself: the mask token of a published DINOv2.
-        others = (of_parts | self.left_out).items() if self._foreign else ()
-        values = _translate(model, tensors | {name: tensor for name, tensor in others if "." not in name})
-        values = {name: tensor for name, tensor in values.items() if name not in self.left_out}
+        if self._foreign:  # timm knows files by parameters of the encoder itself: the mask token of a published DINOv2
+            others = {name: tensor for name, tensor in (of_parts | self.left_out).items() if "." not in name}
+            values = _translate(model, tensors | others)
+            values = {name: tensor for name, tensor in values.items() if name not in self.left_out}
+        else:  # a model of the user's own may have shapes that timm's filter does not read
+            values = tensors | _translate(model, {name: tensors[name] for name in self.adapted or ()})
         require_tensors(values | of_parts)
         values = {name: tensor for name, tensor in values.items() if tensor.numel()}
         self._values = self._task.fit_tensors(model, values) | of_parts

@@ -17,7 +17,7 @@ from ds_vit.config.parser import print_once
 from ds_vit.config.run_folder import BEST
 from ds_vit.config.schema import RunConfig
 from ds_vit.data.settings import ImageConfig, resolve_pixels
-from ds_vit.fault_tolerance.errors import UserError, did_you_mean, read_text, stripped_lines
+from ds_vit.fault_tolerance.errors import UserError, did_you_mean, first_line, read_text, stripped_lines
 from ds_vit.models.keyed_init import materialise
 from ds_vit.models.linear import Linear
 from ds_vit.models.zoo import ModelSpec, TimmViT, create_model, image_size
@@ -81,7 +81,8 @@ def load_source(
         settings: flags by their recipe names; they override the run's config.yaml.
         labels: a file of class names, one per line; None for those stored with the weights.
         classifier: refuse weights without one, or with one of another number of classes; else it may have drawn values.
-            Of a task whose classifier is in a separate file, the whole model; else its backbone.
+            Of a task whose classifier is in a separate file, the whole model; else its backbone. A class from outside
+            that has a model of its own with a classifier builds it.
         with_text: of a task with text, the whole model; else the image tower without its projection.
 
     Raises:
@@ -97,7 +98,8 @@ def load_source(
     for name in idle.keys() & settings.keys():
         raise UserError(f"{spelling(name)} has no effect with --task {task.name}{idle[name]}")
     separate = task.has_classes and bool(task.tower_files)
-    if (task.has_text and with_text) or (separate and classifier):
+    from_outside = task.has_classes and not task.create_model.__module__.startswith("ds_vit.")
+    if (task.has_text and with_text) or (separate and classifier) or from_outside:
         return load_whole(weights, values, task, labels)
     if not task.has_classes or separate:
         values["num_classes"] = 0  # only the encoder, which has no classifier
@@ -130,10 +132,11 @@ def load_whole(
         labels: as of `load_source`, of a task with classes.
 
     Raises:
-        UserError: the weights do not fit the model, or lack a part of it.
+        UserError: the weights do not fit the model, or lack a part of it; the model takes no image.
     """
     spec = model_spec(values)
     model = task.create_model(spec, config_class(values)(**values), for_training=False)
+    _require_images(model, values["task"])
     checkpoint = InitialCheckpoint(weights.path, model, task=task)
     if checkpoint.newly_initialised:
         files = " and ".join(f"{name}.safetensors" for name in task.tower_files)
@@ -146,9 +149,19 @@ def load_whole(
     tokenizer = str(values.get("tokenizer") or RunConfig.default_of("tokenizer")) if task.has_text else ""
     names = _labels(labels, weights, model) if task.has_classes else ()
     tag = task.pipeline_tag
-    exported = Exported(model, image, names, weights.path, spec, tokenizer=tokenizer, pipeline_tag=tag)
+    bce = bool(values.get("bce_loss"))
+    exported = Exported(model, image, names, weights.path, spec, bce=bce, tokenizer=tokenizer, pipeline_tag=tag)
     folder = weights.recipe.parent if weights.recipe else weights.folder
     return replace(exported, predictor=task.predictor(exported, values, folder))
+
+
+def _require_images(model: TimmViT, task: str) -> None:
+    """Refuse a model on the meta device whose input is no image."""
+    try:
+        model(torch.empty(1, 3, *image_size(model), device="meta"))
+    except RuntimeError as error:
+        how = f"its model takes something else than images ({first_line(error)}); ds-vit eval rates it"
+        raise UserError(f"--task {task}: {how}") from error
 
 
 def _filled(model: TimmViT, checkpoint: InitialCheckpoint, values: Mapping[str, Any]) -> ImageConfig:

@@ -19,9 +19,11 @@ from outside_adapters import LoraLinear, add_adapters
 from outside_boxes import Boxes, make_boxes
 from outside_clips import ClipField, FolderOfClips, make_clips
 from pages import run_page
+from PIL import Image
 from project import ROOT, give_a_clone, run_python
 from vits import shake
 
+from ds_vit import cli
 from ds_vit.config.augmentation import AugmentConfig
 from ds_vit.data.field import Sample
 from ds_vit.data.fields import ImageField
@@ -170,6 +172,18 @@ def test_clips_of_frames(ranks, tmp_path):
     assert_same_evaluations(one, two, "loss")
 
 
+def test_weights_of_clips_are_read_back(ranks, tmp_path, capsys):
+    # Catches: a run's own file whose kernels timm's filter cannot read; a traceback where images are expected.
+    clips, run = make_clips(tmp_path / "clips"), tmp_path / "run"
+    argv = ["--task", "outside_clips:Video", "--data-dir", clips]
+    rows = train(ranks, [*argv, "--output", run])
+    again = train(ranks, [*argv, "--initial-checkpoint", run / "model.safetensors", "--eval-first"])
+    trained, started = ([row["loss"] for row in found if row["kind"] == "eval"] for found in (rows, again))
+    assert started[0] == pytest.approx(trained[-1], rel=1e-6)
+    assert cli.main(["predict", str(run), str(clips / "val")]) == 2
+    assert "--task outside_clips:Video: its model takes something else than images" in capsys.readouterr().err
+
+
 # ---- boxes -----------------------------------------------------------------------------------------------------------
 
 
@@ -229,6 +243,19 @@ def adapted(ranks, tmp_path_factory):
     argv = ["--task", "outside_adapters:Adapted", "--dataset", "digits"]
     argv += ["--initial-checkpoint", base / "model.safetensors"]
     return argv, train(ranks, argv)
+
+
+@pytest.mark.slow
+def test_the_run_of_an_adapter_predicts_and_exports(ranks, adapted, tmp_path, capsys):
+    # Catches: tools that build timm's plain model for a run whose task has one of its own.
+    argv, _ = adapted
+    run, images = tmp_path / "run", tmp_path / "images"
+    train(ranks, [*argv, "--output", run])
+    images.mkdir()
+    Image.new("RGB", (16, 16), "red").save(images / "red.png")
+    assert cli.main(["predict", str(run), str(images)]) == 0
+    assert "red.png" in capsys.readouterr().out
+    assert cli.main(["export", str(run), "--to", "timm", "--output", str(tmp_path / "timm")]) == 0
 
 
 def test_folded_adapters():
