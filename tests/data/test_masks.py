@@ -250,7 +250,7 @@ def test_a_damaged_mask_is_skipped_and_another_size_is_an_error(data):
 @pytest.mark.parametrize("form", ["parquet", "wds"])
 @pytest.mark.parametrize("name", ["label", "other"])
 def test_rows_and_shards_with_masks(data, form, name):
-    """Would catch the image read for its mask, masks of other samples, and a column of labels taken for classes."""
+    """Would catch the image read for its mask, masks of other samples or not read, and labels taken for classes."""
     files = {kind: sorted(data.glob(f"train/{kind}/*.png")) for kind in ("images", "masks")}
     if form == "parquet":
         datasets = pytest.importorskip("datasets")
@@ -268,6 +268,7 @@ def test_rows_and_shards_with_masks(data, form, name):
             opened("", dataset=f"{form}/{data}")
         return
     for source in (opened(f"{form}/{data}"), opened("", dataset=f"{form}/{data}")):  # an index is read, then loaded
+        assert source.left_out == {}
         for number, file in enumerate(files["masks"]):
             assert np.array_equal(source.entry("mask", number), np.asarray(Image.open(file)))
             assert source.entry("mask_size", number) == mask_of(int(file.stem[-1])).shape

@@ -16,6 +16,7 @@ import io
 import os
 import posixpath
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
@@ -308,6 +309,8 @@ class MaskSource(Subset):
         super().__init__(images, np.arange(len(images)))
         self.class_names, self.multi_label = labels.names, True
         self._labels, self._masks, self._key = labels, masks, key
+        own = {f".{key}{extension}": len(images) for extension in listing.IMAGE_EXTENSIONS}
+        self.left_out = Counter(images.left_out) - Counter(own)  # masks without an image stay
         self.entries = ("image", "mask", "mask_size", "values", "colours")
 
     def entry(self, name: str, index: int) -> Any:
