@@ -247,31 +247,51 @@ def test_a_damaged_mask_is_skipped_and_another_size_is_an_error(data):
             _load(data, fields)
 
 
+def _pack(folder: Path, form: str, name: str, pairs: list[tuple[bytes, bytes | None]]) -> None:
+    """Images, and their masks as the column or the suffix of a name, as one file of the training split."""
+    if form == "parquet":
+        datasets = pytest.importorskip("datasets")
+        columns = dict(zip(("image", name), zip(*pairs, strict=True), strict=True))
+        rows = {column: [{"bytes": data, "path": None} for data in of] for column, of in columns.items()}
+        table = datasets.Dataset.from_dict(rows).cast(datasets.Features(dict.fromkeys(rows, datasets.Image())))
+        table.to_parquet(folder / "train-00000-of-00001.parquet")
+        return
+    with tarfile.open(folder / "train-0.tar", "w") as tar:
+        for number, (image, mask) in enumerate(pairs):
+            for suffix, data in ((f"{name}.png", mask), ("png", image)):
+                if data is not None:
+                    info = tarfile.TarInfo(f"{number}.{suffix}")
+                    info.size = len(data)
+                    tar.addfile(info, io.BytesIO(data))
+
+
 @pytest.mark.parametrize("form", ["parquet", "wds"])
 @pytest.mark.parametrize("name", ["label", "other"])
 def test_rows_and_shards_with_masks(data, form, name):
     """Would catch the image read for its mask, masks of other samples or not read, and labels taken for classes."""
-    files = {kind: sorted(data.glob(f"train/{kind}/*.png")) for kind in ("images", "masks")}
-    if form == "parquet":
-        datasets = pytest.importorskip("datasets")
-        columns = {"image": files["images"], name: files["masks"]}
-        rows = {column: [{"bytes": f.read_bytes(), "path": None} for f in of] for column, of in columns.items()}
-        table = datasets.Dataset.from_dict(rows).cast(datasets.Features(dict.fromkeys(rows, datasets.Image())))
-        table.to_parquet(data / "train-00000-of-00001.parquet")
-    else:
-        with tarfile.open(data / "train-0.tar", "w") as tar:
-            for number, (image, mask) in enumerate(zip(*files.values(), strict=True)):
-                tar.add(mask, f"{number}.{name}.png")
-                tar.add(image, f"{number}.png")
+    images, masks = (sorted(data.glob(f"train/{kind}/*.png")) for kind in ("images", "masks"))
+    _pack(data, form, name, [(i.read_bytes(), m.read_bytes()) for i, m in zip(images, masks, strict=True)])
     if name == "other":
         with pytest.raises(UserError, match=r"has the images image, other and none named mask, .*: (rename_|name the)"):
             opened("", dataset=f"{form}/{data}")
         return
     for source in (opened(f"{form}/{data}"), opened("", dataset=f"{form}/{data}")):  # an index is read, then loaded
         assert source.left_out == {}
-        for number, file in enumerate(files["masks"]):
+        for number, file in enumerate(masks):
             assert np.array_equal(source.entry("mask", number), np.asarray(Image.open(file)))
             assert source.entry("mask_size", number) == mask_of(int(file.stem[-1])).shape
+
+
+@pytest.mark.parametrize("form", ["parquet", "wds"])
+def test_a_mask_that_is_missing_or_damaged_is_named(tmp_path, form):
+    """Would catch a message by which the image is to be repaired, whose file is fine."""
+    image = _saved(mask_of(0), "png")
+    _pack(tmp_path, form, "mask", [(image, image), (image, None), (image, b"nothing")])
+    source = opened(f"{form}/{tmp_path}")
+    where = {"parquet": r"parquet\[{}\]\[mask\]", "wds": r"0.tar:{}.mask.\*"}[form]
+    for number, reason in ((1, "its (row|sample) has no mask"), (2, "not an image that Pillow knows")):
+        with pytest.raises(ImageDecodeError, match=rf"{where.format(number)}: .* \({reason}\); .* --on-bad-image"):
+            source.entry("mask", number)
 
 
 def test_doctor_checks_masks(data, capsys):

@@ -130,12 +130,13 @@ class HuggingFaceSource(ArraySource):
 
     def _bytes(self, column: str, index: int) -> bytes:
         file, row = self._place(index)
+        where = self.describe_entry(column, index)
         value = self._tables[file].data.fast_slice(row, 1)[column][0].as_py()  # not decoded
         data = value.get("bytes") if isinstance(value, dict) else value
         if data is None and not (isinstance(value, dict) and value.get("path")):
-            raise undecodable(self.describe(index), ValueError("its row has no image"))
+            raise undecodable(where, ValueError(f"its row has no {column}"))
         if not isinstance(data, bytes):
-            raise UserError(f"{self.describe(index)} holds no image, only a path; save the data set with its images")
+            raise UserError(f"{where} holds no image, only a path; save the data set with its images")
         return data
 
     def identity(self) -> tuple[np.ndarray, ...]:
@@ -150,6 +151,10 @@ class HuggingFaceSource(ArraySource):
     def describe(self, index: int) -> str:
         file, row = self._place(index)
         return f"{self._files[file]}[{row}]"
+
+    def describe_entry(self, name: str, index: int) -> str:
+        where = self.describe(index)
+        return f"{where}[{name}]" if name in self._further else where
 
 
 def _load(path: str) -> Any:

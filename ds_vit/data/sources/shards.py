@@ -25,6 +25,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from ds_vit.config.run_folder import written_whole
+from ds_vit.data.decode import undecodable
 from ds_vit.data.sources import listing
 from ds_vit.data.sources.captions import CaptionKeys, Captions, caption_lines, check_matches, clean_captions
 from ds_vit.data.sources.source import check_labels
@@ -209,9 +210,16 @@ class ShardSource(PackedSource):
         return tuple(known), numbers
 
     def entry(self, name: str, index: int) -> Any:
-        if name in self._further:
-            return self.content(index, *self._further[name][:, index])
-        return super().entry(name, index)
+        if name not in self._further:
+            return super().entry(name, index)
+        offset, size = self._further[name][:, index]
+        if not offset:
+            raise undecodable(self.describe_entry(name, index), ValueError(f"its sample has no {name}"))
+        return self.content(index, offset, size)
+
+    def describe_entry(self, name: str, index: int) -> str:
+        where = self.describe(index)
+        return f"{posixpath.splitext(where)[0]}.{name}.*" if name in self._further else where
 
     def open_tar(self, number: int) -> BinaryIO:
         file = super().open_tar(number)
@@ -255,7 +263,7 @@ class ShardIndex(NamedTuple):
         left_out: how many files were found that are not read, by suffix.
         state: the shard's size and time of change (`state_of`) when it was read.
         further: images of the samples whose files are named `KEY.NAME.png` or alike, by NAME: their places, int64
-            [2, N], of size 0 where a sample has none.
+            [2, N], 0 where a sample has none.
         captions: of the images, whose labels are then 0; None in an index of labels.
     """
 
