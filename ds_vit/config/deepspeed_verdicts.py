@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
-from operator import ne
 from typing import Any, NamedTuple
 
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -41,11 +39,16 @@ class Verdict(NamedTuple):
         return [f"zero_optimization{name}" if name.startswith(".") else name for name in self.names.split()]
 
 
-_NOT_ONE, _NOT_NONE = partial(ne, 1), partial(ne, "none")
-
-
 def _is_given(value: Any) -> bool:
     return True
+
+
+def _not_one(value: Any) -> bool:
+    return value != 1
+
+
+def _not_none(value: Any) -> bool:
+    return value != "none"
 
 
 def _scatters(json: DeepSpeedJson) -> bool:
@@ -89,7 +92,7 @@ VERDICTS = (
         lambda v: not isinstance(v, Mapping),
     ),
     Verdict("tensor_parallel", "is AutoTP, which replaces ds_vit's sharding of the model; use --tp"),
-    Verdict("sequence_parallel_size", "is Ulysses, which does not shard a ViT; delete the key", _NOT_ONE),
+    Verdict("sequence_parallel_size", "is Ulysses, which does not shard a ViT; delete the key", _not_one),
     Verdict("data_parallel_size", "follows from the number of ranks, --pp and --tp; delete the key", _is_given),
     Verdict("weight_quantization", "changes the weights during training; delete the block"),
     Verdict("managed_gradient_accumulation", "leaves accumulation to the caller; delete it", lambda v: v is False),
@@ -104,8 +107,8 @@ VERDICTS = (
         lambda v: not isinstance(v, Mapping) or v.get("deepcompile") not in (None, False),
     ),
     Verdict("prescale_gradients", _SCATTER, bool, (2, 3), _scatters),
-    Verdict("gradient_predivide_factor", _SCATTER, _NOT_ONE, (2, 3), _scatters),
-    Verdict("gradient_predivide_factor", _DIVIDES, _NOT_ONE, (3,)),
+    Verdict("gradient_predivide_factor", _SCATTER, _not_one, (2, 3), _scatters),
+    Verdict("gradient_predivide_factor", _DIVIDES, _not_one, (3,)),
     Verdict(
         ".compute_grad_norm",
         "false does not work with offload_optimizer in DeepSpeed 0.19.8; delete one of them",
@@ -116,17 +119,17 @@ VERDICTS = (
     Verdict(".round_robin_gradients", "makes DeepSpeed 0.19.8 mix up parameters; delete it"),
     Verdict(".zenflow", _ZENFLOW, _is_given),
     Verdict(".offload_param.device", f'"nvme" {_NVME_PARAM}; use "cpu"', lambda v: v == "nvme"),
-    Verdict(".offload_param.device", "needs stage 3; this file has stage {stage}", _NOT_NONE, (0, 1, 2)),
+    Verdict(".offload_param.device", "needs stage 3; this file has stage {stage}", _not_none, (0, 1, 2)),
     Verdict(".offload_optimizer.device", f'"nvme" {_NVME_OPTIMIZER}', lambda v: v == "nvme"),
-    Verdict(".offload_optimizer.device", "needs stage 1, 2 or 3; this file has stage {stage}", _NOT_NONE, (0,)),
-    Verdict(".offload_optimizer.ratio", _RATIO, _NOT_ONE),
+    Verdict(".offload_optimizer.device", "needs stage 1, 2 or 3; this file has stage {stage}", _not_none, (0,)),
+    Verdict(".offload_optimizer.ratio", _RATIO, _not_one),
     Verdict(".offload_optimizer.super_offload", _SUPER_OFFLOAD),
     Verdict(
         ".zero_quantized_weights .zero_quantized_nontrainable_weights .zero_quantized_gradients",
         _QUANTIZED,
         stages=(3,),
     ),
-    Verdict(".zero_hpz_partition_size", _SECONDARY, _NOT_ONE, (3,)),
+    Verdict(".zero_hpz_partition_size", _SECONDARY, _not_one, (3,)),
     Verdict(".leaf_module .stage3_module_granularity_threshold", _LEAVES, stages=(3,)),
     Verdict("fp16.fp16_master_weights_and_grads", f'{_CPU_ADAM}, or use "{MASTERS_IN_BF16}" and "{_STATES}"'),
     *(
