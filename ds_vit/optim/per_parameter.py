@@ -75,7 +75,8 @@ class PerParameterOptimizer(torch.optim.Optimizer):
         return {
             name: ratio
             for tensors in self._together.values()
-            for name, ratio in zip(tensors.names, tensors.ratios.tolist(), strict=False)
+            if tensors.ratios is not None
+            for name, ratio in zip(tensors.names, tensors.ratios.tolist(), strict=True)
         }
 
     @torch.no_grad()

@@ -29,7 +29,7 @@ class SegmentedTensors:
         parameters: what the optimizer updates together: tensors out of its param_groups.
 
     Attributes:
-        ratios: the optimizer's trust ratios of the last step [P]; none where it adapts no parameter.
+        ratios: the optimizer's trust ratios of the last step [P]; None where it adapts no parameter.
     """
 
     def __init__(self, zero_map: ZeroMap, parameters: Sequence[torch.Tensor]) -> None:
@@ -37,7 +37,7 @@ class SegmentedTensors:
         self.shards: list[Shard] = [zero_map.shard_of(parameter) for parameter in parameters]
         self.device = parameters[0].device
         self._one_call = self.device.type == "cpu"  # a GPU would launch a kernel for each segment
-        self.ratios = torch.empty(0)
+        self.ratios: torch.Tensor | None = None
         self.names = [name for shard in self.shards for name in shard.names]
         index = {name: number for number, name in enumerate(self.names)}
         segments = [segment for shard in self.shards for segment in shard.segments]
