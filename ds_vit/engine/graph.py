@@ -37,14 +37,15 @@ class StepGraphs:
         engine: DeepSpeed's.
         flat: the gradient that the passes write.
         context: with the scheduled values that the passes read.
+        settle: makes the loss scale that of the next loss.
 
     Attributes:
         reason: why nothing is captured any more; "" while it is.
         say: prints a line for people, on the rank that has a console.
     """
 
-    def __init__(self, engine: Any, flat: FlatGradient, context: StepContext) -> None:
-        self._engine, self._flat, self._context = engine, flat, context
+    def __init__(self, engine: Any, flat: FlatGradient, context: StepContext, settle: Callable[[], object]) -> None:
+        self._engine, self._flat, self._context, self._settle = engine, flat, context, settle
         flat.releases = False  # a graph writes gradients at the addresses of its capture
         self.say: Callable[[str], object] = lambda line: None
         self._device: torch.device = engine.device
@@ -107,7 +108,8 @@ class StepGraphs:
         """Copy the scalars of this step to the device."""
         values = dict(self._context.schedules)
         if self._engine.fp16_enabled():
-            values[LOSS_SCALE] = self._engine.optimizer.loss_scaler.scale_loss(1.0)  # once the last step is settled
+            self._settle()
+            values[LOSS_SCALE] = float(self._engine.optimizer.loss_scaler.loss_scale)
         for name, value in values.items():
             if name not in self._scalars:
                 self._scalars[name] = torch.empty((), dtype=torch.float64, device=self._device)

@@ -49,7 +49,7 @@ class PlainEngine(Engine):
         super().__init__(*arguments, **shared)
         if replays:
             assert self.flat is not None, "the optimizer is offloaded"
-            self.graphs = StepGraphs(self.engine, self.flat, self.context)
+            self.graphs = StepGraphs(self.engine, self.flat, self.context, lambda: self._settle())
             self.on_close.callback(self.graphs.clear)
         self.engine.train()
 
