@@ -363,8 +363,9 @@ class Engine(ABC):
             """The outcome; the loss scale follows it before the next loss is scaled."""
             done = outcome()
             overflows = not done.applied and (done.skipped is None or done.skipped.reason == "nonfinite")
-            self.engine.skipped_steps += is_late and overflows
-            self._change_scale(overflows)
+            self._change_scale(overflows)  # may refuse a lower scale
+            if is_late and overflows:  # DeepSpeed has counted the others
+                self.engine.skipped_steps += 1
             return done
 
         self._settle = settle
