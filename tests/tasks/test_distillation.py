@@ -217,7 +217,7 @@ def test_the_weights_of_the_losses_are_timms(given):
 def test_a_teacher_of_other_classes_is_refused(capsys, weights, tmp_path):
     write_teacher(tmp_path / "other", num_classes=7)
     argv = command(weights, tmp_path / "run", "soft", BATCH, 1, 1, "--kd-model-name", f"local-dir:{tmp_path / 'other'}")
-    assert "has 7 classes and the student 10: both need the same" in refusal(capsys, argv)
+    assert "has 7 classes and the trained model 10: both need the same" in refusal(capsys, argv)
 
 
 REFUSED = {

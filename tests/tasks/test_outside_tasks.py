@@ -10,6 +10,9 @@ import csv
 import json
 import re
 import sys
+from functools import partial
+from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -21,6 +24,7 @@ from outside_clips import ClipField, FolderOfClips, make_clips
 from pages import run_page
 from PIL import Image
 from project import ROOT, give_a_clone, run_python
+from safetensors.torch import save_file
 from vits import shake
 
 from ds_vit import cli
@@ -29,8 +33,11 @@ from ds_vit.data.field import Sample
 from ds_vit.data.fields import ImageField
 from ds_vit.data.settings import ImageConfig
 from ds_vit.data.sources.datasets import open_source
+from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.zoo import ModelSpec, create_model, names_and_shapes
 from ds_vit.randomness import mix
+from ds_vit.tasks.task import Task
+from ds_vit.training.resolve.teacher import open_towers
 
 PAGE = (ROOT / "docs" / "own_task.md").read_text()
 MAKE_DISCS, MY_TASK, PROGRAM, _ = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
@@ -256,6 +263,26 @@ def test_the_run_of_an_adapter_predicts_and_exports(ranks, adapted, tmp_path, ca
     assert cli.main(["predict", str(run), str(images)]) == 0
     assert "red.png" in capsys.readouterr().out
     assert cli.main(["export", str(run), "--to", "timm", "--output", str(tmp_path / "timm")]) == 0
+
+
+@pytest.mark.parametrize("is_fixed", [False, True])
+def test_a_further_tower_with_adapters(tmp_path, is_fixed):
+    # Catches: adapters that a file lacks told as a classifier of other classes; drawn values in a tower that is fixed.
+    class Sided(Task):
+        tower_flags: ClassVar = {"side": "initial_side"}
+        fixed_towers = ("side",) * is_fixed
+
+    spec = ModelSpec("vit_tiny_patch16_224", 10, 16, model_kwargs={"patch_size": 8, "embed_dim": 24, "num_heads": 2})
+    whole, side = (create_model(spec, device="cpu") for _ in range(2))
+    save_file(side.state_dict(), tmp_path / "side.safetensors")
+    whole.side = add_adapters(side, 3)
+    config = SimpleNamespace(initial_side=str(tmp_path / "side.safetensors"), eval_only=False)
+    start = partial(open_towers, config, Sided, whole, (), None, resumes=False)
+    if is_fixed:
+        with pytest.raises(UserError, match=r"the side of .* lacks .*lora_a.* by --initial-side"):
+            start()
+    else:
+        assert start()[0]["side"].newly_initialised
 
 
 def test_folded_adapters():

@@ -11,11 +11,12 @@ from ds_vit.config.schema import RunConfig
 from ds_vit.data.settings import PIXEL_FLAGS
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.layers import tower_of
+from ds_vit.models.param_groups import classifier_names
 from ds_vit.models.zoo import ModelSpec, TeacherSpec, TimmViT, image_size
 from ds_vit.tasks.registry import task_of
 from ds_vit.tasks.task import Task
 from ds_vit.weights.files import find_weights
-from ds_vit.weights.initial_checkpoint import InitialCheckpoint, find_pretrained
+from ds_vit.weights.initial_checkpoint import InitialCheckpoint, enumerate_some, find_pretrained
 
 
 def describe_teacher(config: RunConfig) -> TeacherSpec | None:
@@ -88,7 +89,8 @@ def open_towers(
                 stored = find_weights(file)
                 path, source = stored.path, str(stored)
             elif is_fixed:
-                path, source = find_pretrained(model, "--kd-model-name", spelling(flag))
+                named_by = "--kd-model-name" if flag == "kd_checkpoint" else spelling(flag)
+                path, source = find_pretrained(model, named_by, spelling(flag))
             else:
                 continue
             checkpoint = InitialCheckpoint(path, model, classes=classes, tower=tower, task=task_type, source=source)
@@ -99,13 +101,23 @@ def open_towers(
                 raise
             notes.append(f"{tower} is newly initialised: {error}")
             continue
-        if checkpoint.newly_initialised:
-            theirs = next((shape[0] for name, shape in checkpoint.ignored.items() if name.endswith("head.weight")), 0)
-            raise UserError(
-                f"the {tower} of {source} has {theirs} classes and the student {whole.num_classes}: both need the "
-                "same; fine-tune the teacher on this data first, and give its run by --kd-checkpoint"
-            )
+        if is_fixed:
+            _require_all_values(checkpoint, model, tower, spelling(flag))
         found |= dict.fromkeys(checkpoint.towers, checkpoint)
         size = ", at {} x {} pixels".format(*image_size(model)) if is_fixed else ""
         notes.append(f"{tower} from {source}{size}: {checkpoint.summary}")
     return found, notes
+
+
+def _require_all_values(checkpoint: InitialCheckpoint, model: TimmViT, tower: str, flag: str) -> None:
+    """UserError if a file leaves values of a fixed tower as they were drawn."""
+    if not checkpoint.newly_initialised:
+        return
+    if not classifier_names(model) & {*checkpoint.newly_initialised}:
+        missing = enumerate_some(checkpoint.newly_initialised)
+        raise UserError(f"the {tower} of {checkpoint.source} lacks {missing}; give a file that has them by {flag}")
+    theirs = next((shape[0] for name, shape in checkpoint.ignored.items() if name.endswith("head.weight")), 0)
+    raise UserError(
+        f"the {tower} of {checkpoint.source} has {theirs} classes and the trained model {model.num_classes}: both need "
+        f"the same; fine-tune the {tower} on this data first, and give its run by {flag}"
+    )
