@@ -93,6 +93,9 @@ def curves(records: Sequence[Record]) -> list[Panel]:
     ]
     if len(set(all_values("loss_scale"))) > 1:
         charts.append(chart("Loss scale", ("train", "loss_scale", "scale", 1.0), log=True))
+    starts = {step for record in records for step in record.first_steps}
+    later = {step for record in records for step, _ in record.points("train", "data_wait_fraction")} - starts
+    wait_note = "the scale leaves out the first row of a launch, in which the loader starts" if later else ""
     memory_note = "growth of the process, on a CPU" if any(record.on_cpu for record in records) else ""
     charts += [
         chart("Images per second, all ranks", ("train", "images_per_second", "images/s", 1.0)),
@@ -100,8 +103,8 @@ def curves(records: Sequence[Record]) -> list[Panel]:
             "Time spent waiting for data, %",
             ("train", "data_wait_fraction", "share", 100.0),
             bounds=PERCENT,
-            outliers=[step for record in records for step in record.first_steps],
-            note="the scale leaves out the first row of a launch, in which the loader starts",
+            outliers=starts,
+            note=wait_note,
         ),
         chart("TFLOP/s per accelerator", ("train", "tflops_per_accelerator", "TFLOP/s", 1.0)),
         chart("Model FLOPs utilisation, %", ("train", "mfu", "share of the peak", 100.0), bounds=PERCENT),
