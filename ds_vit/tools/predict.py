@@ -326,7 +326,7 @@ def _largest(exported: Exported, values: torch.Tensor, top_k: int) -> list[Row]:
 
 
 def _by(exported: Exported) -> str:
-    """What gives the values of classes, as of `collect`."""
+    """The source of the classes' values: "by" of `collect`."""
     if isinstance(exported.predictor, ArrayPredictor):
         return "pixels"
     return "sigmoid" if exported.bce else "softmax"

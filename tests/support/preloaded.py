@@ -1,4 +1,4 @@
-"""What every rank would do first, done where this is imported: in the server of the ranks."""
+"""Imports of every rank, made once in the server of the ranks, which imports this module."""
 
 import PIL.Image
 
