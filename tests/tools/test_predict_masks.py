@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from ds_vit import cli
 from ds_vit.api import export, predict
 from ds_vit.tasks.segmentation.predictions import mask_picture, write_labels
+from ds_vit.tools.predict import embed
 
 VALUES, NAMES = [3, 10, 200, 7, 0], ["sky, clear", "Größe", "road", "tree", "sea"]
 COLOURS = [(0, 128, 255), (200, 10, 10), (90, 90, 90), (255, 255, 0), (0, 255, 90)]
@@ -138,7 +139,7 @@ def test_refusals(run, tmp_path, capsys, monkeypatch, words, message):
 @torch.no_grad()
 @pytest.mark.parametrize("head", ["linear", "conv"])
 def test_timm_reads_the_exported_backbone(tmp_path, head):
-    """A folder that timm refuses, or a head whose file does not fit its description."""
+    """A folder that timm refuses, a head whose file does not fit it; features of other weights or pixels."""
     run = random_run(tmp_path / "run", head)
     found = export(run, "timm")
     assert found.largest < 1e-6
@@ -148,3 +149,8 @@ def test_timm_reads_the_exported_backbone(tmp_path, head):
     assert json.loads((found.folder / "head.json").read_text()) == {
         **{"kind": head, "grid": [4, 4], "num_classes": CLASSES, "classes": NAMES, "img_size": [SIDE, SIDE]}
     }
+    write_photos(tmp_path)
+    transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
+    expected = model.eval()(transform(Image.open(tmp_path / "wide.jpg"))[None])
+    features = embed(run, [str(tmp_path / "wide.jpg")])["features"]
+    np.testing.assert_allclose(features, expected.numpy(), atol=1e-4)
