@@ -14,7 +14,7 @@ from curves import assert_same_curve, read_rows, train_main
 from PIL import Image
 from plain_segmenter import CLASSES, KWARGS, NAME, SIDE, blocks, on_grid, rated, read_split, segmenter, write_split
 from project import write_config
-from runs import KINDS
+from runs import KINDS, resolved
 from safetensors.torch import load_file
 from sklearn.metrics import jaccard_score
 from sklearn.utils.class_weight import compute_class_weight
@@ -289,6 +289,15 @@ def test_a_model_that_drops_patches_is_refused():
     """Pixels without logits."""
     with pytest.raises(UserError, match="leaves patches out"):
         create_segmenter(ModelSpec(NAME, CLASSES, model_kwargs={"patch_drop_rate": 0.5}), "linear")
+
+
+def test_weights_of_a_classifier_start_a_segmenter(folder, tmp_path):
+    """A classifier that is in the way; a head that is not drawn."""
+    oracle.write_weights(tmp_path / "classifier.safetensors", img_size=SIDE, num_classes=10, **KWARGS)
+    json = write_config(tmp_path / "1.json", **BLOCKS)
+    argv = [*WORDS, "--data-dir", folder, "--deepspeed_config", json, "-b", 8, "--max-steps", 1]
+    found = resolved([*argv, "--initial-checkpoint", tmp_path / "classifier.safetensors"])
+    assert found.model.initial_checkpoint.newly_initialised == ("seg_head.bias", "seg_head.weight")
 
 
 # ---- flags -----------------------------------------------------------------------------------------------------------
