@@ -316,20 +316,31 @@ def on_device(types: Mapping[Field, torch.dtype], batch: MicroBatch, device: tor
     made = {}
     for field, dtype in types.items():
         tensor = field.to_device(batch.packed[field.name], batch.rows, device)
-        if tensor.shape[1:] != field.shape or (field.entry and tensor.device.type != device.type):
-            declared = f"{[batch.rows.num_rows, *field.shape]} on {device.type}"
-            raise UserError(f"the field {field.name} made {list(tensor.shape)} on {tensor.device.type}, not {declared}")
-        made[field.name] = tensor.to(dtype)
+        made[field.name] = _as_declared(field, tensor, batch.rows.num_rows, device).to(dtype)
     return made
 
 
 def derived(fields: Sequence[Field], made: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The tensors of some fields, from those of `on_device`."""
+    """The tensors of some fields, from those of `on_device`.
+
+    Raises:
+        UserError: the function of a field made another shape than of zeros.
+    """
     tensors = {}
     for field in fields:
-        tensor = field.made_of(made[field.of.name]) if isinstance(field, Derived) else made[field.name]
+        tensor = made[field.of.name if field.of else field.name]
+        if isinstance(field, Derived):
+            tensor = _as_declared(field, field.made_of(tensor), len(tensor), tensor.device)
         tensors[field.name] = tensor.to(field.dtype or dtype)
     return tensors
+
+
+def _as_declared(field: Field, tensor: torch.Tensor, num_rows: int, device: torch.device) -> torch.Tensor:
+    """The tensor of a field; UserError where it has another shape or, with an entry, another device."""
+    if tensor.shape[1:] != field.shape or (field.entry and tensor.device.type != device.type):
+        declared = f"{[num_rows, *field.shape]} on {device.type}"
+        raise UserError(f"the field {field.name} made {list(tensor.shape)} on {tensor.device.type}, not {declared}")
+    return tensor
 
 
 def stacked(values: Sequence[Any], dtype: torch.dtype | None = None) -> torch.Tensor:

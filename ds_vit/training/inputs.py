@@ -233,31 +233,36 @@ class InputPipeline:
         """
         rows, device, dtype = batch.rows, self.engine.device, self.engine.dtype
         own, types = slice(rows.num_rows), types_of_origins(fields, dtype)
+        is_shared = self.run.layout.tp > 1
         with self._stream or contextlib.nullcontext():
             read = {field: kind for field, kind in types.items() if self.loads or not field.entry}
             tensors = on_device(read, batch, device)
-            tensors["keys"] = rows.keys[own].to(device, non_blocking=True)
+            if not is_shared:
+                tensors = derived(fields, tensors, dtype)
+            of_rows = {"keys": rows.keys[own].to(device, non_blocking=True)}
             if not rows.training:
-                tensors["valid"] = rows.valid[own].to(device, non_blocking=True)
+                of_rows["valid"] = rows.valid[own].to(device, non_blocking=True)
         if self._stream is not None:
             current = torch.accelerator.current_stream(device)
             current.wait_stream(self._stream)
-            for tensor in tensors.values():
+            for tensor in (*tensors.values(), *of_rows.values()):
                 if tensor.device.type == device.type:  # a field may stay on the host
                     tensor.record_stream(current)
-        if self.run.layout.tp > 1:
-            self._share(types, tensors)
-        of_rows = {name: tensors[name] for name in ("keys", "valid") if name in tensors}
-        return derived(fields, tensors, dtype) | of_rows
+        if is_shared:
+            self._share(types, tensors, of_rows)
+            tensors = derived(fields, tensors, dtype)
+        return tensors | of_rows
 
-    def _share(self, types: Mapping[Field, torch.dtype], tensors: dict[str, torch.Tensor]) -> None:
+    def _share(self, types: Mapping[Field, torch.dtype], tensors: dict[str, torch.Tensor], of_rows: Batch) -> None:
         """Send the tensors that do not follow from the keys to the tensor-parallel group, or receive them."""
-        num_rows, device = len(tensors["keys"]), self.engine.device
+        num_rows, device = len(of_rows["keys"]), self.engine.device
         for field, dtype in types.items():
             if field.entry and not self.loads:
                 tensors[field.name] = torch.empty((num_rows, *field.shape), dtype=dtype, device=device)
-        for name in sorted(tensors.keys() - {"keys", *(field.name for field in types if not field.entry)}):
-            dist.broadcast(tensors[name], self.leader, group=self.engine.groups.tp)
+        sent = {field.name: tensors[field.name] for field in types if field.entry}
+        sent |= {"valid": of_rows["valid"]} if "valid" in of_rows else {}
+        for name in sorted(sent):
+            dist.broadcast(sent[name], self.leader, group=self.engine.groups.tp)
 
 
 # ---- --workers auto --------------------------------------------------------------------------------------------------

@@ -274,6 +274,11 @@ def test_batches_without_an_item_and_in_shared_memory():
         (RaggedField("x", (5, 4), entry="x"), 1.0, r"x: row 0 has items \[\], which must be"),
         (Field("x"), None, "the field x reads no values: give it an entry, or override read or collate"),
         (Field("x", (3,), entry="x"), np.ones(2), r"the field x made \[3, 2\] on cpu, not \[3, 3\] on cpu"),
+        (
+            Derived("y", Field("x", (3,), entry="x"), lambda x: x[:, : 2 - int(x.sum() > 0)]),
+            np.ones(3),
+            r"the field y made \[3, 1\] on cpu, not \[3, 2\] on cpu",
+        ),
     ],
 )
 def test_values_that_do_not_fit_a_field(field, value, message):

@@ -6,7 +6,7 @@ import contextlib
 import io
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -25,7 +25,7 @@ from ds_vit.data.augment import on_device as augmentation
 from ds_vit.data.augment.mixing import PairMix
 from ds_vit.data.augment.steps import Operation
 from ds_vit.data.augment.transforms import TrainTransform, train_transform
-from ds_vit.data.field import Field, MicroBatch, Rows
+from ds_vit.data.field import Derived, Field, MicroBatch, Rows
 from ds_vit.data.fields import ImageField, Pictures
 from ds_vit.data.sampler import Share
 from ds_vit.data.settings import ImageConfig
@@ -175,15 +175,18 @@ class Decoded(Field):
         return pixels + 0
 
 
-def finished(files: list[decoding.File], stream: torch.Stream) -> list[torch.Tensor]:
-    """Files decoded as `InputPipeline` finishes a micro-batch."""
-    fields = [Decoded(file.name, file.size, dtype=torch.uint8) for file in files]
+def finished(
+    files: list[decoding.File], stream: torch.Stream, function: Callable[[torch.Tensor], torch.Tensor] | None = None
+) -> list[torch.Tensor]:
+    """Files decoded as `InputPipeline` finishes a micro-batch, and a field derived from the first one."""
+    decoded = [Decoded(file.name, file.size, dtype=torch.uint8) for file in files]
+    fields = [*decoded, Derived("derived", decoded[0], function, dtype=torch.uint8)]
     keys = torch.zeros(1, dtype=torch.int64).pin_memory()
     batch = MicroBatch(Rows(keys, keys, 1, keys == 0, True), {file.name: file for file in files})
     pipeline = mock.Mock(_stream=stream)
     pipeline.engine.device, pipeline.run.layout.tp = torch.device(NAME), 1
     made = InputPipeline._finish(pipeline, fields, batch)
-    return [made[file.name] for file in files]
+    return [made[field.name] for field in fields]
 
 
 @on_device
@@ -191,10 +194,16 @@ def test_inputs_are_finished_on_a_stream_of_their_own():
     files, expected = jpeg_files()
     busy = torch.ones(3, device=NAME) + 1  # what training has queued
     with stub_decoder() as streams, simulated_device.no_host_synchronisations():
-        found = [pixels + 0 for pixels in finished(files, torch.Stream(NAME))]
+
+        def inverted(pixels: torch.Tensor) -> torch.Tensor:
+            if pixels.device.type == NAME:
+                streams.append(torch.accelerator.current_stream().stream_id)
+            return 255 - pixels
+
+        found = [pixels + 0 for pixels in finished(files, torch.Stream(NAME), inverted)]
     assert torch.accelerator.current_stream().stream_id not in streams
     assert busy.sum() == 6
-    for pixels, right in zip(found, expected, strict=True):
+    for pixels, right in zip(found, [*expected, 255 - expected[0]], strict=True):
         assert torch.equal(pixels.cpu(), right)
 
 
@@ -222,4 +231,4 @@ def test_blocks_that_training_still_reads_race():
         found.clear()
         with pytest.raises((RuntimeError, AssertionError), match="still needs it; call record_stream"):
             finished(files, stream)
-    assert len(read) == len(files)
+    assert len(read) == len(files) + 1
