@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import torch
 from micro_batches import Loaded, load
 from PIL import Image
 from plain_segmenter import blocks, write_split
+from shards import write_shard
 
 from ds_vit.cli import main
 from ds_vit.config.augmentation import AugmentConfig
@@ -247,50 +247,33 @@ def test_a_damaged_mask_is_skipped_and_another_size_is_an_error(data):
             _load(data, fields)
 
 
-def _pack(folder: Path, form: str, name: str, pairs: list[tuple[bytes, bytes | None]]) -> None:
-    """Images, and their masks as the column or the suffix of a name, as one file of the training split."""
-    if form == "parquet":
-        datasets = pytest.importorskip("datasets")
-        columns = dict(zip(("image", name), zip(*pairs, strict=True), strict=True))
-        rows = {column: [{"bytes": data, "path": None} for data in of] for column, of in columns.items()}
-        table = datasets.Dataset.from_dict(rows).cast(datasets.Features(dict.fromkeys(rows, datasets.Image())))
-        table.to_parquet(folder / "train-00000-of-00001.parquet")
-        return
-    with tarfile.open(folder / "train-0.tar", "w") as tar:
-        for number, (image, mask) in enumerate(pairs):
-            for suffix, data in ((f"{name}.png", mask), ("png", image)):
-                if data is not None:
-                    info = tarfile.TarInfo(f"{number}.{suffix}")
-                    info.size = len(data)
-                    tar.addfile(info, io.BytesIO(data))
-
-
 @pytest.mark.parametrize("form", ["parquet", "wds"])
 @pytest.mark.parametrize("name", ["label", "other"])
-def test_rows_and_shards_with_masks(data, form, name):
-    """Would catch the image read for its mask, masks of other samples or not read, and labels taken for classes."""
-    images, masks = (sorted(data.glob(f"train/{kind}/*.png")) for kind in ("images", "masks"))
-    _pack(data, form, name, [(i.read_bytes(), m.read_bytes()) for i, m in zip(images, masks, strict=True)])
+def test_rows_and_shards_with_masks(tmp_path, form, name):
+    """Would catch the image read for its mask or named in its errors, masks of other samples or reported as not read,
+    and labels taken for classes."""
+    masks, images = [mask_of(number) for number in range(3)], [_saved(SMALL, "png")] * 5
+    files = [*(_saved(mask, "png") for mask in masks), b"damaged"]
+    if form == "parquet":
+        datasets = pytest.importorskip("datasets")
+        columns = {"image": images, name: [*files, None]}
+        rows = {column: [{"bytes": file, "path": None} for file in of] for column, of in columns.items()}
+        table = datasets.Dataset.from_dict(rows).cast(datasets.Features(dict.fromkeys(rows, datasets.Image())))
+        table.to_parquet(tmp_path / "train-00000-of-00001.parquet")
+    else:
+        first = {f"{number}.{name}.png": file for number, file in enumerate(files)}
+        write_shard(tmp_path / "train-0.tar", first | {f"{number}.png": file for number, file in enumerate(images)})
     if name == "other":
         with pytest.raises(UserError, match=r"has the images image, other and none named mask, .*: (rename_|name the)"):
-            opened("", dataset=f"{form}/{data}")
+            opened(f"{form}/{tmp_path}")
         return
-    for source in (opened(f"{form}/{data}"), opened("", dataset=f"{form}/{data}")):  # an index is read, then loaded
+    for source in (opened(f"{form}/{tmp_path}"), opened("", dataset=f"{form}/{tmp_path}")):  # an index is read, loaded
         assert source.left_out == {}
-        for number, file in enumerate(masks):
-            assert np.array_equal(source.entry("mask", number), np.asarray(Image.open(file)))
-            assert source.entry("mask_size", number) == mask_of(int(file.stem[-1])).shape
-
-
-@pytest.mark.parametrize("form", ["parquet", "wds"])
-def test_a_mask_that_is_missing_or_damaged_is_named(tmp_path, form):
-    """Would catch a message by which the image is to be repaired, whose file is fine."""
-    image = _saved(mask_of(0), "png")
-    _pack(tmp_path, form, "mask", [(image, image), (image, None), (image, b"nothing")])
-    source = opened(f"{form}/{tmp_path}")
-    where = {"parquet": r"parquet\[{}\]\[mask\]", "wds": r"0.tar:{}.mask.\*"}[form]
-    for number, reason in ((1, "its (row|sample) has no mask"), (2, "not an image that Pillow knows")):
-        with pytest.raises(ImageDecodeError, match=rf"{where.format(number)}: .* \({reason}\); .* --on-bad-image"):
+        for number, mask in enumerate(masks):
+            assert np.array_equal(source.entry("mask", number), mask)
+            assert source.entry("mask_size", number) == mask.shape
+    for number, reason in ((3, "not an image that Pillow knows"), (4, "its (row|sample) has no label")):
+        with pytest.raises(ImageDecodeError, match=rf"(\[{number}\]\[label\]|:{number}.label.\*): .* \({reason}\); "):
             source.entry("mask", number)
 
 
