@@ -89,7 +89,7 @@ def _one(record: Record) -> dict[str, Any]:
     else:
         for section, panels in record.task.panels(record.folder).items():
             (images if section == IMAGES else sections.setdefault(section, [])).extend(panels)
-    sections[IMAGES] = [*images, *pictures(record.folder, _PICTURES)]
+    sections[IMAGES] = [*images, *_token_maps(record, shows_images=bool(images))]
     sections["Layout"] = [card for card in (_launches(record), _layout(record)) if card]
     return {
         "heading": record.name,
@@ -176,6 +176,16 @@ def _key_figures(record: Record) -> list[tuple[str, str]]:
         if value is not None:
             found.append((label, show(value)))
     return found
+
+
+def _token_maps(record: Record, *, shows_images: bool) -> list[Panel]:
+    """The pictures of norms, attention and components; or why there are none next to other images."""
+    cards = pictures(record.folder, _PICTURES)
+    is_pipeline = record.layout is not None and record.layout[0].pp > 1
+    if record.classes and (cards or shows_images) and (is_pipeline or record.config.get("sequence_parallel")):
+        text = "No norms and attention with --pp or --sequence-parallel: no rank has all tokens."
+        cards.append({"kind": "remark", "text": text})
+    return cards
 
 
 def _settings(record: Record) -> list[Panel]:
