@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+from unittest import mock
 
 import pytest
 import torch
@@ -58,6 +59,7 @@ def start(config, ours):
     names = {name: name for name, _ in model.named_parameters()}
     zero_map = build_zero_map(engine, groups, names, flats=flat.flats, gradients=flat.shares)
     flat.count(zero_map)
+    flat.guard = mock.Mock(device_decides=False)
     return engine, flat
 
 

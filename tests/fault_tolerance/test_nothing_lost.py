@@ -104,7 +104,9 @@ def test_an_epoch_is_saved_before_it_is_evaluated(ranks, tmp_path, whole, is_eva
     if is_evaluated:
         train_in(ranks, 2, [*TWO_EPOCHS, "--max-steps", EPOCH, "--output", output])
     else:
-        broken = functools.partial(mock.patch, "ds_vit.training.evaluation.evaluate", side_effect=UserError("planted"))
+        broken = functools.partial(
+            mock.patch, "ds_vit.training.evaluation.Evaluation.run", side_effect=UserError("planted")
+        )
         for code, _, err in ranks.run(2, run_quietly, [*TWO_EPOCHS, "--output", str(output)], broken):
             assert (code, "planted" in err) == (2, True)
     assert marked(output / "checkpoints", "latest") == f"step-{EPOCH:08d}"
