@@ -230,7 +230,8 @@ class InitialCheckpoint:
             values = _translate(model, tensors | others)
             values = {name: tensor for name, tensor in values.items() if name not in self.left_out}
         else:  # a model of the user's own may have shapes that timm's filter does not read
-            values = tensors | _translate(model, {name: tensors[name] for name in self.adapted or ()})
+            changed = self.adapted if self._of_timm else tensors
+            values = tensors | _translate(model, {name: tensors[name] for name in changed})
         require_tensors(values | of_parts)
         values = {name: tensor for name, tensor in values.items() if tensor.numel()}
         self._values = self._task.fit_tensors(model, values) | of_parts
