@@ -98,8 +98,7 @@ def load_source(
     for name in idle.keys() & settings.keys():
         raise UserError(f"{spelling(name)} has no effect with --task {task.name}{idle[name]}")
     separate = task.has_classes and bool(task.tower_files)
-    from_outside = task.has_classes and not task.create_model.__module__.startswith("ds_vit.")
-    if (task.has_text and with_text) or (separate and classifier) or from_outside:
+    if (task.has_text and with_text) or (separate and classifier) or _has_own_classifier(task):
         return load_whole(weights, values, task, labels)
     if not task.has_classes or separate:
         values["num_classes"] = 0  # only the encoder, which has no classifier
@@ -136,7 +135,8 @@ def load_whole(
     """
     spec = model_spec(values)
     model = task.create_model(spec, config_class(values)(**values), for_training=False)
-    _require_images(model, values["task"])
+    if _has_own_classifier(task):
+        _require_images(model, values["task"])
     checkpoint = InitialCheckpoint(weights.path, model, task=task)
     if checkpoint.newly_initialised:
         files = " and ".join(f"{name}.safetensors" for name in task.tower_files)
@@ -153,6 +153,11 @@ def load_whole(
     exported = Exported(model, image, names, weights.path, spec, bce=bce, tokenizer=tokenizer, pipeline_tag=tag)
     folder = weights.recipe.parent if weights.recipe else weights.folder
     return replace(exported, predictor=task.predictor(exported, values, folder))
+
+
+def _has_own_classifier(task: type[Task]) -> bool:
+    """Whether a class from outside the package builds a model with a classifier itself."""
+    return task.has_classes and not task.create_model.__module__.startswith("ds_vit.")
 
 
 def _require_images(model: TimmViT, task: str) -> None:
