@@ -271,7 +271,7 @@ class Derived(Field):
             self.shape = tuple(function(zeros).shape[1:])
 
     def made_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor, from the other field's: in float32 if that has no type of its own."""
+        """The tensor, computed from the other field's, which is float32 unless that field declares a type."""
         return tensor if self.function is None else self.function(tensor)
 
     def resized(self, side: int) -> Derived:

@@ -81,8 +81,8 @@ def load_source(
         settings: flags by their recipe names; they override the run's config.yaml.
         labels: a file of class names, one per line; None for those stored with the weights.
         classifier: refuse weights without one, or with one of another number of classes; else it may have drawn values.
-            Of a task whose classifier is in a separate file, the whole model; else its backbone. A class from outside
-            that has a model of its own with a classifier builds it.
+            Of a task whose classifier is in a separate file, the whole model; else its backbone. Of a task with classes
+            that is defined outside the package and overrides `create_model`, always the whole model.
         with_text: of a task with text, the whole model; else the image tower without its projection.
 
     Raises:

@@ -344,7 +344,7 @@ def test_an_axis_ends_where_the_quantity_does():
 
 @pytest.mark.parametrize("steps", [1, 8])
 def test_a_start_does_not_set_the_scale(tmp_path, steps):
-    """99 % at the first step, and all others on the floor; a scale of that step alone, said to leave it out."""
+    """A first value that flattens the rest of the chart; a note about leaving it out where it is the only one."""
     rows = [{"kind": "train", "step": at, "data_wait_fraction": 0.02 if at > 1 else 0.99} for at in range(1, steps + 1)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     chart = next(each for each in curves([Record.read(tmp_path)]) if "waiting for data" in each["title"])

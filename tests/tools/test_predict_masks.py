@@ -1,4 +1,4 @@
-"""`ds-vit predict` and `export` of segmentation runs, held against timm and torch alone."""
+"""`ds-vit predict` and `export` of segmentation runs, compared with timm and torch."""
 
 from __future__ import annotations
 

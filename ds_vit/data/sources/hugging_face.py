@@ -130,12 +130,12 @@ class HuggingFaceSource(ArraySource):
 
     def _bytes(self, column: str, index: int) -> bytes:
         file, row = self._place(index)
-        where = self.describe_entry(column, index)
         value = self._tables[file].data.fast_slice(row, 1)[column][0].as_py()  # not decoded
         data = value.get("bytes") if isinstance(value, dict) else value
         if data is None and not (isinstance(value, dict) and value.get("path")):
-            raise undecodable(where, ValueError(f"its row has no {column}"))
+            raise undecodable(self.describe_entry(column, index), ValueError(f"its row has no {column}"))
         if not isinstance(data, bytes):
+            where = self.describe_entry(column, index)
             raise UserError(f"{where} holds no image, only a path; save the data set with its images")
         return data
 
