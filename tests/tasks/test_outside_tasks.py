@@ -236,8 +236,8 @@ def test_ragged_boxes(ranks, tmp_path):
     ids=["dp 2, ZeRO-3", "tp 2", "sequence parallelism, ZeRO-3", "pp 2"],
 )
 def test_adapters_in_every_layout(ranks, adapted, batch, zero, more):
-    # Catches: a small matrix sharded along the wrong axis, or whose gradient is not summed over the ranks; a frozen weight
-    # that moves; a base file that is refused because it has no adapters.
+    # Catches: a small matrix sharded along the wrong axis, or whose gradient is not summed over the ranks; a frozen
+    # weight that moves; a base file that is refused because it has no adapters.
     argv, alone = adapted
     assert_same_curve(alone, train(ranks, argv, 2, batch, zero, more), rtol=1e-5)
 
