@@ -11,7 +11,7 @@ import errno
 import io
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +163,11 @@ def text_lines(text: str) -> list[str]:
 def stripped_lines(text: str) -> tuple[str, ...]:
     """The lines of a text without blanks around them, and without empty ones."""
     return tuple(filter(None, map(str.strip, text_lines(text))))
+
+
+def enumerate_some(names: Sequence[str], most: int = 5) -> str:
+    """The first of some names, and how many more there are; "nothing" for none."""
+    return (", ".join(names[:most]) or "nothing") + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.5, most: int = 1) -> str:

@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from ds_vit.fault_tolerance import exit_codes
-from ds_vit.fault_tolerance.errors import first_line
+from ds_vit.fault_tolerance.errors import enumerate_some, first_line
 
 LOST_SECONDS = 60.0
 """Longest time without a heartbeat; half of `stall_seconds` if that is shorter.
@@ -173,9 +173,8 @@ class Heartbeats:
 
     def _names(self, ranks: list[int]) -> str:
         hosts = sorted({self.last[r].host for r in ranks if r in self.last})
-        listed = ", ".join(map(str, ranks[:16])) + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")
         where = f" (host{'s' * (len(hosts) > 1)} {', '.join(hosts[:8])})" if any(hosts) else ""
-        return f"rank{'s' * (len(ranks) > 1)} {listed}{where}"
+        return f"rank{'s' * (len(ranks) > 1)} {enumerate_some([*map(str, ranks)], 16)}{where}"
 
     def _place(self, rank: int) -> str:
         return str(self.last[rank].place) if rank in self.last else "the start"

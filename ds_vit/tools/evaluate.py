@@ -32,7 +32,7 @@ from ds_vit.data.sources.listing import TRAIN_NAMES, VAL_NAMES
 from ds_vit.data.sources.source import Source
 from ds_vit.engine.start import quiet_deepspeed
 from ds_vit.fault_tolerance import exit_codes
-from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.fault_tolerance.errors import UserError, enumerate_some
 from ds_vit.launching.process import Process, discover
 from ds_vit.monitoring.progress import Line, doing
 from ds_vit.tasks.task import Task
@@ -246,8 +246,6 @@ def _evaluate_features_only(task: Task, found: StoredWeights, missing: Sequence[
     Raises:
         UserError: neither --knn nor --linear-probe asks for that.
     """
-    from ds_vit.weights.initial_checkpoint import enumerate_some
-
     if task.config.zeroshot or not task.evaluators:
         what = f"classifier of {task.num_classes} classes" if task.has_classes else "whole model"
         names = enumerate_some(missing)

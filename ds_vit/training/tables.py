@@ -25,7 +25,7 @@ from ds_vit.config.units import in_words
 from ds_vit.device import hardware_name
 from ds_vit.engine.layer_norms import layers_of
 from ds_vit.engine.patches import version_warnings
-from ds_vit.fault_tolerance.errors import NotSaved, written
+from ds_vit.fault_tolerance.errors import NotSaved, enumerate_some, written
 from ds_vit.launching.process import Process, launch_words
 from ds_vit.models.param_groups import no_weight_decay_names
 from ds_vit.models.zoo import num_parameters
@@ -45,7 +45,6 @@ from ds_vit.training.cost import Cost
 from ds_vit.training.resolve.record import flag_values, rates_of, resolved_flags
 from ds_vit.training.resume import describe_rates
 from ds_vit.training.run import Run
-from ds_vit.weights.initial_checkpoint import enumerate_some
 
 Rows = Sequence[tuple[str, str]]
 

@@ -22,7 +22,7 @@ from timm.models import vision_transformer
 from timm.models._hub import HF_WEIGHTS_NAME, _get_safe_alternatives
 from torch import nn
 
-from ds_vit.fault_tolerance.errors import UserError, first_line
+from ds_vit.fault_tolerance.errors import UserError, enumerate_some, first_line
 from ds_vit.models.hub import hub_file
 from ds_vit.models.layers import MAIN_TOWER, Layer
 from ds_vit.models.linear import added_names
@@ -33,11 +33,6 @@ from ds_vit.tasks.task import Task
 from ds_vit.weights.files import class_names, config_beside, open_prefixed, tokenizer_name
 
 _RESAMPLED = ("pos_embed", "patch_embed.proj.weight")  # their shapes depend on the image or patch size
-
-
-def enumerate_some(names: Sequence[str]) -> str:
-    """The first five, and how many more."""
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _filter_function(model: TimmViT) -> Callable[..., dict[str, torch.Tensor]]:
@@ -59,7 +54,7 @@ def require_tensors(contents: Mapping[str, Any]) -> None:
     """Reject a dictionary that holds other values than tensors, or nothing."""
     others = [f"{name} ({type(v).__name__})" for name, v in contents.items() if not isinstance(v, torch.Tensor)]
     if others or not contents:
-        raise UserError(f"it is no state dict: it holds {', '.join(others[:5]) or 'nothing'}")
+        raise UserError(f"it is no state dict: it holds {enumerate_some(others)}")
 
 
 def _translate(model: TimmViT, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -214,7 +209,7 @@ class InitialCheckpoint:
         parameters = [name for name, _ in model.named_parameters() if name in opened]
         if integers := [name for name in parameters if not opened[name].is_floating_point()]:
             raise UserError(
-                f"it holds no floating-point numbers in {len(integers)} tensors ({', '.join(integers[:5])}): convert "
+                f"it holds no floating-point numbers in {len(integers)} tensors ({enumerate_some(integers)}): convert "
                 "quantised weights back first"
             )
         shapes = {name: tensor.shape for name, tensor in opened.items()}

@@ -17,7 +17,7 @@ from ds_vit.config.parser import print_once
 from ds_vit.config.run_folder import BEST
 from ds_vit.config.schema import RunConfig
 from ds_vit.data.settings import ImageConfig, resolve_pixels
-from ds_vit.fault_tolerance.errors import UserError, did_you_mean, first_line, read_text, stripped_lines
+from ds_vit.fault_tolerance.errors import UserError, did_you_mean, enumerate_some, first_line, read_text, stripped_lines
 from ds_vit.models.keyed_init import materialise
 from ds_vit.models.linear import Linear
 from ds_vit.models.zoo import ModelSpec, TimmViT, create_model, image_size
@@ -25,7 +25,7 @@ from ds_vit.tasks.exports import Exported
 from ds_vit.tasks.registry import idle_flags, task_of
 from ds_vit.tasks.task import Task
 from ds_vit.weights.files import StoredWeights
-from ds_vit.weights.initial_checkpoint import InitialCheckpoint, enumerate_some
+from ds_vit.weights.initial_checkpoint import InitialCheckpoint
 
 MODEL_FLAGS = ("model", "model_kwargs", "num_classes", "img_size")
 _OF_PROGRAMS = ("weights", "checkpoint", "labels", "output", "top_k", "batch_size", "workers", "device")

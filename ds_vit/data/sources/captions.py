@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ds_vit.fault_tolerance.errors import UserError, text_lines
+from ds_vit.fault_tolerance.errors import UserError, enumerate_some, text_lines
 
 NOT_UTF_8 = re.compile("[\ud800-\udfff]")
 """A character that `surrogateescape` makes of a byte."""
@@ -110,7 +110,6 @@ def check_matches(where: str, without_text: Collection[str], without_image: Coll
     bare = without_text if len(without_text) == num else ()
     for names, what in ((bare, "without a caption"), (without_image, "captions without an image")):
         if names:
-            shown = ", ".join(sorted(names)[:5]) + (", ..." if len(names) > 5 else "")
-            problems.append(f"{len(names):,} {what} ({shown})")
+            problems.append(f"{len(names):,} {what} ({enumerate_some(sorted(names))})")
     if problems:
         raise UserError(f"{where}: {num:,} images, {' and '.join(problems)}; add what is missing, or remove the rest")

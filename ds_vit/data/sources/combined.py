@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 
 from ds_vit import randomness
-from ds_vit.data.sources.listing import shortened
 from ds_vit.data.sources.source import Source
-from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.fault_tolerance.errors import UserError, enumerate_some
 
 _PART = re.compile(r"(?P<split>.*)\[:(?P<percent>\d+(\.\d+)?)%\]")
 
@@ -200,7 +199,7 @@ class MixedSource(_View):
         number_of = {name: number for number, name in enumerate(self.class_names)}
         if unknown := [name for name in source.class_names if name not in number_of]:
             classes = f"{len(unknown)} classes that are not among the {len(number_of)} of the first --data-dir"
-            raise UserError(f"the source of {source.describe(0)} has {classes}: {shortened(unknown)}")
+            raise UserError(f"the source of {source.describe(0)} has {classes}: {enumerate_some(unknown)}")
         if source.multi_label != self.multi_label or (self.multi_label and source.class_names != self.class_names):
             raise UserError("sources of several labels per image can only be mixed if all have the same labels")
         return np.array([number_of[name] for name in source.class_names], dtype=np.int64)

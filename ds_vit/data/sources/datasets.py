@@ -20,11 +20,11 @@ from ds_vit.data.sources.captions import CaptionKeys, Captions
 from ds_vit.data.sources.combined import first_part, part_of
 from ds_vit.data.sources.folders import open_folder
 from ds_vit.data.sources.hugging_face import open_hugging_face
-from ds_vit.data.sources.listing import TRAIN_NAMES, VAL_NAMES, shortened
+from ds_vit.data.sources.listing import TRAIN_NAMES, VAL_NAMES
 from ds_vit.data.sources.pairs import open_pairs, open_table
 from ds_vit.data.sources.shards import open_shards
 from ds_vit.data.sources.source import ArraySource, Source
-from ds_vit.fault_tolerance.errors import UserError, did_you_mean, first_line
+from ds_vit.fault_tolerance.errors import UserError, did_you_mean, enumerate_some, first_line
 
 # timm's torch/ names of fixed data sets; torch/inaturalist (needs a target type) and torch/image_folder
 # (the meaning of --data-dir without --dataset) are left out.
@@ -375,8 +375,8 @@ def _open_path(kind: str, path: str, split: str, classes: Sequence[str] | None, 
 
 def _refuse_differing_classes(train: set[str], val: set[str], *, partly: bool) -> None:
     """Raise UserError if one split lacks classes of the other; `partly`: the validation split may."""
-    lacking = ((sorted(train - val), "validation"), (sorted(val - train), "training"))
-    parts = [f"{len(names)} missing in the {where} split ({shortened(names)})" for names, where in lacking if names]
+    lacking = {"validation": sorted(train - val), "training": sorted(val - train)}
+    parts = [f"{len(of)} missing in the {where} split ({enumerate_some(of)})" for where, of in lacking.items() if of]
     if val - train or (parts and not partly):
         raise UserError(
             f"the training split has {len(train)} classes and the validation split {len(val)}, and they differ: "

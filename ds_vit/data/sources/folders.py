@@ -22,7 +22,7 @@ from ds_vit.data.sources import listing
 from ds_vit.data.sources.captions import NOT_UTF_8
 from ds_vit.data.sources.source import ArraySource, Source
 from ds_vit.data.sources.tars import TarSource
-from ds_vit.fault_tolerance.errors import LATIN_1, UserError
+from ds_vit.fault_tolerance.errors import LATIN_1, UserError, enumerate_some
 
 
 def open_folder(data_dir: str, split: str, classes: Sequence[str] | None, allow_empty: bool, labelled: bool) -> Source:
@@ -199,7 +199,7 @@ class FolderSource(FileSource):
         if empty and not allow_empty:
             inside = [path for path in folders if path.startswith(tuple(f"{folder}/" for folder in empty))]
             found = listing.described_counts(listing.suffix_counts(inside))
-            counted = f"{len(empty)} class folders without images: {listing.shortened(empty)} (files in there: {found})"
+            counted = f"{len(empty)} class folders without images: {enumerate_some(empty)} (files in there: {found})"
             raise UserError(f"{root}: {counted}; remove them, or pass --allow-empty-classes")
         # The empty ones are in the list for their names only.
         self.class_names, numbers = listing.number_classes([*classes, *map(posixpath.basename, empty)])
@@ -249,7 +249,7 @@ class MultiLabelSource(FileSource):
         names = listing.in_natural_order(labels) if classes is None else classes
         if unknown := sorted(labels - set(names)):
             counted = f"{len(unknown)} labels that the training split lacks"
-            raise UserError(f"{table} has {counted}: {listing.shortened(unknown)}")
+            raise UserError(f"{table} has {counted}: {enumerate_some(unknown)}")
         self.class_names = tuple(names)
         numbers = {name: number for number, name in enumerate(names)}
         paths = listing.in_natural_order(rows)

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.fault_tolerance.errors import UserError, enumerate_some
 
 # timm lists .png, .jpg and .jpeg only, so that a folder of WebP files looks empty to it; Pillow reads all of these.
 _SUFFIXES = ("png", "jpg", "jpeg", "jpe", "webp", "bmp", "ppm", "pgm", "tif", "tiff", "gif")
@@ -60,11 +60,6 @@ def natural_key(name: str) -> list[str | int]:
 def in_natural_order(names: Iterable[str]) -> list[str]:
     """Sorted as timm sorts, with ties broken by the plain name: the result never depends on the file system."""
     return sorted(names, key=lambda name: (natural_key(name), name))
-
-
-def shortened(names: Sequence[str], most: int = 5) -> str:
-    """The first of some names, for messages."""
-    return (", ".join(names[:most]) or "nothing") + (", ..." if len(names) > most else "")
 
 
 def suffix_counts(paths: Iterable[str]) -> Counter[str]:
@@ -185,4 +180,6 @@ def no_such_split(folder: str, split: str, wanted: str, hint: str = "") -> NoSuc
     """The error about a folder without a split, `wanted` says in which forms."""
     found = sorted(name for name in os.listdir(folder) if not hidden(name))
     synonyms = ", ".join(synonyms_of(split)[1:]) or "none"
-    return NoSuchSplit(f"{folder} has no {wanted} (synonyms tried: {synonyms}); it holds {shortened(found, 8)}{hint}")
+    return NoSuchSplit(
+        f"{folder} has no {wanted} (synonyms tried: {synonyms}); it holds {enumerate_some(found, 8)}{hint}"
+    )

@@ -34,7 +34,7 @@ from ds_vit.data.sources.folders import FileSource, read_table, require_utf8, wa
 from ds_vit.data.sources.hugging_face import open_hugging_face
 from ds_vit.data.sources.shards import open_shards
 from ds_vit.data.sources.source import Source
-from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.fault_tolerance.errors import UserError, enumerate_some
 
 _LAYOUTS = "DIR/train/images and DIR/train/masks, or DIR/images/train and DIR/masks/train (and val for train)"
 _COLUMNS = ("mask", "annotation", "label", "segmentation", "seg_map")
@@ -138,7 +138,7 @@ class Labels:
         classes = self.table[places]
         if (unknown := classes == _UNKNOWN).any():
             values, counts = np.unique(mask[unknown], return_counts=True)
-            shown = listing.shortened([f"{value} ({count:,})" for value, count in zip(values, counts, strict=True)])
+            shown = enumerate_some([f"{value} ({count:,})" for value, count in zip(values, counts, strict=True)])
             number = f"{int(counts.sum()):,} of {mask.size:,} pixels"
             raise UserError(f"{name}: {number} have values that are neither a class nor ignored: {shown}; {self._rule}")
         return classes
@@ -282,7 +282,7 @@ def pair_files(images: str, masks: str) -> tuple[list[tuple[str, str]], str]:
     for here, there in ((0, 1), (1, 0)):
         if lone := [path for stem, path in sides[here].items() if stem not in sides[there]]:
             number = f"{len(lone)} of {len(sides[here])} files of {roots[here]}"
-            problems.append(f"{number} have no partner in {roots[there]}: {listing.shortened(lone)}")
+            problems.append(f"{number} have no partner in {roots[there]}: {enumerate_some(lone)}")
     if sides[0].keys() != sides[1].keys():
         rule = f"an image and its mask ({' '.join(MASK_EXTENSIONS)}) have the same path without extension"
         problems.append(f"{rule}: add what is missing, or remove the other")

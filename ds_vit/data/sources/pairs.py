@@ -12,7 +12,7 @@ import numpy as np
 from ds_vit.data.sources import listing
 from ds_vit.data.sources.captions import CaptionKeys, Captions, caption_lines, check_matches, clean_captions
 from ds_vit.data.sources.folders import FileSource, find_split, read_table, require_utf8, walk
-from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.fault_tolerance.errors import UserError, enumerate_some
 
 _THREADS = 16  # files are small, and often on a network
 _TABLES = (".csv", ".tsv")
@@ -133,7 +133,7 @@ def _rows(table: str, keys: CaptionKeys) -> Iterator[tuple[str, str]]:
         if header.count(name) != 1:
             number = "two columns" if name in header else "no column"
             by = f" by the separator {keys.separator!r}" if keys.separator else ""
-            has = f"the columns{by} are {listing.shortened(header)}"
+            has = f"the columns{by} are {enumerate_some(header)}"
             raise UserError(f"{table} has {number} {name}; {has}; give {flag}, or --csv-separator")
         columns.append(header.index(name))
     for where, cells in rows:

@@ -21,8 +21,7 @@ from PIL import Image
 from ds_vit import randomness
 from ds_vit.data.decode import decode, orientation
 from ds_vit.data.sources.captions import Captions
-from ds_vit.data.sources.listing import shortened
-from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.fault_tolerance.errors import UserError, enumerate_some
 
 _ROWS_AT_ONCE = 1 << 16  # of a fingerprint: no second copy of millions of names
 _HEADERS = 200  # files
@@ -215,8 +214,8 @@ def check_labels(source: Source, labels: np.ndarray, numbers: np.ndarray, classe
     first = int(valid.argmin())
     label = os.fsdecode(labels[first]) if isinstance(labels[first], bytes) else int(labels[first])
     raise UserError(
-        f"{source.describe(first)} has the label {label!r}; the {len(classes)} classes are {shortened(classes)}, with "
-        f"the numbers 0 to {len(classes) - 1}; {int((~valid).sum())} of {len(labels)} samples have such a label"
+        f"{source.describe(first)} has the label {label!r}; the {len(classes)} classes are {enumerate_some(classes)}, "
+        f"with the numbers 0 to {len(classes) - 1}; {int((~valid).sum())} of {len(labels)} samples have such a label"
     )
 
 

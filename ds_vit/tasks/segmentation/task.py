@@ -28,10 +28,9 @@ from ds_vit.data.field import Field
 from ds_vit.data.masks import MaskField, SceneImages
 from ds_vit.data.settings import ImageConfig
 from ds_vit.data.sources.combined import first_part, part_of
-from ds_vit.data.sources.listing import shortened
 from ds_vit.data.sources.masks import IGNORED, of_masks, open_masks, pixels_of_classes
 from ds_vit.data.sources.source import Source
-from ds_vit.fault_tolerance.errors import EndedTogether, UserError, read_text
+from ds_vit.fault_tolerance.errors import EndedTogether, UserError, enumerate_some, read_text
 from ds_vit.models.layers import MAIN_TOWER, Layer
 from ds_vit.models.zoo import ModelSpec, TimmViT
 from ds_vit.parallel.groups import gather_objects
@@ -256,7 +255,7 @@ def read_class_weights(path: str, num_classes: int) -> tuple[float, ...]:
         if len(weights) == num_classes and all(0 <= weight < math.inf for weight in weights):
             return weights
     rule = f"must have {num_classes} numbers of at least 0, one for each class"
-    raise UserError(f"--class-weights {path} {rule}; it has {len(words)} words: {shortened(words)}")
+    raise UserError(f"--class-weights {path} {rule}; it has {len(words)} words: {enumerate_some(words)}")
 
 
 def balanced_weights(pixels: Sequence[int]) -> tuple[float, ...]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ds_vit.fault_tolerance.errors import enumerate_some
 from ds_vit.launching.hosts import Host
 from ds_vit.tools.doctor.facts import CUDA, DRIVER, Facts, Interface, Port
 
@@ -159,7 +160,7 @@ def _compare_hosts(views: Sequence[HostView]) -> Iterator[Finding]:
         if len(groups) > 1:
             norm = max(groups, key=lambda value: len(groups[value]))  # of equals the first
             odd = tuple(name for value, names in groups.items() if value != norm for name in names)
-            values = "; ".join(f"{value or 'none'} on {_some(names)}" for value, names in groups.items())
+            values = "; ".join(f"{value or 'none'} on {enumerate_some(names, 6)}" for value, names in groups.items())
             yield Finding(check, severity, odd, f"{what}: {values}", remedy)
 
     yield from compare("code", "error", "the code of ds_vit differs, by checksum", lambda facts: facts.code, _PULL)
@@ -188,10 +189,6 @@ def _compare_hosts(views: Sequence[HostView]) -> Iterator[Finding]:
         if len(same) > 1:
             what = f"{' and '.join(same)} are one machine; its accelerators would be assigned {len(same)} times"
             yield Finding("hosts", "error", tuple(same), what, "keep one of the names in the hostfile")
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
 
 
 # ---- one host --------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from ds_vit.data.sources.datasets import open_source
 from ds_vit.data.sources.shards import FIRST_DOT
 from ds_vit.data.sources.source import Source, headers_of_some
 from ds_vit.engine.settings import EngineSettings
-from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.fault_tolerance.errors import UserError, enumerate_some
 from ds_vit.parallel.layout import Layout
 from ds_vit.tasks.registry import task_named
 from ds_vit.tasks.zero_shot import open_zero_shot
@@ -193,7 +193,7 @@ def _open_for_evaluation(config: RunConfig) -> tuple[Source, Source, list[str]]:
         why = "nothing says which is which"
         if names:
             others = [name for name in source.class_names if name not in names]
-            why = f"{listing.shortened(others)} is none of the weights' ({listing.shortened(names)})"
+            why = f"{enumerate_some(others)} is none of the weights' ({enumerate_some(names)})"
         raise UserError(
             f"--val-split {config.val_split} has {source.num_classes} classes, the model {config.num_classes}, and "
             f"without a training split {why}; name the --train-split that has them all"

@@ -14,7 +14,7 @@ from ds_vit.data.settings import Data, ImageConfig, resolve_pixels
 from ds_vit.data.sources.source import Source
 from ds_vit.data.text import describe_cut_captions
 from ds_vit.engine.settings import EngineSettings
-from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.fault_tolerance.errors import UserError, enumerate_some
 from ds_vit.models.layers import MAIN_TOWER, BlockLayer, tower_names, tower_of
 from ds_vit.models.param_groups import frozen_names
 from ds_vit.models.sequential import check_sizes
@@ -28,7 +28,7 @@ from ds_vit.tasks.task import Task
 from ds_vit.training.resolve.teacher import describe_teacher, open_towers
 from ds_vit.training.run import Model
 from ds_vit.weights.files import find_weights
-from ds_vit.weights.initial_checkpoint import InitialCheckpoint, enumerate_some, find_pretrained
+from ds_vit.weights.initial_checkpoint import InitialCheckpoint, find_pretrained
 
 
 def resolve_model(

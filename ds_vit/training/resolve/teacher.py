@@ -9,14 +9,14 @@ from ds_vit.config.flag import spelling
 from ds_vit.config.parser import load_recipe
 from ds_vit.config.schema import RunConfig
 from ds_vit.data.settings import PIXEL_FLAGS
-from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.fault_tolerance.errors import UserError, enumerate_some
 from ds_vit.models.layers import tower_of
 from ds_vit.models.param_groups import classifier_names
 from ds_vit.models.zoo import ModelSpec, TeacherSpec, TimmViT, image_size
 from ds_vit.tasks.registry import task_of
 from ds_vit.tasks.task import Task
 from ds_vit.weights.files import find_weights
-from ds_vit.weights.initial_checkpoint import InitialCheckpoint, enumerate_some, find_pretrained
+from ds_vit.weights.initial_checkpoint import InitialCheckpoint, find_pretrained
 
 
 def describe_teacher(config: RunConfig) -> TeacherSpec | None:
