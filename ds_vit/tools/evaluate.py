@@ -28,7 +28,7 @@ from ds_vit.config.flag import Scope
 from ds_vit.config.outside import config_class, source_changes
 from ds_vit.config.run_folder import RunFolder, write_json
 from ds_vit.config.schema import LAYOUT_FLAGS, RunConfig
-from ds_vit.data.sources.listing import TRAIN_NAMES, VAL_NAMES
+from ds_vit.data.sources.listing import TRAIN_NAMES, splits_in
 from ds_vit.data.sources.source import Source
 from ds_vit.engine.start import quiet_deepspeed
 from ds_vit.fault_tolerance import exit_codes
@@ -189,10 +189,10 @@ def _split_of(settings: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[st
     folder = settings.get("data_dir")
     if not isinstance(folder, str) or {"val_split", "val_fraction", "dataset"} & settings.keys():
         return {}
-    there = {name.removesuffix(".tar") for name in os.listdir(folder)} if os.path.isdir(folder) else set()
-    splits = [name for name in (*VAL_NAMES, "test") if name in there]
+    there = splits_in(folder) if os.path.isdir(folder) else []
+    splits = [name for name in there if name not in TRAIN_NAMES]
     held_out = stored.get("val_fraction") is not None and folder != stored.get("data_dir")
-    return {"val_split": splits[0]} if splits and (held_out or not there & {*TRAIN_NAMES}) else {}
+    return {"val_split": splits[0]} if splits and (held_out or splits == there) else {}
 
 
 def _check_classes(found: StoredWeights, of_data: tuple[str, ...]) -> None:

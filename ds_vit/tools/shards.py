@@ -30,7 +30,7 @@ from ds_vit.data.decode import ORIENTATION, ImageDecodeError, decode, orientatio
 from ds_vit.data.sources.captions import CaptionKeys
 from ds_vit.data.sources.datasets import open_source
 from ds_vit.data.sources.folders import FolderSource
-from ds_vit.data.sources.listing import TRAIN_NAMES, VAL_NAMES
+from ds_vit.data.sources.listing import splits_in
 from ds_vit.data.sources.pairs import TextFileSource
 from ds_vit.data.sources.shards import CLASSES_FILE, DOT, DOT_OF_SUFFIX, PLAN_FILE, make_index, shard_name
 from ds_vit.data.sources.tars import TarSource
@@ -42,7 +42,6 @@ _QUALITY = 90  # JPEG quality of resized images without --quality
 _KEYS = CaptionKeys()
 _LOCK = ".lock"  # in the hidden folder
 _Packable = FolderSource | TarSource | TextFileSource
-_SPLITS = (*TRAIN_NAMES, *VAL_NAMES, "test")
 
 
 class Packing(NamedTuple):
@@ -112,9 +111,8 @@ def make_shards(
     target = Path(out).resolve()
     if target.is_mount() or (target.exists() and not (target.is_dir() and not any(target.iterdir()))):
         raise UserError(f"{out} exists and is not an empty folder; give another one, or remove it")
-    parent, inside = folder, set(os.listdir(folder))
-    splits = [name for name in _SPLITS if {name, f"{name}.tar"} & inside]
-    if not splits:
+    parent = folder
+    if not (splits := splits_in(folder)):
         parent, name = os.path.split(os.path.abspath(folder))
         splits = [name]
     classes, labels = None, _KEYS if captions else True

@@ -63,8 +63,7 @@ def find_split(data_dir: str, split: str, *, or_whole: bool = False) -> str:
         if os.path.isfile(f"{path}.tar"):
             return f"{path}.tar"
     inside = [name for name in os.listdir(data_dir) if not listing.hidden(name)]
-    has_splits = {posixpath.splitext(name)[0] for name in inside} & {*listing.TRAIN_NAMES, *listing.VAL_NAMES, "test"}
-    if or_whole and split in listing.TRAIN_NAMES and not has_splits:
+    if or_whole and split in listing.TRAIN_NAMES and not listing.splits_in(data_dir):
         return data_dir
     parent, own = os.path.split(os.path.normpath(data_dir))
     hint = f"a split has a folder for each class: {split}/<class>/<image>"
@@ -85,10 +84,9 @@ def find_split(data_dir: str, split: str, *, or_whole: bool = False) -> str:
 
 
 def _holds_classes(folder: str) -> bool:
-    """Whether a folder holds folders of images, none of them named as a split."""
+    """Whether a folder without splits holds folders of images."""
     inside = [path for path in Path(folder).iterdir() if path.is_dir() and not listing.hidden(path.name)]
-    has_split = any(path.name in (*listing.TRAIN_NAMES, *listing.VAL_NAMES) for path in inside)
-    return not has_split and any(listing.is_image(name) for path in inside for name in os.listdir(path))
+    return not listing.splits_in(folder) and any(listing.is_image(name) for path in inside for name in os.listdir(path))
 
 
 def walk(root: str) -> list[str]:

@@ -176,6 +176,12 @@ def synonyms_of(split: str) -> list[str]:
     return [split, *(name for name in synonyms if name != split)]
 
 
+def splits_in(folder: str) -> list[str]:
+    """The folders and tars of a folder that are named as splits, without `.tar`: of training first."""
+    names = {name.removesuffix(".tar") for name in os.listdir(folder)}
+    return [name for name in (*TRAIN_NAMES, *VAL_NAMES, "test") if name in names]
+
+
 def no_such_split(folder: str, split: str, wanted: str, hint: str = "") -> NoSuchSplit:
     """The error about a folder without a split, `wanted` says in which forms."""
     found = sorted(name for name in os.listdir(folder) if not hidden(name))
