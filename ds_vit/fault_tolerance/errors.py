@@ -141,17 +141,21 @@ def read_text(path: str | Path, named_by: str) -> str:
         raise UserError(f"{named_by}{path}: {error.strerror or error}") from None
 
 
+def parse_json(text: str | bytes, where: str) -> Any:
+    """The value of a JSON text; UserError with `where` if it is not JSON."""
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise UserError(f"{where} is not JSON: {first_line(error)}") from None
+
+
 def read_object(path: str | Path, named_by: str) -> dict[str, Any]:
     """The JSON object in a file, empty where it holds another value; the arguments are those of `read_text`.
 
     Raises:
         UserError: it cannot be read, or is not JSON.
     """
-    text = read_text(path, named_by)
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise UserError(f"{named_by}{path} is not JSON: {first_line(error)}") from None
+    found = parse_json(read_text(path, named_by), f"{named_by}{path}")
     return found if isinstance(found, dict) else {}
 
 

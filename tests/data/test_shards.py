@@ -213,7 +213,7 @@ BROKEN = {
         r"train-000\.tar:0002\.png has the label 2; the 2 classes are cat, dog, .*numbers 0 to 1; 4 of 12 samples",
     ),
     "a hard link": (lambda f: _linked(f / "train-001.tar"), rf"{S} holds b\.png as a hard link"),
-    "json that is none": (_other({"a.png": PNG, "a.json": b"{"}), rf"{S}:a\.json is no JSON"),
+    "json that is none": (_other({"a.png": PNG, "a.json": b"{"}), rf"{S}:a\.json is not JSON"),
     "a label that is a list": (
         _other({"a.png": PNG, "a.json": b'{"label": [1]}'}),
         r"the label \[1\] is neither a class number nor a class name",

@@ -30,7 +30,7 @@ from ds_vit.data.sources import listing
 from ds_vit.data.sources.captions import CaptionKeys, Captions, caption_lines, check_matches, clean_captions
 from ds_vit.data.sources.source import check_labels
 from ds_vit.data.sources.tars import PackedSource
-from ds_vit.fault_tolerance.errors import UserError, read_text
+from ds_vit.fault_tolerance.errors import UserError, parse_json, read_object, read_text
 
 CLASSES_FILE = "classes.json"
 """The names of the classes in the order of their numbers, next to the shards."""
@@ -109,7 +109,7 @@ def _of_split(folder: str, split: str) -> list[str]:
         if shards := listing.in_natural_order(glob.glob(os.path.join(glob.escape(folder), form.format(name)))):
             _check_no_gap(shards)
             if os.path.isfile(plan := os.path.join(folder, PLAN_FILE.format(name))) and "-" in form:
-                planned = json.loads(read_text(plan, ""))["shards"]
+                planned = read_object(plan, "")["shards"]
                 _require_all([os.path.join(folder, shard_name(name, n)) for n in range(planned)], plan, "bring them")
             return shards
     raise listing.no_such_split(folder, split, f"shards {split}-*.tar", _pattern_hint(folder))
@@ -139,10 +139,7 @@ def _class_names(folder: str) -> list[str] | None:
     path = os.path.join(folder, CLASSES_FILE)
     if not os.path.exists(path):
         return None
-    try:
-        names = json.loads(read_text(path, ""))
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path} is no JSON ({error})") from None
+    names = parse_json(read_text(path, ""), path)
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
         raise UserError(f"{path} must be a list of class names that differ, in the order of their numbers")
     return names
@@ -501,10 +498,7 @@ def _content(file: _File, shard: BinaryIO) -> bytes:
 
 def _fields(data: bytes, name: str) -> dict[str, Any]:
     """The content of a .json file; empty if it is no table."""
-    try:
-        fields = json.loads(data)
-    except ValueError as error:
-        raise UserError(f"{name} is no JSON ({error})") from None
+    fields = parse_json(data, name)
     return fields if isinstance(fields, dict) else {}
 
 
