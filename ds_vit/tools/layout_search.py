@@ -104,42 +104,25 @@ class Candidate:
         return f"{text}, {self.recomputing} recomputing" if self.recomputing else text
 
 
-@dataclass(frozen=True)
-class Planned:
-    """All layouts of a model on a machine.
-
-    Attributes:
-        request: of the plan.
-        precision: name of its number formats.
-        parameters: of the model.
-        flops: of an image in training.
-        fitting: by falling images per second.
-        too_large: those whose smallest micro-batch does not fit, by rising memory.
-        unaligned: what `unaligned_matrices` names in the best layout.
-    """
-
-    request: PlanRequest
-    precision: str
-    parameters: int
-    flops: int
-    fitting: tuple[Candidate, ...]
-    too_large: tuple[Candidate, ...]
-    unaligned: Sequence[str] = ()
-
-    def mfu(self, found: Candidate) -> float:
-        """Share of the peak that a layout reaches; recomputed products do not count."""
-        accelerator = self.request.machine.accelerator
-        peak = accelerator.fp32_tflops if self.precision == "fp32" else accelerator.bf16_tflops
-        return self.flops * found.images_per_second / self.request.machine.gpus / (peak * 1e12)
+def mfu(flops_per_second: float, machine: Machine, precision: str) -> float:
+    """Share of the peak of the machine's GPUs, with products in the types of a precision of this name."""
+    peak = machine.accelerator.fp32_tflops if precision == "fp32" else machine.accelerator.bf16_tflops
+    return flops_per_second / machine.gpus / (peak * 1e12)
 
 
 class Search:
-    """Finds and ranks layouts.
+    """All layouts of a model on a machine, ranked.
 
     Args:
         request: what to plan.
         run: of the model, on one rank.
         one_vit: the run's model is the chain of one ViT; the layouts of others are data-parallel only.
+
+    Attributes:
+        fitting: by falling images per second.
+        too_large: those whose smallest micro-batch does not fit, by rising memory.
+        parameters: of the model.
+        flops: of an image in training; recomputed products do not count.
 
     Raises:
         UserError: a degree, a batch or a ZeRO stage that is not possible, with the nearest that is.
@@ -154,6 +137,11 @@ class Search:
             raise UserError(f"--recipe: --task {run.model.task.name} is planned with --pp 1 --tp 1 only; drop them")
         self._degrees = [tp for tp in degrees if self._is_legal_tp(tp)]
         self._check()
+        found = list(self._found())
+        self.fitting = sorted((one for one in found if one.fits), key=lambda one: -one.images_per_second)
+        self.too_large = sorted((one for one in found if not one.fits), key=lambda one: one.needs)
+        self.parameters = num_parameters(run.model.whole)
+        self.flops = count_flops(run.model.whole, run.model.frozen).training
 
     def _cost_at(self, tp: int) -> Cost:
         """The cost of the run with this tensor-parallel degree, in any layout that has it."""
@@ -216,26 +204,21 @@ class Search:
             stages = [0, *stages]
         return [stage for stage in stages if self.request.fixed_stage in (None, stage)]
 
-    def run(self) -> Planned:
-        """Every layout, ranked."""
-        found = []
+    def mfu(self, one: Candidate) -> float:
+        """Share of the machine's peak that a layout reaches."""
+        return mfu(self.flops * one.images_per_second, self.request.machine, self._run.engine.precision.name)
+
+    def unaligned(self, one: Candidate) -> Sequence[str]:
+        """The matrices of a layout that `unaligned_matrices` names."""
+        return unaligned_matrices(self._costs(one.layout.tp).layers)
+
+    def _found(self) -> Iterator[Candidate]:
         for layout in self._layouts():
             cost = self._costs(layout.tp)
             flops = [work.forward.flops + work.backward.flops for work in cost.works]
             bounds = tuple(balance(flops, [layer.kept.bytes for layer in cost.layer_memory], layout.pp))
             for stage, recomputing in itertools.product(self._zero_stages(layout), RECOMPUTING):
-                found.append(self._fastest(cost, layout, stage, recomputing, bounds))
-        fitting = sorted((one for one in found if one.fits), key=lambda one: -one.images_per_second)
-        model = self._run.model
-        return Planned(
-            self.request,
-            self._run.engine.precision.name,
-            num_parameters(model.whole),
-            count_flops(model.whole, model.frozen).training,
-            tuple(fitting),
-            tuple(sorted((one for one in found if not one.fits), key=lambda one: one.needs)),
-            unaligned_matrices(self._costs(fitting[0].layout.tp).layers) if fitting else (),
-        )
+                yield self._fastest(cost, layout, stage, recomputing, bounds)
 
     def _fastest(self, cost: Cost, layout: Layout, stage: int, recomputing: str, bounds: tuple[int, ...]) -> Candidate:
         """The fastest micro-batch that fits, or else the smallest."""

@@ -34,7 +34,7 @@ from ds_vit.planner.hardware import accelerator, link
 from ds_vit.planner.memory import PARTS
 from ds_vit.tasks.registry import task_of
 from ds_vit.tasks.task import Task
-from ds_vit.tools.layout_search import Candidate, Planned, PlanRequest, Search, json_at_stage
+from ds_vit.tools.layout_search import Candidate, PlanRequest, Search, json_at_stage
 
 if TYPE_CHECKING:
     from ds_vit.training.run import Run
@@ -60,7 +60,7 @@ def plan(arguments: argparse.Namespace) -> int:
         raise UserError("--gpus is missing: how many there would be, for example --gpus 8")
     with_recipe(arguments)
     request = request_of(arguments)
-    found = Search(request, run_of(arguments, request), one_vit=not arguments.of_task).run()
+    found = Search(request, run_of(arguments, request), one_vit=not arguments.of_task)
     if not found.fitting:
         raise UserError(_nothing_fits(found))
     if arguments.json:
@@ -147,7 +147,7 @@ def run_of(arguments: argparse.Namespace, request: PlanRequest) -> Run:
 # Output
 
 
-def _row(found: Planned, one: Candidate, arguments: argparse.Namespace) -> dict[str, Any]:
+def _row(found: Search, one: Candidate, arguments: argparse.Namespace) -> dict[str, Any]:
     """A layout for --json."""
     gpu = found.request.machine.accelerator
     days = None
@@ -175,7 +175,7 @@ def _row(found: Planned, one: Candidate, arguments: argparse.Namespace) -> dict[
     }
 
 
-def as_json(found: Planned, arguments: argparse.Namespace) -> dict[str, Any]:
+def as_json(found: Search, arguments: argparse.Namespace) -> dict[str, Any]:
     """The whole plan."""
     return {
         "model": arguments.model,
@@ -189,7 +189,7 @@ def as_json(found: Planned, arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _show(found: Planned, arguments: argparse.Namespace) -> None:
+def _show(found: Search, arguments: argparse.Namespace) -> None:
     """Print the layouts and what to know about the best."""
     console, machine, best = make_console(), found.request.machine, found.fitting[0]
     costs = {"days": ("days", ",.1f"), "megawatt_hours": ("MWh", ",.1f"), "cost": ("cost", ",.0f")}
@@ -231,14 +231,12 @@ def _show(found: Planned, arguments: argparse.Namespace) -> None:
         f"data of the best: each of {best.layout.dp} replicas needs {best.images_per_second / best.layout.dp:,.0f} "
         f"images/s; for JPEG files of ImageNet's size that is --workers {row['workers']}."
     )
-    if found.unaligned:
-        notes.append(
-            f"matrix sizes of the best, no multiples of 8, which slows 16-bit products: {', '.join(found.unaligned)}."
-        )
+    if unaligned := ", ".join(found.unaligned(best)):
+        notes.append(f"matrix sizes of the best, no multiples of 8, which slows 16-bit products: {unaligned}.")
     say(console, *(f"  {note}" for note in notes))
 
 
-def _nothing_fits(found: Planned) -> str:
+def _nothing_fits(found: Search) -> str:
     """The error where no layout fits."""
     machine = found.request.machine
     if not found.too_large:
@@ -255,7 +253,7 @@ def _nothing_fits(found: Planned) -> str:
 # --write
 
 
-def write(found: Planned, one: Candidate, folder: Path, arguments: argparse.Namespace) -> None:
+def write(found: Search, one: Candidate, folder: Path, arguments: argparse.Namespace) -> None:
     """Write deepspeed.json, hostfile and command.sh of a layout.
 
     Raises:

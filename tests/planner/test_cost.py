@@ -14,7 +14,7 @@ from ds_vit.planner.cost import Machine, step_time
 from ds_vit.planner.counting import LayerWork
 from ds_vit.planner.hardware import accelerator, link
 from ds_vit.planner.memory import MemoryRules
-from ds_vit.tools.layout_search import Planned, json_at_stage
+from ds_vit.tools.layout_search import json_at_stage, mfu
 
 
 def machine(gpus, per_node=8):
@@ -99,6 +99,4 @@ def test_replicas_that_cross_hosts(gpus, pp, tp, inside):
 
 def test_mfu_is_of_the_types_that_are_multiplied():
     # Catches: autocast measured against the peak of fp32, which gives more than 100 %.
-    request = SimpleNamespace(machine=machine(1), precision=Precision("autocast-bf16", "float32"))
-    found = SimpleNamespace(images_per_second=1.0)
-    assert Planned(request, "autocast-bf16", 1, 989 * 10**12, (), ()).mfu(found) == pytest.approx(1.0)
+    assert mfu(989 * 10**12, machine(1), "autocast-bf16") == pytest.approx(1.0)
