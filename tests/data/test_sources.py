@@ -9,6 +9,7 @@ import shutil
 import struct
 import tarfile
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -486,6 +487,20 @@ def test_a_pipe_that_is_named_like_an_image(tmp_path):
     assert len(open_source("", str(tmp_path), "train")) == 1
     os.mkfifo(tmp_path / "train" / "ant" / "2.jpg")
     with pytest.raises(UserError, match=r"ant/2.jpg is a pipe, a socket or a device, not a file; remove or rename it"):
+        open_source("", str(tmp_path), "train")
+
+
+def test_a_folder_that_cannot_be_listed(tmp_path):
+    """Would catch a class that is left out in silence, for want of a permission or by an error of the storage."""
+    write_images(tmp_path / "train", "ant/1.png", "bee/1.png")
+    scan = os.scandir
+
+    def refuses(folder):
+        if folder.endswith("bee"):
+            raise PermissionError(13, "Permission denied", folder)
+        return scan(folder)
+
+    with mock.patch.object(os, "scandir", refuses), pytest.raises(UserError, match=r"train/bee cannot be listed: Perm"):
         open_source("", str(tmp_path), "train")
 
 

@@ -6,7 +6,6 @@ innermost folder. Folders that merge or nest by this rule are an error, and hidd
 
 from __future__ import annotations
 
-import contextlib
 import os
 import posixpath
 import re
@@ -96,7 +95,8 @@ def walk(root: str) -> list[str]:
     Links are followed, except one to a folder that it lies in: it would list the same images again and again.
 
     Raises:
-        UserError: a pipe, a socket or a device is named like an image; reading it would block for ever.
+        UserError: a folder cannot be listed; or a pipe, a socket or a device is named like an image, and reading it
+            would block for ever.
     """
     paths: list[str] = []
     # Each folder comes with the identities of the folders around it and its own.
@@ -104,8 +104,11 @@ def walk(root: str) -> list[str]:
     while pending:
         relative, around = pending.pop()
         folder = os.path.join(root, relative)
-        with contextlib.suppress(OSError), os.scandir(folder) as entries:
-            status = os.stat(folder)
+        try:
+            entries, status = os.scandir(folder), os.stat(folder)
+        except OSError as error:
+            raise UserError(f"{folder} cannot be listed: {error.strerror}; make it readable or move it") from error
+        with entries:
             if (status.st_dev, status.st_ino) in around:
                 continue
             around |= {(status.st_dev, status.st_ino)}
@@ -125,7 +128,11 @@ def walk(root: str) -> list[str]:
 
 
 class FileSource(ArraySource):
-    """Images in separate files, below one folder."""
+    """Images in separate files, below one folder.
+
+    A file that is missing, such as a broken link, or may not be read counts as damaged: every rank finds it so. Other
+    errors of a storage may occur on one rank only, and end the run.
+    """
 
     class_names: tuple[str, ...] = ()
 
@@ -135,8 +142,11 @@ class FileSource(ArraySource):
         self._targets = targets
 
     def encoded(self, index: int) -> bytes:
-        with open(self.describe(index), "rb") as file:
-            return file.read()
+        try:
+            with open(self.describe(index), "rb") as file:
+                return file.read()
+        except (FileNotFoundError, PermissionError) as error:
+            raise undecodable(self.describe(index), OSError(error.strerror)) from error
 
     def describe(self, index: int) -> str:
         return os.path.join(self._root, self.path(index))
