@@ -182,12 +182,12 @@ def evaluate(source: str | Path, data: Any = None, **settings: Any) -> Evaluatio
     return EvaluationResult(*tool.evaluate_weights(source, again=True, **settings))
 
 
-def predict(source: str | Path, images: Sequence[str], **settings: Any) -> dict[str, Any]:
+def predict(source: str | Path, images: str | Path | Sequence[str | Path], **settings: Any) -> dict[str, Any]:
     """The most probable classes of images, with names and probabilities, as `ds-vit predict`.
 
     Args:
         source: a run's output folder, a checkpoint folder, or a file.
-        images: files, and folders of them.
+        images: a file or a folder of them, or several.
         settings: `top_k`, `weights`, `checkpoint`, `labels`, `batch_size`, `workers` and `device` as of
             `ds_vit.tools.predict.predict_each`, and flags of the model and its pixels.
 
@@ -200,7 +200,8 @@ def predict(source: str | Path, images: Sequence[str], **settings: Any) -> dict[
     """
     from ds_vit.tools import predict as tool
 
-    return tool.collect(*tool.predict_each(source, images, **settings))
+    paths = [images] if isinstance(images, str | Path) else images
+    return tool.collect(*tool.predict_each(source, paths, **settings))
 
 
 def export(source: str | Path, to: str, **settings: Any) -> Difference:

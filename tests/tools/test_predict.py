@@ -206,6 +206,9 @@ def test_from_python(run, data, by_timm):
     assert predict(run / "model.safetensors", files, top_k=1) == found, "the file finds its run"
     with pytest.raises(ValueError, match='there is no setting "topk"; the nearest is top_k'):
         predict(run, files, topk=1)
+    assert [image["image"] for image in predict(run, files[0])["images"]] == files[:1], "a path is no list of letters"
+    with pytest.raises(ValueError, match="no images are given; give image files, or a folder of them"):
+        predict(run, [])
 
 
 @pytest.mark.parametrize(

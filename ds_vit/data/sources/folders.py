@@ -175,7 +175,7 @@ def find_images(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
         Paths in the order given, those of a folder in natural order.
 
     Raises:
-        UserError: a path does not exist, or a folder has no images in it.
+        UserError: no path is given, one does not exist, or a folder has no images in it.
     """
     found: list[str] = []
     for path in [os.fspath(path) for path in paths]:
@@ -185,6 +185,8 @@ def find_images(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
             found.append(path)
             continue
         found += [os.path.join(path, name) for name in listing.images_among(walk(path), path)]
+    if not found:
+        raise UserError("no images are given; give image files, or a folder of them")
     return found
 
 
