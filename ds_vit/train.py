@@ -151,18 +151,18 @@ def train(
             print(note, flush=True)
         memory = MemoryAdvice(run, memory_of_rank("", process, on_cpu=on_cpu))
         stack.enter_context(memory.errors())
-        if run.schedule is None:
-            return evaluate_only(run, folder, groups, started, watchdog), folder
 
         # ---- the start's table ---------------------------------------------------------------------------------------
-        device, order, total_steps = device_of(process.local_rank), run.data.order, run.schedule.total_steps
+        device, order = device_of(process.local_rank), run.data.order
         clock, peak = Clock(Throughput(), order.global_batch, started), PeakMemory(run, device)
         throughput, reporter, console, flops, rows = clock.throughput, None, None, {}, []
         if is_main:
             stamp = lambda step: {"epoch": order.epoch_of(max(step - 1, 0)), "wall_seconds": clock.wall_seconds}  # noqa: E731
             console = make_console()
-            reporter = Reporter(folder, total_steps=total_steps, console=console, stamp=stamp, listeners=listeners)
-            flops, rows = flops_by_size(run), [*peak.start_rows(), *memory.warning(peak.predicted_bytes)]
+            reporter = Reporter(folder, total_steps=run.total_steps, console=console, stamp=stamp, listeners=listeners)
+            flops = flops_by_size(run)
+            if run.schedule is not None:
+                rows = [*peak.start_rows(), *memory.warning(peak.predicted_bytes)]
         hosts = show_start(run, folder, device, flops.get(None), console, rows)
 
         def phase(what: str) -> contextlib.AbstractContextManager[object]:
@@ -172,14 +172,16 @@ def train(
         # ---- model and engine ----------------------------------------------------------------------------------------
         with phase("building the model"):
             engine = build_engine(run, device, groups)
+        inputs = InputPipeline(run, engine, throughput, folder)
+        if run.schedule is None:
+            return evaluate_only(Evaluations(engine, inputs, None, watchdog, reporter), folder, started), folder
+
+        # ---- what training adds --------------------------------------------------------------------------------------
         ema = Ema(engine.zero_map, config.model_ema_decay, config.model_ema_warmup) if config.model_ema else None
         if config.spike_factor is not None:
             engine.guard.factor = config.spike_factor
         if reporter and engine.graphs is not None:
             engine.graphs.say = reporter.say
-
-        # ---- inputs and evaluations ----------------------------------------------------------------------------------
-        inputs = InputPipeline(run, engine, throughput, folder)
         if reporter and config.log_images:
             names, number = run.model.task.class_names, run.batch.accumulation
             sheet = TrainingSheet(run.model.task.image, run.data.train_source, names, config.log_images, number)
@@ -197,8 +199,8 @@ def train(
         if reporter:
             reporter.start(trainer.step, engine.write_events)
             reporter.settings(*settings_of(run))
-            if run.output.resume and trainer.step >= total_steps:
-                steps = f"all of its {total_steps:,} steps are in the checkpoint"
+            if run.output.resume and trainer.step >= run.total_steps:
+                steps = f"all of its {run.total_steps:,} steps are in the checkpoint"
                 reporter.say(
                     f"this run is finished: {steps}; a longer one needs a larger --epochs and --allow-schedule-change"
                 )

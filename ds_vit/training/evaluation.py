@@ -20,23 +20,17 @@ from ds_vit.config.run_folder import RunFolder
 from ds_vit.data.sources.combined import across_classes
 from ds_vit.data.sources.source import Source
 from ds_vit.engine.base import EVAL_CHUNK, Engine
-from ds_vit.engine.start import device_of
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.fault_tolerance.watchdog import Watchdog
 from ds_vit.models.sequential import Towers
 from ds_vit.monitoring import token_maps
-from ds_vit.monitoring.metrics import Reporter, Throughput, make_console
-from ds_vit.monitoring.progress import Line
+from ds_vit.monitoring.metrics import Reporter
 from ds_vit.optim.ema import Ema
-from ds_vit.parallel.groups import Groups
-from ds_vit.planner.counting import count_flops
 from ds_vit.tasks.evaluators import FeatureBank
 from ds_vit.tasks.metrics import Batch, Metrics
 from ds_vit.tasks.zero_shot import ZeroShotAccuracy
-from ds_vit.training.build_engine import build_engine
 from ds_vit.training.inputs import EvaluationInputs, InputPipeline
-from ds_vit.training.run import Run
-from ds_vit.training.tables import show_end, show_start, summarise
+from ds_vit.training.tables import show_end, summarise
 
 Pictures = Mapping[str, torch.Tensor]
 """Name → uint8 [3, height, width]."""
@@ -166,40 +160,28 @@ class Evaluation:
 # ---- evaluation without training -------------------------------------------------------------------------------------
 
 
-def evaluate_only(run: Run, folder: RunFolder, groups: Groups, started: float, watchdog: Watchdog) -> dict[str, Any]:
+def evaluate_only(evaluations: Evaluations, folder: RunFolder, started: float) -> dict[str, Any]:
     """`--eval-only`: evaluate, and write a run's files (a collective).
 
     Args:
-        run: of evaluation only.
+        evaluations: of a run without training.
         folder: of the output, shared by all ranks; rank 0 writes to it.
-        groups: of the run.
         started: `time.perf_counter()` when the program began.
-        watchdog: receives every bit of progress.
 
     Returns:
         What summary.json holds, on every rank.
     """
-    device = device_of(run.process.local_rank)
-    reporter, console, flops = None, None, None
-    if run.process.rank == 0:
-        stamp = lambda step: {"epoch": 0, "wall_seconds": time.perf_counter() - started}  # noqa: E731
-        reporter = Reporter(folder, total_steps=0, console=make_console(), stamp=stamp)
-        console, flops = reporter.console, count_flops(run.model.whole)
-    show_start(run, folder, device, flops, console)
-    watchdog.beat(0, "building the model", patience=4)
-    with Line(console).doing("building the model", None):
-        engine = build_engine(run, device, groups)
+    engine, inputs, reporter = evaluations.engine, evaluations.inputs, evaluations.reporter
     if reporter:
         reporter.start(events=engine.write_events)
-    inputs = InputPipeline(run, engine, Throughput(), folder)
-    figures = Evaluations(engine, inputs, None, watchdog, reporter).evaluate(0, lambda: False)
+    figures = evaluations.evaluate(0, lambda: False)
     inputs.skipped.gather()
     measured = {"steps": 0, "wall_seconds": time.perf_counter() - started, "exit": "completed"}
-    measured["skipped_images"] = len(run.data.validation) - int(figures["images"])
-    summary = summarise(run, [figures], [], Throughput(), measured)
+    measured["skipped_images"] = len(inputs.data.validation) - int(figures["images"])
+    summary = summarise(inputs.run, [figures], [], inputs.throughput, measured)
     if reporter:
         reporter.close()
-        show_end(run, folder, summary, reporter)
+        show_end(inputs.run, folder, summary, reporter)
     engine.close()
     return summary
 
