@@ -71,7 +71,7 @@ def train(
     Raises:
         UserError: invalid input; before the process group exists wherever that can be known.
     """
-    started, is_main = time.perf_counter(), process.rank == 0
+    started, is_main, signals = time.perf_counter(), process.rank == 0, signals or Signals()
     with doing("importing torch and DeepSpeed", shown=is_main), without_collection():
         device_type, num_gpus = _import_deepspeed(config)
         import torch
@@ -123,13 +123,11 @@ def train(
         if is_main:
             name = [config.output or output.make_default_folder(config.model)]
             lock = stack.enter_context(output.FolderLock(name[0], made=not config.output))
-            if signals is not None:
-                signals.before_end = lock.release
+            signals.before_end = lock.release
             output.check_folder(name[0], resumes=resumes)  # again: another run may have been here meanwhile
         stack.enter_context(process_group(process, on_cpu=on_cpu, again=again))
-        if signals is not None:
-            signals.ranks_have_met = not config.eval_only
-            signals.moment = "while no training is under way"
+        signals.ranks_have_met = not config.eval_only
+        signals.moment = "while no training is under way"
         dist.broadcast_object_list(name, src=0)  # the default name has the time, and the clocks of two hosts differ
         folder = RunFolder(Path(name[0]))
         output.check_shared(folder.path, process)
@@ -191,8 +189,8 @@ def train(
         # ---- the loop ------------------------------------------------------------------------------------------------
         log = StepLog(engine, inputs, flops, peak, reporter)
         callbacks = build_callbacks(run, engine, ema, clock, log, watchdog, reporter, folder.profile)
-        average, received = engine.context.teachers or ema, signals or Signals()
-        checkpoints = CheckpointManager(run, folder.checkpoints, engine, average, throughput, received, reporter)
+        average = engine.context.teachers or ema
+        checkpoints = CheckpointManager(run, folder.checkpoints, engine, average, throughput, signals, reporter)
         trainer = Trainer(run.schedule, engine, inputs, evaluations, callbacks, checkpoints, watchdog, folder)
         with phase("reading the checkpoint") if run.output.resume else contextlib.nullcontext():
             trainer.restore()
