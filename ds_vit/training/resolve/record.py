@@ -13,7 +13,6 @@ from ds_vit.config.outside import is_outside, source_of
 from ds_vit.config.schema import KEY_OF_FLAG
 from ds_vit.data.field import origins
 from ds_vit.data.settings import PIXEL_FLAGS
-from ds_vit.optim.settings import Optimizer
 from ds_vit.tasks.registry import idle_flags
 from ds_vit.training.resolve.optimizer import DEFAULT_EPOCHS
 from ds_vit.training.run import Run
@@ -128,14 +127,14 @@ def rates_of(run: Run) -> dict[str, Any]:
 
 
 def settings_of(run: Run) -> dict[str, Any]:
-    """The settings that a checkpoint stores: flags, and the numbers of the JSON that the curve depends on."""
-    return {**resolved_flags(run), "batch_size": run.config.batch_size, **_numbers(run.training[0])}
+    """The settings that a checkpoint stores: flags, and the numbers of the JSON that the curve depends on.
 
-
-def _numbers(optimizer: Optimizer) -> dict[str, Any]:
-    """The JSON's numbers by their keys, with the optimizer's defaults; not its rate, which a schedule sets."""
+    Those of the optimizer are by the JSON's keys and with its defaults; its rate, which a schedule sets, is not there.
+    """
+    optimizer, _ = run.training
+    settings = {**resolved_flags(run), "batch_size": run.config.batch_size, "gradient_clipping": optimizer.clip}
     given = {**optimizer.arguments, "weight_decay": optimizer.weight_decay}
-    defaults = {name: each.default for name, each in inspect.signature(optimizer.cls.__init__).parameters.items()}
-    names = [name for name, default in defaults.items() if name != "lr" and default is not inspect.Parameter.empty]
-    params = {f"optimizer.params.{name}": given.get(name, defaults[name]) for name in names}
-    return {"gradient_clipping": optimizer.clip, **params}
+    for name, parameter in inspect.signature(optimizer.cls.__init__).parameters.items():
+        if name != "lr" and parameter.default is not parameter.empty:
+            settings[f"optimizer.params.{name}"] = given.get(name, parameter.default)
+    return settings
