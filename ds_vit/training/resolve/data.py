@@ -273,6 +273,5 @@ def _held_out(config: RunConfig, train: Source, val: Source) -> str:
         return line
     num_classes = len({val.target(number) for number in range(len(val))})
     without = train.num_classes - num_classes
-    return f"{line}, from {num_classes:,} classes" + (
-        f" ({without:,} have one image only and keep it)" if without else ""
-    )
+    kept = f" ({without:,} have one image only and keep it)" if without else ""
+    return f"{line}, from {num_classes:,} classes{kept}"
