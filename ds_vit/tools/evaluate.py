@@ -138,6 +138,7 @@ def evaluate_weights(
         from deepspeed.accelerator import get_accelerator
 
         from ds_vit.engine.start import device_of
+        from ds_vit.models.layers import MAIN_TOWER
         from ds_vit.monitoring.metrics import Throughput, make_console, save_picture
         from ds_vit.parallel.groups import build_groups
         from ds_vit.training.auto_batch import MemoryAdvice, memory_of_rank
@@ -150,7 +151,7 @@ def evaluate_weights(
         on_cpu = get_accelerator().device_name() == "cpu"
     with doing("listing the images, building the model", shown=process.rank == 0):
         run = resolve(config, World(process, on_cpu), sources)
-    task, initial = run.model.task, run.model.initial_checkpoint
+    task, initial = run.model.task, run.model.towers.get(MAIN_TOWER)
     if initial is not None and (missing := _missing(run.model.whole, task, initial.newly_initialised)):
         _evaluate_features_only(task, found, missing)
     _check_classes(found, task.class_names)

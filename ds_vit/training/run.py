@@ -54,7 +54,6 @@ class Model:
         spec: name and arguments of the model, for timm.
         whole: the unsharded model on the meta device, for names and shapes.
         task: the training task.
-        initial_checkpoint: source of the weights; None if they are random, or if the run resumes.
         towers: tower → source of its weights; absent where they are random, or come from a checkpoint of the run.
         frozen: timm names of parameters that are not trained.
         bounds: pipeline stage i has the layers bounds[i] to bounds[i + 1] - 1.
@@ -65,7 +64,6 @@ class Model:
     spec: ModelSpec
     whole: nn.Module = field(repr=False)
     task: Task
-    initial_checkpoint: InitialCheckpoint | None
     towers: Mapping[str, InitialCheckpoint]
     frozen: frozenset[str] = field(repr=False)
     class_parallel: bool

@@ -115,10 +115,10 @@ def test_a_run_stands_for_its_best_weights(ranks, tmp_path, capsys):
     best = lines["best"].removeprefix("weights: ")
     start = resolved([*argv, "--output", tmp_path / "next", "--initial-checkpoint", output])
     assert (
-        start.model.initial_checkpoint.fingerprint
-        == resolved(
-            [*argv, "--output", tmp_path / "next", "--initial-checkpoint", output / "best.safetensors"]
-        ).model.initial_checkpoint.fingerprint
+        start.model.towers["image"].fingerprint
+        == resolved([*argv, "--output", tmp_path / "next", "--initial-checkpoint", output / "best.safetensors"])
+        .model.towers["image"]
+        .fingerprint
     )
     assert f"weights from {best}: " in "\n".join(start.notes)
     student = resolved([*argv, "--output", tmp_path / "next", "--kd-checkpoint", output])

@@ -207,7 +207,7 @@ def test_timm_has_the_features_of_the_run(ranks, tmp_path, dino_folder):
     }
     for start in (output, output / "teacher.safetensors", output / "checkpoints" / "step-00000004"):
         argv = plain_dino.words_of(dino_folder, 1, tmp_path / "next", "-b", 4, variant=DINOV3)
-        initial = resolved([*argv, "--initial-checkpoint", str(start)]).model.initial_checkpoint
+        initial = resolved([*argv, "--initial-checkpoint", str(start)]).model.towers["image"]
         head = take_apart_towers(_description(untied=DINOV3.norms))[MAIN_TOWER][-1].to_empty(device="cpu")
         initial.load(head)
         assert {name: head.state_dict()[name].tolist() for name in norms} == {n: norms[n].tolist() for n in norms}
@@ -223,7 +223,7 @@ def test_norms_that_a_file_lacks_begin_as_its_norm(tmp_path, dino_folder):
     save_file({name: tensor for name, tensor in state.items() if name not in NORMS}, str(file))
     argv = plain_dino.words_of(dino_folder, 1, tmp_path / "run", "-b", 4, variant=DINOV3)
     argv += ["--initial-checkpoint", str(file)]
-    checkpoint = resolved(argv).model.initial_checkpoint
+    checkpoint = resolved(argv).model.towers["image"]
     assert "patch_norm and local_cls_norm begin as norm" in checkpoint.summary
     assert not NORMS & {*checkpoint.newly_initialised}
     whole = _description(untied=DINOV3.norms)

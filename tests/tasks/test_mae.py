@@ -239,7 +239,7 @@ def test_files(ranks, tmp_path):
     plan = resolved(command(tmp_path, [*MAE, *RUN, *start, "-b", 8]))
     assert any("newly initialised: decoder_" in note for note in plan.notes)
     layers = take_apart(plan.model.whole)
-    initialise(plan.model.whole, layers, seed=0, device="cpu", checkpoint=plan.model.initial_checkpoint)
+    initialise(plan.model.whole, layers, seed=0, device="cpu", checkpoint=plan.model.towers["image"])
     whole = timm_state_dict(SequentialViT(layers))
     raw = load_file(tmp_path / "run" / "model.safetensors")
     assert all(torch.equal(whole[name], tensor) for name, tensor in raw.items())

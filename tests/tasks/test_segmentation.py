@@ -297,7 +297,7 @@ def test_weights_of_a_classifier_start_a_segmenter(folder, tmp_path):
     json = write_config(tmp_path / "1.json", **BLOCKS)
     argv = [*WORDS, "--data-dir", folder, "--deepspeed_config", json, "-b", 8, "--max-steps", 1]
     found = resolved([*argv, "--initial-checkpoint", tmp_path / "classifier.safetensors"])
-    assert found.model.initial_checkpoint.newly_initialised == ("seg_head.bias", "seg_head.weight")
+    assert found.model.towers["image"].newly_initialised == ("seg_head.bias", "seg_head.weight")
 
 
 # ---- flags -----------------------------------------------------------------------------------------------------------

@@ -94,7 +94,6 @@ def resolve_model(
         spec=spec,
         whole=whole,
         task=task,
-        initial_checkpoint=initial,
         towers=towers,
         frozen=frozen,
         class_parallel=_class_parallel(config, task_type, num_classes),
