@@ -190,8 +190,7 @@ def legal(run: Run) -> tuple[BatchSizes, ...]:
 
 def _with_sums(run: Run) -> Run:
     """With the gradients in the type that the most micro-batches would be summed in."""
-    most = max(legal(run), key=lambda batch: batch.accumulation)
-    return replace(run, engine=sum_micro_batches(run.engine, most))
+    return replace(run, engine=sum_micro_batches(run.engine, legal(run)[0]))
 
 
 def by_estimate(run: Run, memory: Memory) -> Found:
@@ -272,18 +271,17 @@ def _choose(run: Run, found: Found) -> Run:
         UserError: not one image fits.
     """
     there = f"{in_words(found.memory.bytes)} per rank ({found.memory.whose})"
-    batches = {batch.micro_batch: batch for batch in legal(run)}
+    ways = legal(run)
     if not found.micro_batch:
-        smallest = min(batches)
         cost = Cost(_with_sums(run))
         states = max(on_device(stage.states(), cost.rules).states for stage in cost.stages)
         raise UserError(
-            f"--auto-batch: not even a micro-batch of {smallest} fits: it needs {in_words(found.needs)} ({found.how}), "
-            f"{in_words(states)} of it for weights, gradients and the optimizer, and there are {there}; use a higher "
-            "ZeRO stage, --grad-checkpointing, offload, more --pp or --tp, or a smaller --model"
+            f"--auto-batch: not even a micro-batch of {ways[0].micro_batch} fits: it needs {in_words(found.needs)} "
+            f"({found.how}), {in_words(states)} of it for weights, gradients and the optimizer, and there are {there}; "
+            "use a higher ZeRO stage, --grad-checkpointing, offload, more --pp or --tp, or a smaller --model"
             + (", or give more by --memory" if run.config.memory else "")
         )
-    batch = batches[found.micro_batch]
+    batch = next(way for way in ways if way.micro_batch == found.micro_batch)
     if found.larger is not None:
         then = f"a micro-batch of {found.larger} would need {in_words(found.larger_needs)}"
     elif batch.accumulation == 1:
