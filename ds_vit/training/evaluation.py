@@ -216,10 +216,11 @@ class Evaluations:
 
     @cached_property
     def _draws_token_maps(self) -> bool:
-        """Whether it is drawn where the model looks: each rank sees whole images."""
+        """Whether it is drawn where the model looks: a rank has all tokens of an image, in all layers."""
         run, task = self.inputs.run, self.inputs.task
         is_asked = bool(task.class_names or task.teachers) and len(task.feature_fields[0].shape) == 3  # no clips
-        return is_asked and run.layout.pp == 1 and not run.config.sequence_parallel
+        tp = self.engine.groups.tensor_parallel(run.config)
+        return is_asked and run.layout.pp == 1 and (tp is None or tp == tp.with_all_tokens)
 
     @cached_property
     def _shown(self) -> Source:
