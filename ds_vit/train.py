@@ -108,13 +108,12 @@ def train(
         run = resolve(config, world, sources)
         chooses = config.auto_batch and (config.dry_run or (on_cpu and config.memory))  # else when the ranks have met
         run = choose_batch(run, on_cpu=on_cpu) if chooses else run
-        run = with_workers(run)
     if config.output and is_main:
         output.check_folder(config.output, resumes=resumes)
     if config.dry_run:
         path = Path(config.output or output.default_folder(config.model))
         if is_main:
-            show_dry_run(run, torch.device(device_type), path)
+            show_dry_run(with_workers(run), torch.device(device_type), path)
         return {"exit": "dry run"}, RunFolder(path)
 
     with contextlib.ExitStack() as stack:
