@@ -206,7 +206,7 @@ class InputPipeline:
             return batch
         rows = len(batch["keys"])
         blanks = {
-            field.name: torch.zeros(1, *field.shape, dtype=self._dtype(field), device=self.engine.device)
+            field.name: torch.zeros(1, *field.shape, dtype=field.dtype or self.engine.dtype, device=self.engine.device)
             for field in self._here(self.task.evaluation_fields)
             if field.stage == "first" and field.name not in batch
         }
@@ -215,9 +215,6 @@ class InputPipeline:
     def _here(self, fields: Iterable[Field]) -> list[Field]:
         """The fields of this rank's stage."""
         return [field for field in fields if field.stage in self.stages]
-
-    def _dtype(self, field: Field) -> torch.dtype:
-        return field.dtype or self.engine.dtype
 
     def _reader(self, fields: Sequence[Field], source: Source, rows: TrainRows | EvalRows, on_bad_image: str) -> Reader:
         """Of the fields of this rank's stage, in a rank that does not load only those that follow from the keys."""
