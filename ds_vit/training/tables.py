@@ -106,7 +106,7 @@ def start_rows(run: Run, flops: Flops, device: torch.device, folder: Path) -> Ro
 
 
 def settings_of(run: Run) -> tuple[dict[str, str | float], str, list[str]]:
-    """What `Reporter.settings` takes: flags that are not at their default and what the JSON says; layout; figures."""
+    """The arguments of `Reporter.settings`: flags not at their default and the JSON's values; layout; figures."""
     engine, layout = run.engine, run.layout
     aside = {"deepspeed_config", "output", "set"}
     given = {name: value for name, value in flag_values(run).items() if name not in aside}
@@ -124,7 +124,7 @@ def settings_of(run: Run) -> tuple[dict[str, str | float], str, list[str]]:
 
 
 def _batch_origins(run: Run) -> str:
-    """Whose the numbers of the batch arithmetic are that stood in no JSON; what a "rank" is if it is several."""
+    """The origins of batch numbers that are not in the JSON; the ranks of a replica, if there are several."""
     layout, origins = run.layout, run.engine.origins
     words = {"train_micro_batch_size_per_gpu": "images", "gradient_accumulation_steps": "micro-batches"}
     given = [f"{word}: {origins[key]}" for key, word in words.items() if key in origins]
@@ -134,7 +134,7 @@ def _batch_origins(run: Run) -> str:
 
 
 def _augmentation(task: Task) -> str:
-    """What training draws for an image, and what it mixes."""
+    """The random changes of a training image, and the mixing."""
     augment = task.config
     if "hflip" in task.refused_flags:
         return task.refused_flags["hflip"]
@@ -155,7 +155,7 @@ def _augmentation(task: Task) -> str:
 
 
 def _parameters(run: Run) -> str:
-    """How many, and how many of them are trained."""
+    """The number of parameters, and of those that are trained."""
     whole, frozen = run.model.whole, run.model.frozen
     if not frozen:
         return f"{num_parameters(whole):,}"
@@ -164,7 +164,7 @@ def _parameters(run: Run) -> str:
 
 
 def _update_rows(run: Run, optimizer: Optimizer, schedule: Schedule) -> Rows:
-    """How many steps, and what each does."""
+    """The number of steps, and the update of each."""
     name, steps = "the JSON's scheduler", run.engine.json.given("scheduler.params.warmup_num_steps")
     if schedule.rate is not None:
         name, steps = schedule.rate.name, schedule.rate.warmup_steps

@@ -10,7 +10,7 @@ parts are resolved in this order:
     optimizer.py    the optimizer, its rate, the number of steps
     deepspeed.py    the JSON, written out with the resolved numbers
 
-record.py says what a run writes down of itself.
+record.py has the records that a run keeps of itself.
 """
 
 from __future__ import annotations

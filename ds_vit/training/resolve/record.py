@@ -1,4 +1,4 @@
-"""What a run records of itself: config.yaml, and the settings that a checkpoint stores and a resumed run compares."""
+"""A run's own records: config.yaml, and the settings that a checkpoint stores and a resumed run compares."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def identity_of(run: Run) -> dict[str, Any]:
 
 
 def origin_of(run: Run) -> dict[str, Any]:
-    """What the weights of the run come from, for the model card of an export.
+    """The origin of the run's weights, for the model card of an export.
 
     Returns:
         "task", "model", "data" (the data set, or the folders' names), "images" of the training split, "global_batch",
