@@ -228,7 +228,7 @@ def _open_each(
     folders = [config.data_dir] if isinstance(config.data_dir, str) else config.data_dir
     keys = CaptionKeys(config.csv_img_key, config.csv_caption_key, config.csv_separator.replace("\\t", "\t"))
     labelled, task = _needs_labels(config), task_named(config.task, config.task_source)
-    found, missing = [], None
+    found: list[Source] = []
     for folder in folders:
         try:
             source = task.open_source(config, folder or "", split)
@@ -244,12 +244,9 @@ def _open_each(
                     partly=config.eval_only,
                 )
             found.append(source)
-        except listing.NoSuchSplit as error:
-            missing = error
-            if not of_evaluation:
+        except listing.NoSuchSplit:
+            if not of_evaluation or (folder == folders[-1] and not found):
                 raise
-    if missing is not None and not found:
-        raise missing
     return found
 
 
