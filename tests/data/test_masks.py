@@ -242,7 +242,7 @@ def test_a_damaged_mask_is_skipped_and_another_size_is_an_error(data):
         _load(data, _fields())
     assert _load(data, _fields(), on_bad_image="skip").num_skipped
     Image.fromarray(mask_of(2).T.copy()).save(path)
-    for fields in (_fields(), [Windows("images", IMAGE, None, 9)]):
+    for fields in (_fields(), [Windows("images", IMAGE, None)]):
         with pytest.raises(UserError, match=r"n.2.png: the image has 40x72 .* and its mask 72x40; .*--exif-rot"):
             _load(data, fields)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,7 @@ from sklearn.metrics import confusion_matrix, jaccard_score
 
 from ds_vit.config.run_folder import RunFolder
 from ds_vit.config.schema import RunConfig
-from ds_vit.data.field import Field, finished
+from ds_vit.data.field import finished
 from ds_vit.data.reader import Reader
 from ds_vit.data.rows import EvalRows
 from ds_vit.data.sampler import Share
@@ -19,7 +21,7 @@ from ds_vit.data.settings import ImageConfig
 from ds_vit.tasks.segmentation import windows as rating
 from ds_vit.tasks.segmentation.metrics import MeanIoU, iou_panels, write_iou
 from ds_vit.tasks.segmentation.task import Segmentation
-from ds_vit.tasks.segmentation.windows import Canvas, WholeMask, Windows, extent, stitched
+from ds_vit.tasks.segmentation.windows import Canvas, WholeMask, Windows, stitched
 
 HALF = (0.5, 0.5, 0.5)
 IMAGE = ImageConfig(img_size=(24, 32), mean=HALF, std=HALF)
@@ -51,11 +53,10 @@ def logits_of(windows):
 def counted(folder, rank, world, stride):
     """The metrics of one rank, not yet added up, of data that have a class less than the model."""
     source = Segmentation.open_source(RunConfig(num_classes=CLASSES - 1), str(folder), "val")
-    most, height, width = extent(source, IMAGE.img_size, stride)
-    sizes = Field("sizes", (2,), torch.int64, stage="last", entry="mask_size")
-    fields = [Windows("images", IMAGE, stride, most), WholeMask("masks", (height, width)), sizes]
+    task = SimpleNamespace(image=IMAGE, validation=source, config=SimpleNamespace(slide_stride=stride))
+    fields = Segmentation.fields(task, training=False)
     reader = Reader(source, fields, EvalRows(len(source), Share(rank, world, 1 + world)), on_bad_image="skip")
-    metrics = MeanIoU(CLASSES, IMAGE, stride, torch.device("cpu"), source)
+    metrics = MeanIoU(CLASSES, fields[0], torch.device("cpu"), source)
     metrics.expect(len(source))
     for number in range(len(reader.rows)):
         read = reader.read(reader.rows.at(number))
@@ -121,7 +122,7 @@ def test_absent_classes_are_left_out(tmp_path):
 
     Without any pixel a division by zero, or a figure that looks like a measured one.
     """
-    metrics = MeanIoU(4, IMAGE, None, torch.device("cpu"))
+    metrics = MeanIoU(4, Windows("images", IMAGE, None), torch.device("cpu"))
     assert np.isnan([metrics.compute()[name] for name in ("miou", "pixel_accuracy")]).all()
     metrics.sums += torch.tensor([6, 0, 0, 2, 1, 3, 0, 0, *[0] * 8, 1])
     assert metrics.compute() == pytest.approx(

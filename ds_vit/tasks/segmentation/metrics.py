@@ -19,12 +19,11 @@ from torchvision.utils import make_grid
 
 from ds_vit.config.run_folder import RunFolder, written_whole
 from ds_vit.data.decode import upright
-from ds_vit.data.settings import ImageConfig
 from ds_vit.data.sources.masks import IGNORED
 from ds_vit.data.sources.source import Source
 from ds_vit.tasks.metrics import Batch, Figure, Metrics, spread
 from ds_vit.tasks.panels import Panel, class_name, table
-from ds_vit.tasks.segmentation.windows import predicted_classes
+from ds_vit.tasks.segmentation.windows import Windows
 
 FIGURES = (Figure("miou", "mIoU", "%"), Figure("pixel_accuracy", "pixel accuracy", "%"))
 ABSENT = "absent"
@@ -38,24 +37,16 @@ class MeanIoU(Metrics):
 
     Args:
         num_classes: C.
-        image: the model's size, and how files are read.
-        stride: --slide-stride.
+        windows: of the images.
         device: where the sums are kept.
         source: of the evaluated samples, for the pictures; None for none.
     """
 
     num_shown = 8
 
-    def __init__(
-        self,
-        num_classes: int,
-        image: ImageConfig,
-        stride: int | None,
-        device: torch.device,
-        source: Source | None = None,
-    ) -> None:
+    def __init__(self, num_classes: int, windows: Windows, device: torch.device, source: Source | None = None) -> None:
         super().__init__(num_classes**2 + 1, device)  # pixels by class of the mask and predicted class; images
-        self.num_classes, self._image, self._stride, self._source = num_classes, image, stride, source
+        self.num_classes, self._windows, self._source = num_classes, windows, source
         self._shown: list[int] = []
 
     def expect(self, num_samples: int) -> None:
@@ -72,7 +63,7 @@ class MeanIoU(Metrics):
         for row, (height, width) in enumerate(batch["sizes"].tolist()):
             if not batch["valid"][row]:
                 continue
-            predicted = predicted_classes(outputs[row], (height, width), self._image.img_size, self._stride)
+            predicted = self._windows.classes(outputs[row], (height, width))
             mask = batch["masks"][row, :height, :width]
             known = mask != IGNORED
             pairs = mask[known].long() * self.num_classes + predicted[known]
@@ -103,7 +94,7 @@ class MeanIoU(Metrics):
         known = self._source.entry("colours", 0)  # of the data's classes, of which the model may have more
         colours[: len(known)] = known
         image = self._source.image(place)
-        drawn = [(upright(image) if self._image.exif_rotation else image, Image.Resampling.BILINEAR)]
+        drawn = [(upright(image) if self._windows.image.exif_rotation else image, Image.Resampling.BILINEAR)]
         drawn += [(Image.fromarray(colours[of.cpu().numpy()]), Image.Resampling.NEAREST) for of in (mask, predicted)]
         # In the middle of a square.
         tiles = [

@@ -21,13 +21,13 @@ from ds_vit.data.sources.listing import LABELS_FILE
 from ds_vit.data.sources.masks import default_palette, find_labels
 from ds_vit.data.sources.source import Source
 from ds_vit.tasks.exports import ArrayPredictor, Exported, Predict
-from ds_vit.tasks.segmentation.windows import canvas_of, predicted_classes, windows_of
+from ds_vit.tasks.segmentation.windows import Windows
 
 
 def predict_masks(exported: Exported, values: Mapping[str, Any], folder: Path) -> ArrayPredictor:
     """As `Task.predictor`: `masks/` has palette PNG files, `overlays/` JPEG files of the same sizes."""
-    image, size, stride = exported.image, exported.image.img_size, values.get("slide_stride")
-    canvas_of(size, size, stride)  # a wrong stride fails before any image
+    image = exported.image
+    windows = Windows("images", image, values.get("slide_stride"))
     flags = values.get("ignore_index", -1), bool(values.get("reduce_zero_label"))
     labels = find_labels(str(folder), exported.model.num_classes, *flags)
 
@@ -36,8 +36,8 @@ def predict_masks(exported: Exported, values: Mapping[str, Any], folder: Path) -
 
     def classes(data: bytes, name: str, forward: Predict) -> torch.Tensor:
         pixels = decoded(data, name)
-        logits = forward(normalised(windows_of(pixels, size, stride), image))
-        return predicted_classes(logits, (pixels.height, pixels.width), size, stride).cpu()
+        logits = forward(normalised(windows.cut(pixels), image))
+        return windows.classes(logits, (pixels.height, pixels.width)).cpu()
 
     def write(path: str, classes: np.ndarray, folder: Path, stem: str) -> Path:
         mask, overlay = folder / "masks" / f"{stem}.png", folder / "overlays" / f"{stem}.jpg"

@@ -43,7 +43,7 @@ from ds_vit.tasks.segmentation.metrics import FIGURES, MeanIoU, iou_panels, writ
 from ds_vit.tasks.segmentation.predictions import predict_masks, write_labels
 from ds_vit.tasks.segmentation.scenes import open_scenes
 from ds_vit.tasks.segmentation.towers import HEAD, Segmenter, create_segmenter, grid_of_logits
-from ds_vit.tasks.segmentation.windows import WholeMask, Windows, extent
+from ds_vit.tasks.segmentation.windows import WholeMask, Windows
 from ds_vit.tasks.task import Coupled, StepContext, Task
 
 BALANCED = "balanced"
@@ -128,10 +128,12 @@ class Segmentation(Task):
         if training:
             images = SceneImages("images", self.image, self.config, self.config.scale_range)
             return images, MaskField("masks", images)
-        stride = self.config.slide_stride
-        windows, height, width = extent(self.validation, self.image.img_size, stride)
+        found: set[Any] = {self.image.img_size}
+        if self.validation is not None:  # from the headers; a mask that is damaged is left to the one who reads it
+            found.update(of_masks(self.validation, "mask_size", range(len(self.validation)), tuple))
+        windows = Windows("images", self.image, self.config.slide_stride, found)
         sizes = Field("sizes", (2,), torch.int64, stage="last", entry="mask_size")  # 0 x 0 of a row that is not valid
-        return Windows("images", self.image, stride, windows), WholeMask("masks", (height, width)), sizes
+        return windows, WholeMask("masks", found), sizes
 
     # ---- a step ----------------------------------------------------------------------------------------------------
 
@@ -197,7 +199,8 @@ class Segmentation(Task):
 
     def metrics(self, device: torch.device) -> Metrics:
         """As `Task.metrics`."""
-        return MeanIoU(self.num_classes, self.image, self.config.slide_stride, device, self.validation)
+        windows = Windows("images", self.image, self.config.slide_stride)
+        return MeanIoU(self.num_classes, windows, device, self.validation)
 
     @classmethod
     def predictor(cls, exported: Exported, values: Mapping[str, Any], folder: Path) -> ArrayPredictor:

@@ -9,6 +9,7 @@ Shapes: K windows, C classes, h x w the model's size, gh x gw of its logits, rh 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,8 +22,7 @@ from ds_vit.data.decode import Jpeg
 from ds_vit.data.field import RaggedField, Rows, Sample
 from ds_vit.data.fields import ImageField, normalised
 from ds_vit.data.settings import ImageConfig
-from ds_vit.data.sources.masks import IGNORED, of_masks, require_same_size
-from ds_vit.data.sources.source import Source
+from ds_vit.data.sources.masks import IGNORED, require_same_size
 from ds_vit.fault_tolerance.errors import UserError
 
 # ---- windows of an image ---------------------------------------------------------------------------------------------
@@ -38,41 +38,6 @@ class Canvas(NamedTuple):
 
     size: Size
     starts: list[tuple[int, int]]
-
-
-def canvas_of(size: Size, img_size: Size, stride: int | None) -> Canvas:
-    """The windows of an image.
-
-    Args:
-        size: of the image.
-        img_size: (h, w) of a window.
-        stride: --slide-stride, at most the window: None for two thirds of it; 0 for the whole image as one window.
-
-    Raises:
-        UserError: the stride is larger than a window.
-    """
-    if (side := min(img_size)) < (stride or 0):
-        raise UserError(f"--slide-stride {stride} must be at most {side}: windows of {side} would leave gaps")
-    if stride == 0:
-        return Canvas(img_size, [(0, 0)])
-    cover = max(window / length for window, length in zip(img_size, size, strict=True))
-    resized = [max(window, round(length * cover)) for window, length in zip(img_size, size, strict=True)]
-
-    def starts(length: int, window: int) -> list[int]:
-        step = stride or max(1, round(2 * window / 3))
-        room = length - window
-        return [min(number * step, room) for number in range(-(-room // step) + 1)]
-
-    tops, lefts = (starts(*pair) for pair in zip(resized, img_size, strict=True))
-    return Canvas((resized[0], resized[1]), [(top, left) for top in tops for left in lefts])
-
-
-def windows_of(image: Image.Image, img_size: Size, stride: int | None) -> torch.Tensor:
-    """The windows of an RGB image, uint8 [K, 3, h, w], in the order of `canvas_of`."""
-    (height, width), starts = canvas_of((image.height, image.width), img_size, stride)
-    resized = np.asarray(image.resize((width, height), Image.Resampling.BILINEAR)).transpose(2, 0, 1)
-    (h, w) = img_size
-    return torch.from_numpy(np.stack([resized[:, top : top + h, left : left + w] for top, left in starts]))
 
 
 def stitched(logits: torch.Tensor, canvas: Canvas, img_size: Size) -> torch.Tensor:
@@ -94,48 +59,6 @@ def stitched(logits: torch.Tensor, canvas: Canvas, img_size: Size) -> torch.Tens
     return scores.div_(times)
 
 
-def classes_at(scores: torch.Tensor, size: Size) -> torch.Tensor:
-    """The class of each pixel: the highest logit after bilinear upsampling (align_corners=False), the first of equals.
-
-    Args:
-        scores: float32 [C, rh, rw].
-        size: (H, W) of the result.
-
-    Returns:
-        int64 [H, W].
-    """
-    best = scores.new_full(size, -torch.inf)
-    classes = torch.zeros(size, dtype=torch.int16, device=scores.device)
-    for number, of_class in enumerate(scores):  # all classes of a photo at once would take gigabytes
-        upsampled = F.interpolate(of_class[None, None], size, mode="bilinear")[0, 0]
-        classes.masked_fill_(upsampled > best, number)
-        torch.maximum(upsampled, best, out=best)
-    return classes.long()
-
-
-def predicted_classes(logits: torch.Tensor, size: Size, img_size: Size, stride: int | None) -> torch.Tensor:
-    """The class of each pixel of an image, int64 [H, W], from the logits of its windows.
-
-    Args:
-        logits: [K, C, gh, gw]; those after the windows of this image are not read.
-        size: (H, W).
-        img_size: (h, w).
-        stride: as for `canvas_of`.
-    """
-    canvas = canvas_of(size, img_size, stride)
-    return classes_at(stitched(logits[: len(canvas.starts)], canvas, img_size), size)
-
-
-def extent(source: Source | None, img_size: Size, stride: int | None) -> tuple[int, int, int]:
-    """The most windows of an image, and the largest height and width of a mask; of one window without a source.
-
-    Only the headers of masks are read. A mask that is damaged is left to the one who reads it.
-    """
-    sizes = {img_size} if source is None else {img_size, *of_masks(source, "mask_size", range(len(source)), tuple)}
-    heights, widths = zip(*sizes, strict=True)
-    return max(len(canvas_of(size, img_size, stride).starts) for size in sizes), max(heights), max(widths)
-
-
 # ---- fields of evaluation --------------------------------------------------------------------------------------------
 
 
@@ -145,13 +68,63 @@ class Windows(RaggedField, ImageField):
     Args:
         name: as for `Field`.
         image: size and normalisation.
-        stride: as for `canvas_of`.
-        most: windows of an image.
+        stride: --slide-stride, at most the window: None for two thirds of it; 0 for the whole image as one window.
+        sizes: (height, width) of the images of a batch.
+
+    Raises:
+        UserError: the stride is larger than a window.
     """
 
-    def __init__(self, name: str, image: ImageConfig, stride: int | None, most: int) -> None:
+    def __init__(self, name: str, image: ImageConfig, stride: int | None, sizes: Iterable[Size] = ()) -> None:
+        if (side := min(image.img_size)) < (stride or 0):
+            raise UserError(f"--slide-stride {stride} must be at most {side}: windows of {side} would leave gaps")
         ImageField.__init__(self, name, image, None)
-        self.shape, self._stride = (most, *self.shape), stride
+        self._stride = stride
+        self.shape = (max(len(self.canvas(size).starts) for size in (image.img_size, *sizes)), *self.shape)
+
+    def canvas(self, size: Size) -> Canvas:
+        """The windows of an image of this size."""
+        img_size = self.image.img_size
+        if self._stride == 0:
+            return Canvas(img_size, [(0, 0)])
+        cover = max(window / length for window, length in zip(img_size, size, strict=True))
+        resized = [max(window, round(length * cover)) for window, length in zip(img_size, size, strict=True)]
+
+        def starts(length: int, window: int) -> list[int]:
+            step = self._stride or max(1, round(2 * window / 3))
+            room = length - window
+            return [min(number * step, room) for number in range(-(-room // step) + 1)]
+
+        tops, lefts = (starts(*pair) for pair in zip(resized, img_size, strict=True))
+        return Canvas((resized[0], resized[1]), [(top, left) for top in tops for left in lefts])
+
+    def cut(self, image: Image.Image) -> torch.Tensor:
+        """The windows of an RGB image, uint8 [K, 3, h, w], in the order of `canvas`."""
+        (height, width), starts = self.canvas((image.height, image.width))
+        resized = np.asarray(image.resize((width, height), Image.Resampling.BILINEAR)).transpose(2, 0, 1)
+        (h, w) = self.image.img_size
+        return torch.from_numpy(np.stack([resized[:, top : top + h, left : left + w] for top, left in starts]))
+
+    def classes(self, logits: torch.Tensor, size: Size) -> torch.Tensor:
+        """The class of each pixel of an image: the highest logit after bilinear upsampling (align_corners=False), the
+        first of equals.
+
+        Args:
+            logits: [K, C, gh, gw]; those after the windows of this image are not read.
+            size: (H, W).
+
+        Returns:
+            int64 [H, W].
+        """
+        canvas = self.canvas(size)
+        scores = stitched(logits[: len(canvas.starts)], canvas, self.image.img_size)
+        best = scores.new_full(size, -torch.inf)
+        classes = torch.zeros(size, dtype=torch.int16, device=scores.device)
+        for number, of_class in enumerate(scores):  # all classes of a photo at once would take gigabytes
+            upsampled = F.interpolate(of_class[None, None], size, mode="bilinear")[0, 0]
+            classes.masked_fill_(upsampled > best, number)
+            torch.maximum(upsampled, best, out=best)
+        return classes.long()
 
     def read(self, sample: Sample) -> torch.Tensor:
         """The windows, uint8 [k, 3, h, w].
@@ -160,9 +133,8 @@ class Windows(RaggedField, ImageField):
             UserError: the image has another size than its mask.
         """
         opened = self.opened(sample)
-        if sample.source.has("mask_size"):
-            require_same_size(sample.name, (opened.height, opened.width), sample["mask_size"])
-        return windows_of(opened.image() if isinstance(opened, Jpeg) else opened, self.image.img_size, self._stride)
+        require_same_size(sample.name, (opened.height, opened.width), sample["mask_size"])
+        return self.cut(opened.image() if isinstance(opened, Jpeg) else opened)
 
     def checked(self, value: torch.Tensor, sample: Sample) -> torch.Tensor:
         """As `Field.checked`; they are sent as they were read."""
@@ -178,12 +150,13 @@ class WholeMask(RaggedField):
 
     Args:
         name: as for `Field`.
-        most: (height, width) that no mask exceeds.
+        sizes: (height, width) of the masks of a batch.
     """
 
     padding = IGNORED
 
-    def __init__(self, name: str, most: Size) -> None:
+    def __init__(self, name: str, sizes: Iterable[Size]) -> None:
+        most = tuple(map(max, zip(*sizes, strict=True)))
         super().__init__(name, most, torch.int32, stage="last", entry="mask")
 
     def read(self, sample: Sample) -> np.ndarray:
