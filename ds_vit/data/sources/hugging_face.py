@@ -133,9 +133,9 @@ class HuggingFaceSource(ArraySource):
         value = self._tables[file].data.fast_slice(row, 1)[column][0].as_py()  # not decoded
         data = value.get("bytes") if isinstance(value, dict) else value
         if data is None and not (isinstance(value, dict) and value.get("path")):
-            raise undecodable(self.describe_entry(column, index), ValueError(f"its row has no {column}"))
+            raise undecodable(f"{self.describe(index)}[{column}]", ValueError(f"its row has no {column}"))
         if not isinstance(data, bytes):
-            where = self.describe_entry(column, index)
+            where = f"{self.describe(index)}[{column}]"
             raise UserError(f"{where} holds no image, only a path; save the data set with its images")
         return data
 
@@ -151,10 +151,6 @@ class HuggingFaceSource(ArraySource):
     def describe(self, index: int) -> str:
         file, row = self._place(index)
         return f"{self._files[file]}[{row}]"
-
-    def describe_entry(self, name: str, index: int) -> str:
-        where = self.describe(index)
-        return f"{where}[{name}]" if name in self._further else where
 
 
 def _load(path: str) -> Any:

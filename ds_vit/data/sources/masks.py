@@ -319,7 +319,7 @@ class MaskSource(Subset):
             return getattr(self._labels, name)
         if name not in ("mask", "mask_size"):
             return super().entry(name, index)
-        masks, where = self._masks, self._masks.describe_entry(self._key, index)
+        masks, where = self._masks, self._masks.describe(index) + ("" if self._key == "image" else f"[{self._key}]")
         with open(where, "rb") if os.path.isfile(where) else io.BytesIO(masks.entry(self._key, index)) as file:
             if name == "mask_size":
                 return size_of_mask(file, where)

@@ -211,12 +211,8 @@ class ShardSource(PackedSource):
             return super().entry(name, index)
         offset, size = self._further[name][:, index]
         if not offset:
-            raise undecodable(self.describe_entry(name, index), ValueError(f"its sample has no {name}"))
+            raise undecodable(f"{self.describe(index)}[{name}]", ValueError(f"its sample has no {name}"))
         return self.content(index, offset, size)
-
-    def describe_entry(self, name: str, index: int) -> str:
-        where = self.describe(index)
-        return f"{posixpath.splitext(where)[0]}.{name}.*" if name in self._further else where
 
     def open_tar(self, number: int) -> BinaryIO:
         file = super().open_tar(number)

@@ -121,10 +121,6 @@ class Source(ABC):
     def describe(self, index: int) -> str:
         """Where the image comes from (a file's name), for messages."""
 
-    def describe_entry(self, name: str, index: int) -> str:
-        """Where an entry of a sample comes from, for messages; by default as `describe`."""
-        return self.describe(index)
-
 
 def fingerprint_of(arrays: Iterable[np.ndarray], prefix: str = "") -> str:
     """A hash of arrays, their types and shapes, and of a text before them."""
