@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ds_vit.config.outside import Configurable, word_of
@@ -137,6 +138,12 @@ class StepContext(ABC):
 
         The gradient of this rank's rows is the sum of the gradients that all ranks have of them.
         """
+
+    def sum(self, own: torch.Tensor) -> torch.Tensor:
+        """The sum of a tensor over the data-parallel ranks (a collective)."""
+        total = own.clone()
+        dist.all_reduce(total, group=self.groups.dp)
+        return total
 
     @abstractmethod
     def masters(self, names: Sequence[str]) -> torch.Tensor:

@@ -112,7 +112,7 @@ def counted(self, masks):
 
 
 BREAKAGES = {
-    "a mean of each rank": ("_sum_over", per_rank),
+    "a mean of each rank": ("StepContext.sum", per_rank),
     "ignored pixels count": ("Segmentation._weight", counted),
 }
 

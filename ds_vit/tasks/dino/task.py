@@ -20,7 +20,6 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ds_vit.config.augmentation import AugmentConfig
@@ -39,7 +38,6 @@ from ds_vit.tasks.dino.loss import (
     Assignment,
     Gauges,
     Prototypes,
-    Sum,
     assignment_cross_entropy,
     centered,
     crop_weights,
@@ -286,7 +284,7 @@ class SelfDistillation(Task):
     ) -> dict[str, Assignment]:
         """The assignments of class tokens and masked patches of some micro-batches (a collective); `counted` as of
         `Views`."""
-        temperature, total, tp = context.schedules["teacher_temp"], _sum_over(context), self._tp
+        temperature, total, tp = context.schedules["teacher_temp"], context.sum, self._tp
         self._centers.note(context, taught, prototypes, total, counted, micro_batches)
         assignments = {
             part: sinkhorn(rows, prototypes, temperature, total, tp, counted=counted.get(part))
@@ -427,7 +425,7 @@ class SelfDistillation(Task):
 
     def gauges(self, context: StepContext) -> Mapping[str, torch.Tensor]:
         """As `Task.gauges`: those of collapse, of the teacher's class tokens."""
-        return self._gauges.compute(_sum_over(context), self._tp) if self._gauged_step == context.step else {}
+        return self._gauges.compute(context.sum, self._tp) if self._gauged_step == context.step else {}
 
     def concerns(self, figures: Mapping[str, float], step: int, steps_per_epoch: int) -> Mapping[str, str]:
         """As `Task.concerns`: features that collapse."""
@@ -470,14 +468,3 @@ class SelfDistillation(Task):
     def panels(cls, folder: RunFolder) -> Mapping[str, Sequence[Panel]]:
         """As `Task.panels`: the similarity of patches at several steps."""
         return {"Images": sheet(folder.picture(SIMILARITY), SIMILARITIES)}
-
-
-def _sum_over(context: StepContext) -> Sum:
-    """The sum over the data-parallel ranks."""
-
-    def total(x: torch.Tensor) -> torch.Tensor:
-        x = x.clone()
-        dist.all_reduce(x, group=context.groups.dp)
-        return x
-
-    return total

@@ -165,7 +165,7 @@ class Segmentation(Task):
     def step(self, context: StepContext, batch: Batch, piece: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
         """As `Task.step`: this micro-batch's share of the loss of the global batch; 0 where no pixel counts."""
         logits, masks = context.forward(MAIN_TOWER, [batch.get("images")], batch), batch["masks"]
-        total = _sum_over(context, self._weight(masks)) if piece is None else piece["total"]
+        total = context.sum(self._weight(masks)) if piece is None else piece["total"]
         with torch.autocast(logits.device.type, enabled=False):
             logits = upsampled(logits.float(), masks.shape[-2:])
             # On a GPU the order in which "sum" adds differs from call to call.
@@ -179,7 +179,7 @@ class Segmentation(Task):
 
     def couple(self, context: StepContext, collected: Sequence[Mapping[str, torch.Tensor]]) -> Coupled:
         """As `Task.couple`: the summed weights of the global batch."""
-        total = _sum_over(context, torch.stack([found["weight"] for found in collected]).sum())
+        total = context.sum(torch.stack([found["weight"] for found in collected]).sum())
         return Coupled(None, [{"total": total}] * len(collected))
 
     def outputs(self, context: StepContext, batch: Batch) -> torch.Tensor:
@@ -237,13 +237,6 @@ def upsampled(logits: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
     """
     rows, columns = (_bilinear(*pair, logits.device) for pair in zip(logits.shape[-2:], size, strict=True))
     return rows @ (logits @ columns.T)
-
-
-def _sum_over(context: StepContext, own: torch.Tensor) -> torch.Tensor:
-    """The sum over the data-parallel ranks (a collective)."""
-    total = own.clone()
-    dist.all_reduce(total, group=context.groups.dp)
-    return total
 
 
 def read_class_weights(path: str, num_classes: int) -> tuple[float, ...]:
