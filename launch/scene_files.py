@@ -15,7 +15,7 @@ from PIL import Image
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from ds_vit.data.sources.masks import IGNORED
-from ds_vit.tasks.segmentation.scenes import SceneSource, open_scenes
+from ds_vit.tasks.segmentation.scenes import SceneSource
 
 IGNORE_INDEX = 255  # the default of --ignore-index
 
@@ -36,9 +36,9 @@ def save(source: SceneSource, folder: Path, how_many: int) -> None:
 
 def main(folder: str, train: str = "240", validation: str = "40") -> None:
     """Write `train/`, `val/` and `labels.csv`."""
-    source = open_scenes("train")
+    source = SceneSource(train=True)
     save(source, Path(folder, "train"), int(train))
-    save(open_scenes("validation"), Path(folder, "val"), int(validation))
+    save(SceneSource(train=False), Path(folder, "val"), int(validation))
     rows = zip(source.entry("values", 0), source.class_names, source.entry("colours", 0), strict=True)
     lines = [f"{value},{name},#{bytes(colour).hex()}" for value, name, colour in rows]
     Path(folder, "labels.csv").write_text("\n".join(["index,name,colour", *lines]) + "\n")

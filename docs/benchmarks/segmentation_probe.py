@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 
 from ds_vit.data.masks import crop_mask
 from ds_vit.data.sources.masks import IGNORED
-from ds_vit.tasks.segmentation.scenes import open_scenes
+from ds_vit.tasks.segmentation.scenes import SceneSource
 from ds_vit.tools.bench import device_name, versions
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,7 +57,7 @@ def figures(folder: Path) -> dict[str, float]:
 @torch.no_grad()
 def features_of_pixels(backbone: torch.nn.Module) -> tuple[np.ndarray, np.ndarray]:
     """Features [n, D] and classes [n] of random pixels of each training scene's centre, cropped to a square."""
-    config, source, random = backbone.pretrained_cfg, open_scenes("train"), np.random.default_rng(0)
+    config, source, random = backbone.pretrained_cfg, SceneSource(train=True), np.random.default_rng(0)
     mean, std = (torch.tensor(config[name]).view(3, 1, 1) for name in ("mean", "std"))
     features, classes = [], []
     for index in range(len(source)):

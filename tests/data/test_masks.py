@@ -175,6 +175,8 @@ def test_a_folder_without_the_split_is_refused(data):
     """Would catch a missing split that callers cannot tell from other errors."""
     with pytest.raises(NoSuchSplit, match=r"has no test/images with test/masks .* train, val. The layouts are DIR/tra"):
         opened(data, "test")
+    with pytest.raises(UserError, match=r"^scenes has no split 'test'; it has train and validation$"):
+        opened("", "test", dataset="scenes")
 
 
 def _fields(flips: bool = True) -> list:

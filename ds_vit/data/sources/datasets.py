@@ -20,7 +20,7 @@ from ds_vit.data.sources.captions import CaptionKeys, Captions
 from ds_vit.data.sources.combined import first_part, part_of
 from ds_vit.data.sources.folders import open_folder
 from ds_vit.data.sources.hugging_face import open_hugging_face
-from ds_vit.data.sources.listing import TRAIN_NAMES, VAL_NAMES
+from ds_vit.data.sources.listing import TRAIN_NAMES, VAL_NAMES, is_training
 from ds_vit.data.sources.pairs import open_pairs, open_table
 from ds_vit.data.sources.shards import open_shards
 from ds_vit.data.sources.source import ArraySource, Source
@@ -331,9 +331,7 @@ def open_source(
     kind, _, name = dataset.partition("/")
     source: Source
     if dataset in ("digits", "glyphs"):
-        if split not in (*TRAIN_NAMES, *VAL_NAMES):
-            raise UserError(f"{dataset} has no split {split!r}; it has train and validation")
-        source = (DigitsSource if dataset == "digits" else GlyphSource)(train=split in TRAIN_NAMES)
+        source = (DigitsSource if dataset == "digits" else GlyphSource)(train=is_training(dataset, split))
     elif kind == "torch" and name in TORCH_NAMES:
         if not data_dir:
             raise UserError(f"--dataset {dataset} needs --data-dir, the folder that holds it or that it is fetched to")

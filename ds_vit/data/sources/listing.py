@@ -182,6 +182,17 @@ def splits_in(folder: str) -> list[str]:
     return [name for name in (*TRAIN_NAMES, *VAL_NAMES, "test") if name in names]
 
 
+def is_training(dataset: str, split: str) -> bool:
+    """Whether a split of an embedded data set is the training split.
+
+    Raises:
+        UserError: it is not the validation split either.
+    """
+    if split not in (*TRAIN_NAMES, *VAL_NAMES):
+        raise UserError(f"{dataset} has no split {split!r}; it has train and validation")
+    return split in TRAIN_NAMES
+
+
 def no_such_split(folder: str, split: str, wanted: str, hint: str = "") -> NoSuchSplit:
     """The error about a folder without a split, `wanted` says in which forms."""
     found = sorted(name for name in os.listdir(folder) if not hidden(name))

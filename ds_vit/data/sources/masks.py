@@ -351,37 +351,33 @@ def open_masks(dataset: str, folder: str, split: str, classes: tuple[int | None,
         NoSuchSplit: there is no such split.
         UserError: no data, data without masks, or masks without their images.
     """
-    images: Source
-    masks: Source
-    key = "image"
     if not dataset and folder.partition("/")[0] in _FORMS and not os.path.exists(folder):
         dataset, folder = folder, ""
     form, _, path = dataset.partition("/")
     if form in _FORMS:
         folder = os.path.join(folder, path)
-        images = masks = _FORMS[form](folder, split)
-        key = next((name for name in _COLUMNS if masks.has(name)), "")
+        source = _FORMS[form](folder, split)
+        key = next((name for name in _COLUMNS if source.has(name)), "")
         if not key:
-            has = f"has the images {', '.join(masks.entries)} and none named {', '.join(_COLUMNS)}"
+            has = f"has the images {', '.join(source.entries)} and none named {', '.join(_COLUMNS)}"
             way_out = "name the files KEY.mask.png" if form == "wds" else "rename_column and save it again"
-            raise UserError(f"{masks.describe(0)} {has}: {way_out}")
+            raise UserError(f"{source.describe(0)} {has}: {way_out}")
         folder = os.path.dirname(folder) if folder.endswith(".tar") else folder
-    elif dataset or not folder:
+        return MaskSource(source, source, find_labels(folder, *classes), key)
+    if dataset or not folder:
         what = f"--dataset {dataset} has no masks" if dataset else "no data"
         ways = "--dataset scenes, hfds/PATH, parquet/PATH or wds/PATH"
         raise UserError(f"{what}: pass {ways}, or --data-dir DIR with {_LAYOUTS}")
-    elif not os.path.isdir(folder):
+    if not os.path.isdir(folder):
         raise UserError(f"--data-dir {folder} is no folder")
-    else:
-        splits = find_splits(folder)
-        name = next((name for name in listing.synonyms_of(split) if name in splits), None)
-        if name is None:
-            where = f"{split}/images with {split}/masks"
-            raise listing.no_such_split(folder, split, where, f". The layouts are {_LAYOUTS}")
-        roots = splits[name]
-        pairs, problem = pair_files(*roots)
-        if problem:
-            raise UserError(problem)
-        targets = np.zeros(len(pairs), dtype=np.int64)
-        images, masks = (FileSource(roots[at], [pair[at] for pair in pairs], targets) for at in (0, 1))
-    return MaskSource(images, masks, find_labels(folder, *classes), key)
+    splits = find_splits(folder)
+    roots = next((splits[name] for name in listing.synonyms_of(split) if name in splits), None)
+    if roots is None:
+        where = f"{split}/images with {split}/masks"
+        raise listing.no_such_split(folder, split, where, f". The layouts are {_LAYOUTS}")
+    pairs, problem = pair_files(*roots)
+    if problem:
+        raise UserError(problem)
+    targets = np.zeros(len(pairs), dtype=np.int64)
+    images, masks = (FileSource(roots[at], [pair[at] for pair in pairs], targets) for at in (0, 1))
+    return MaskSource(images, masks, find_labels(folder, *classes))

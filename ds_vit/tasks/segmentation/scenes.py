@@ -11,10 +11,8 @@ from PIL import Image
 
 from ds_vit import randomness
 from ds_vit.data.sources.datasets import DigitsSource
-from ds_vit.data.sources.listing import TRAIN_NAMES, VAL_NAMES
 from ds_vit.data.sources.masks import IGNORED, default_palette, pixels_of_classes
 from ds_vit.data.sources.source import Source
-from ds_vit.fault_tolerance.errors import UserError
 
 _NUM_TRAIN, _NUM_VAL = 1000, 200
 _DIGITS = 5  # 0 to 4
@@ -104,14 +102,3 @@ class SceneSource(Source):
     def describe(self, index: int) -> str:
         """As `Source.describe`."""
         return f"scenes[{'train' if self._train else 'validation'}, {index}]"
-
-
-def open_scenes(split: str) -> SceneSource:
-    """A split of the scenes.
-
-    Raises:
-        UserError: there is no such split.
-    """
-    if split not in (*TRAIN_NAMES, *VAL_NAMES):
-        raise UserError(f"scenes has no split {split!r}; it has train and validation")
-    return SceneSource(train=split in TRAIN_NAMES)

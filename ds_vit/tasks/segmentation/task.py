@@ -28,6 +28,7 @@ from ds_vit.data.field import Field
 from ds_vit.data.masks import MaskField, SceneImages
 from ds_vit.data.settings import ImageConfig
 from ds_vit.data.sources.combined import first_part, part_of
+from ds_vit.data.sources.listing import is_training
 from ds_vit.data.sources.masks import IGNORED, of_masks, open_masks, pixels_of_classes
 from ds_vit.data.sources.source import Source
 from ds_vit.fault_tolerance.errors import EndedTogether, UserError, enumerate_some, read_text
@@ -41,7 +42,7 @@ from ds_vit.tasks.segmentation.export import FORMATS
 from ds_vit.tasks.segmentation.flags import SETTINGS
 from ds_vit.tasks.segmentation.metrics import FIGURES, MeanIoU, iou_panels, write_iou
 from ds_vit.tasks.segmentation.predictions import predict_masks, write_labels
-from ds_vit.tasks.segmentation.scenes import open_scenes
+from ds_vit.tasks.segmentation.scenes import SceneSource
 from ds_vit.tasks.segmentation.towers import HEAD, Segmenter, create_segmenter, grid_of_logits
 from ds_vit.tasks.segmentation.windows import WholeMask, Windows
 from ds_vit.tasks.task import Coupled, StepContext, Task
@@ -118,9 +119,11 @@ class Segmentation(Task):
     def open_source(cls, config: RunConfig, folder: str, split: str) -> Source:
         """As `Task.open_source`: images with masks."""
         split, percent = part_of(split)
-        classes = config.num_classes, config.ignore_index, config.reduce_zero_label
-        scenes = config.dataset == "scenes"
-        source = open_scenes(split) if scenes else open_masks(config.dataset, folder, split, classes)
+        if config.dataset == "scenes":
+            source: Source = SceneSource(is_training("scenes", split))
+        else:
+            classes = config.num_classes, config.ignore_index, config.reduce_zero_label
+            source = open_masks(config.dataset, folder, split, classes)
         return source if percent == 100 else first_part(source, percent)
 
     def fields(self, *, training: bool) -> tuple[Field, ...]:
