@@ -45,10 +45,6 @@ class Problem(NamedTuple):
     reason: str = ""
 
 
-_Pair = tuple[str, str, Labels | None]
-"""An image, its mask, and the classes, if labels.csv says them."""
-
-
 def check_images(folder: str, console: Console) -> int:
     """Carry out `ds-vit doctor --images`; gives the exit code: 0, or 65 where an image or mask cannot be
     decoded, lacks the other, or a mask does not fit.
@@ -67,33 +63,33 @@ def check_images(folder: str, console: Console) -> int:
         raise UserError(
             f"--images {folder}: no images and no .tar files (read are {' '.join(sorted(IMAGE_EXTENSIONS))})"
         )
-    pairs, found = _pairs(folder)
-    masks = {mask for _, mask, _ in pairs}
-    tasks = [*(path for path in files if path not in masks), *pairs]
+    mask_of, labels, found = _masks(folder)
+    masks = {*mask_of.values()}
+    tasks = [(path, mask_of.get(path)) for path in files if path not in masks]
     count = 0
     with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        results = pool.map(_examine, tasks, chunksize=min(64, len(tasks) // 64 + 1))
+        results = pool.map(partial(_examine, labels=labels), tasks, chunksize=min(64, len(tasks) // 64 + 1))
         for number, problems in track(results, "decoding", len(tasks), console=Console(file=sys.stderr)):
             count += number
             found += problems
     _show(console, folder, count, found)
-    if pairs:
-        print_lines(console, f"{len(pairs):,} masks were compared with their images")
+    if masks:
+        print_lines(console, f"{len(masks):,} masks were compared with their images")
     return exit_codes.UNREADABLE if any(problem.kind in _FATAL for problem in found) else exit_codes.OK
 
 
-def _pairs(folder: str) -> tuple[list[_Pair], list[Problem]]:
-    """The images with masks of a folder for segmentation, and what is wrong with their names."""
-    pairs: list[_Pair] = []
+def _masks(folder: str) -> tuple[dict[str, str], Labels | None, list[Problem]]:
+    """Of a folder for segmentation: the mask of each image, the classes of its labels.csv, and unpaired files."""
+    mask_of: dict[str, str] = {}
     found: list[Problem] = []
     splits, labels = find_splits(folder), None
     if splits and os.path.isfile(os.path.join(folder, LABELS_FILE)):
         labels = find_labels(folder, None, None, False)
-    for roots in splits.values():
-        both, problem = pair_files(*roots)
-        found += [Problem("unpaired", roots[0], problem)] * bool(problem)
-        pairs += [(os.path.join(roots[0], image), os.path.join(roots[1], mask), labels) for image, mask in both]
-    return pairs, found
+    for images, masks in splits.values():
+        pairs, problem = pair_files(images, masks)
+        found += [Problem("unpaired", images, problem)] * bool(problem)
+        mask_of.update((os.path.join(images, image), os.path.join(masks, mask)) for image, mask in pairs)
+    return mask_of, labels, found
 
 
 def _problem_of_mask(image: str, mask: str, labels: Labels | None) -> list[Problem]:
@@ -115,12 +111,12 @@ def _files(folder: str) -> Iterator[str]:
             yield os.path.join(folder, path)
 
 
-def _examine(path: str | _Pair) -> tuple[int, list[Problem]]:
-    """(images in the file, their problems)."""
-    if isinstance(path, tuple):
-        return 0, _problem_of_mask(*path)
+def _examine(task: tuple[str, str | None], labels: Labels | None) -> tuple[int, list[Problem]]:
+    """(images in the file, their problems and those of the image's mask)."""
+    path, mask = task
     if not path.lower().endswith(".tar"):
-        return 1, _problem(path, lambda: Path(path).read_bytes())
+        of_mask = _problem_of_mask(path, mask, labels) if mask else []
+        return 1, _problem(path, lambda: Path(path).read_bytes()) + of_mask
     found: list[Problem] = []
     count = 0
     try:
