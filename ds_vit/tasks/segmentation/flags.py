@@ -10,7 +10,6 @@ from ds_vit.config.flag import ASCENDING, IDENTITY, NOTED, WEIGHTS, Settings, fl
 from ds_vit.config.units import MOST_PIXELS
 
 _Factor = Annotated[float, Field(ge=0.05, le=20)]
-_Stride = Annotated[int, Field(ge=0, le=MOST_PIXELS)]
 
 
 class SegmentationSettings(Settings, section="model", scope=WEIGHTS):
@@ -26,7 +25,7 @@ class SegmentationSettings(Settings, section="model", scope=WEIGHTS):
     reduce_zero_label: bool = flag(
         False, "pixel value 0 is not counted, and class c has the value c + 1", section="data", idle_if="dataset=scenes"
     )
-    slide_stride: _Stride | None = flag(
+    slide_stride: Annotated[int, Field(ge=0, le=MOST_PIXELS)] | None = flag(
         None,
         "pixels between windows in evaluation (default: 2/3 of the window; 0: squash the image)",
         section="data",

@@ -97,9 +97,7 @@ class MeanIoU(Metrics):
         drawn = [(upright(image) if self._windows.image.exif_rotation else image, Image.Resampling.BILINEAR)]
         drawn += [(Image.fromarray(colours[of.cpu().numpy()]), Image.Resampling.NEAREST) for of in (mask, predicted)]
         # In the middle of a square.
-        tiles = [
-            np.asarray(ImageOps.pad(picture, (_PANEL, _PANEL), how, color=(_OUTSIDE,) * 3)) for picture, how in drawn
-        ]
+        tiles = [ImageOps.pad(picture, (_PANEL, _PANEL), how, color=(_OUTSIDE,) * 3) for picture, how in drawn]
         self.pixels[self._shown.index(place)] = torch.from_numpy(np.stack(tiles)).permute(0, 3, 1, 2)
 
     def pictures(self) -> dict[str, torch.Tensor]:
