@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ds_vit.fault_tolerance.errors import enumerate_some
@@ -67,16 +67,16 @@ class Finding:
     Attributes:
         check: the kind of fault, in one word.
         severity: "error" or "warning".
-        hosts: names as in the hostfile.
         what: the fault, with its numbers.
         remedy: how to repair it, with a command if there is one.
+        hosts: names as in the hostfile; `examine` fills in those of a fault in one host's facts.
     """
 
     check: str
     severity: str
-    hosts: tuple[str, ...]
     what: str
     remedy: str
+    hosts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -88,53 +88,31 @@ class PlannedRun:
         data_dir: --data-dir, "" for none.
         output: --output, "" for none.
         port: the TCP port on which rank 0 will listen.
+        hosts: names as in the hostfile, rank 0's first, with those that did not answer; `examine` fills them in.
     """
 
     environ: Mapping[str, str]
     data_dir: str = ""
     output: str = ""
     port: int = 0
-
-
-@dataclass(frozen=True)
-class HostView:
-    """The input of a check: a host that answered, and the run.
-
-    Attributes:
-        name: as in the hostfile.
-        slots: as in the hostfile.
-        facts: the answer of the host.
-        run: the planned run.
-        first: the name of rank 0's host.
-        num_hosts: number of hosts of the run, with those that did not answer.
-    """
-
-    name: str
-    slots: int
-    facts: Facts
-    run: PlannedRun
-    first: str
-    num_hosts: int
+    hosts: tuple[str, ...] = ()
 
 
 def examine(answers: Sequence[HostAnswer], run: PlannedRun, figures: NetworkResult | None = None) -> list[Finding]:
     """All findings of the hosts' answers and of the network measurements, errors first."""
+    run = replace(run, hosts=tuple(answer.host.name for answer in answers))
     known = [(answer.host, answer.facts) for answer in answers if answer.facts is not None]
-    views = [HostView(host.name, host.slots, facts, run, answers[0].host.name, len(answers)) for host, facts in known]
     silent = [answer for answer in answers if answer.facts is None]
-    findings = [Finding("ssh", "error", (a.host.name,), a.problem, a.remedy) for a in silent]
-    findings += _compare_hosts(views)
+    findings = [Finding("ssh", "error", a.problem, a.remedy, (a.host.name,)) for a in silent]
+    findings += _compare_hosts(known)
     for check in (_environment, _names, _resources, _interfaces, _adapters):
         hosts = defaultdict(list)  # a fault that several hosts have is one finding
-        for view in views:
-            for fault in check(view):
-                hosts[fault].append(view.name)
-        findings += [
-            Finding(name, severity, tuple(names), what, remedy)
-            for (name, severity, what, remedy), names in hosts.items()
-        ]
+        for host, facts in known:
+            for fault in check(host, facts, run):
+                hosts[fault].append(host.name)
+        findings += [replace(fault, hosts=tuple(names)) for fault, names in hosts.items()]
     if figures is not None:
-        findings += _check_network(figures, views)
+        findings += _check_network(figures, known)
     return sorted(findings, key=lambda finding: finding.severity != "error")
 
 
@@ -146,131 +124,118 @@ _PULL = "git status and git pull there, or put the clone on a shared disk"
 _LEAVE_OUT = "leave those hosts out; the slowest sets the pace"
 
 
-def _compare_hosts(views: Sequence[HostView]) -> Iterator[Finding]:
+def _compare_hosts(known: Sequence[tuple[Host, Facts]]) -> Iterator[Finding]:
     """Findings of values that differ between hosts but must not, and of two names for one machine."""
+    every = [facts for _, facts in known]
 
-    def compare(
-        check: str, severity: str, what: str, value: Callable[[Facts], str | None], remedy: str
-    ) -> Iterator[Finding]:
+    def compare(check: str, severity: str, what: str, values: Sequence[str | None], remedy: str) -> Iterator[Finding]:
         """The hosts whose value is not the most frequent one; None leaves a host out."""
         groups: dict[str, list[str]] = defaultdict(list)
-        for view in views:
-            if (own := value(view.facts)) is not None:
-                groups[own].append(view.name)
+        for (host, _), value in zip(known, values, strict=True):
+            if value is not None:
+                groups[value].append(host.name)
         if len(groups) > 1:
             norm = max(groups, key=lambda value: len(groups[value]))  # of equals the first
             odd = tuple(name for value, names in groups.items() if value != norm for name in names)
-            values = "; ".join(f"{value or 'none'} on {enumerate_some(names, 6)}" for value, names in groups.items())
-            yield Finding(check, severity, odd, f"{what}: {values}", remedy)
+            found = "; ".join(f"{value or 'none'} on {enumerate_some(names, 6)}" for value, names in groups.items())
+            yield Finding(check, severity, f"{what}: {found}", remedy, odd)
 
-    yield from compare("code", "error", "the code of ds_vit differs, by checksum", lambda facts: facts.code, _PULL)
-    yield from compare("data", "error", "the data differs, by checksum", lambda facts: facts.data or None, _COPY)
-    what = "some hosts have no accelerators"
-    yield from compare(
-        "accelerators", "error", what, lambda facts: "accelerators" if facts.accelerators else "", _LEAVE_OUT
-    )
-    what = "the accelerators differ"
-    yield from compare(
-        "accelerators", "warning", what, lambda facts: ", ".join(sorted(set(facts.accelerators))) or None, _LEAVE_OUT
-    )
-    for name in dict.fromkeys(name for view in views for name in view.facts.versions):
+    yield from compare("code", "error", "the code of ds_vit differs, by checksum", [f.code for f in every], _PULL)
+    yield from compare("data", "error", "the data differs, by checksum", [f.data or None for f in every], _COPY)
+    have = ["accelerators" if facts.accelerators else "" for facts in every]
+    yield from compare("accelerators", "error", "some hosts have no accelerators", have, _LEAVE_OUT)
+    kinds = [", ".join(sorted(set(facts.accelerators))) or None for facts in every]
+    yield from compare("accelerators", "warning", "the accelerators differ", kinds, _LEAVE_OUT)
+    for name in dict.fromkeys(name for facts in every for name in facts.versions):
         severity, remedy = ("warning", "bring the drivers to one version") if name == DRIVER else ("error", _SAME)
-        yield from compare(
-            "versions",
-            severity,
-            f"{name} differs",
-            lambda facts, name=name: facts.versions.get(name, "missing"),
-            remedy,
-        )
+        versions = [facts.versions.get(name, "missing") for facts in every]
+        yield from compare("versions", severity, f"{name} differs", versions, remedy)
     names_of = defaultdict(list)
-    for view in views:
-        names_of[view.facts.identity].append(view.name)
+    for host, facts in known:
+        names_of[facts.identity].append(host.name)
     for same in names_of.values():
         if len(same) > 1:
             what = f"{' and '.join(same)} are one machine; its accelerators would be assigned {len(same)} times"
-            yield Finding("hosts", "error", tuple(same), what, "keep one of the names in the hostfile")
+            yield Finding("hosts", "error", what, "keep one of the names in the hostfile", tuple(same))
 
 
 # ---- one host --------------------------------------------------------------------------------------------------------
 
-Fault = tuple[str, str, str, str]
-"""(check, severity, what, remedy)."""
 
-
-def _environment(view: HostView) -> Iterator[Fault]:
+def _environment(host: Host, facts: Facts, run: PlannedRun) -> Iterator[Finding]:
     """Packages are installed, torch can use the accelerators, and the hostfile's slots match their number."""
-    facts, have, cores = view.facts, len(view.facts.accelerators), view.facts.cores
+    have, cores = len(facts.accelerators), facts.cores
     missing = [name for name, version in facts.versions.items() if version == "missing"]
     if missing:
-        yield "versions", "error", f"{', '.join(missing)} is not installed", "pip install ds-vit"
+        yield Finding("versions", "error", f"{', '.join(missing)} is not installed", "pip install ds-vit")
     if have and facts.torch_accelerators == 0:
         driver, built_for = (facts.versions.get(name) or "?" for name in (DRIVER, CUDA))
         what = f"the driver {driver} lists {have} accelerators, but torch (CUDA {built_for}) can use none"
         remedy = "install a newer driver, or a torch for an older CUDA; CUDA_VISIBLE_DEVICES must not be empty"
-        yield "accelerators", "error", what, remedy
-    if view.slots > (have or cores):
+        yield Finding("accelerators", "error", what, remedy)
+    if host.slots > (have or cores):
         places = f"{have} accelerators" if have else f"no accelerator and {cores} cores"
         remedy = f"write slots={have or cores} or fewer in the hostfile"
-        yield "slots", "error", f"{view.slots} slots, but {places}", remedy
-    if view.slots < have:
-        what = f"{view.slots} slots, and {have} accelerators: {have - view.slots} stay idle"
-        yield "slots", "warning", what, f"write slots={have} in the hostfile"
+        yield Finding("slots", "error", f"{host.slots} slots, but {places}", remedy)
+    if host.slots < have:
+        what = f"{host.slots} slots, and {have} accelerators: {have - host.slots} stay idle"
+        yield Finding("slots", "warning", what, f"write slots={have} in the hostfile")
 
 
-def _names(view: HostView) -> Iterator[Fault]:
+def _names(host: Host, facts: Facts, run: PlannedRun) -> Iterator[Finding]:
     """Every host resolves rank 0's host, and a host that others connect to does not resolve itself to loopback."""
-    if view.num_hosts == 1:
+    if len(run.hosts) == 1:
         return
-    if view.facts.resolves.get(view.first) == ():
-        what = f"{view.first}, the host of rank 0, has no address here"
-        yield "names", "error", what, "add it to DNS or /etc/hosts, or use addresses"
-    own = view.facts.resolves.get(view.name, ())
-    is_connected_to = view.name == view.first or not view.run.environ.get("GLOO_SOCKET_IFNAME")
+    if facts.resolves.get(run.hosts[0]) == ():
+        what = f"{run.hosts[0]}, the host of rank 0, has no address here"
+        yield Finding("names", "error", what, "add it to DNS or /etc/hosts, or use addresses")
+    own = facts.resolves.get(host.name, ())
+    is_connected_to = host.name == run.hosts[0] or not run.environ.get("GLOO_SOCKET_IFNAME")
     if is_connected_to and own and all(map(is_loopback, own)):
-        what = f"{view.name} is {own[0]} on itself, where no other host can reach it"
-        yield "names", "error", what, "correct /etc/hosts there (Debian's 127.0.1.1 line)"
+        what = f"{host.name} is {own[0]} on itself, where no other host can reach it"
+        yield Finding("names", "error", what, "correct /etc/hosts there (Debian's 127.0.1.1 line)")
 
 
-def _resources(view: HostView) -> Iterator[Fault]:
+def _resources(host: Host, facts: Facts, run: PlannedRun) -> Iterator[Finding]:
     """Rank 0's port, the data, the output folder and shared memory."""
-    facts, run = view.facts, view.run
     if facts.port_problem:
         remedy = f"--master_port with another number, or on that host: ss -ltnp 'sport = :{run.port}'"
-        yield "port", "error", f"{facts.port_problem} (another run, or one that was left behind)", remedy
+        yield Finding("port", "error", f"{facts.port_problem} (another run, or one that was left behind)", remedy)
     if facts.data_problem:
-        yield "data", "error", facts.data_problem, "mount or copy the data there, under the same path"
+        yield Finding("data", "error", facts.data_problem, "mount or copy the data there, under the same path")
     free, shm = facts.output_free_bytes, facts.shm_bytes
     if free is not None and free < _MIN_OUTPUT_BYTES:
         remedy = f"at least {_MIN_OUTPUT_BYTES // _GIB} GiB for checkpoints: make room, or choose another folder"
-        yield "disk", "error", f"{free / _GIB:.2f} GiB are free for --output {run.output}", remedy
+        yield Finding("disk", "error", f"{free / _GIB:.2f} GiB are free for --output {run.output}", remedy)
     if facts.output_problem:
-        yield "output", "error", facts.output_problem, "give a folder on a file system that every host can write to"
+        remedy = "give a folder on a file system that every host can write to"
+        yield Finding("output", "error", facts.output_problem, remedy)
     if shm is not None and shm < _MIN_SHM_BYTES:
         what = f"/dev/shm has {shm / 2**20:.0f} MiB: loader workers and NCCL die of a bus error"
         remedy = "mount -o remount,size=16G /dev/shm there (docker run --shm-size=16g, or --ipc=host)"
-        yield "shm", "error", what, remedy
+        yield Finding("shm", "error", what, remedy)
 
 
-def _interfaces(view: HostView) -> Iterator[Fault]:
+def _interfaces(host: Host, facts: Facts, run: PlannedRun) -> Iterator[Finding]:
     """The network interfaces that gloo and NCCL are set to use exist and are up."""
-    others = (i.name for i in view.facts.interfaces if i.addresses and not any(map(is_loopback, i.addresses)))
+    others = (i.name for i in facts.interfaces if i.addresses and not any(map(is_loopback, i.addresses)))
     there = ", ".join(others) or "none"
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        wanted = view.run.environ.get(variable, "")
+        wanted = run.environ.get(variable, "")
         if not wanted or wanted.startswith("^"):
             continue
-        matching = _chosen(wanted, view.facts.interfaces, exact=variable.startswith("GLOO"))
+        matching = _chosen(wanted, facts.interfaces, exact=variable.startswith("GLOO"))
         if not matching:
             remedy = f"{variable}=<name> in .deepspeed_env, with a name that every host has; here: {there}"
-            yield "interface", "error", f"{variable}={wanted}, but there is no such interface", remedy
+            yield Finding("interface", "error", f"{variable}={wanted}, but there is no such interface", remedy)
         elif not any(interface.up for interface in matching):
             remedy = f"ip link set {matching[0].name} up there, or another interface ({there})"
-            yield "interface", "error", f"{variable}={wanted}: {matching[0].name} is down", remedy
+            yield Finding("interface", "error", f"{variable}={wanted}: {matching[0].name} is down", remedy)
 
 
-def _adapters(view: HostView) -> Iterator[Fault]:
+def _adapters(host: Host, facts: Facts, run: PlannedRun) -> Iterator[Finding]:
     """InfiniBand and RoCE: the ports in NCCL_IB_HCA, or at least one, are active, and memory can be registered."""
-    wanted, ports = view.run.environ.get("NCCL_IB_HCA", ""), view.facts.ports
+    wanted, ports = run.environ.get("NCCL_IB_HCA", ""), facts.ports
     asked = [] if wanted.startswith("^") else [item for item in wanted.lstrip("=").split(",") if item]
     remedy = "ibstat there: cable, switch port, subnet manager"
     there = ", ".join(f"{port.device}:{port.port} {port.state}" for port in ports) or "none"
@@ -284,32 +249,31 @@ def _adapters(view: HostView) -> Iterator[Fault]:
         ]
         if not matching:
             what = f"NCCL_IB_HCA={wanted}, but there is no adapter {item} (there: {there})"
-            yield "infiniband", "error", what, "correct NCCL_IB_HCA in .deepspeed_env (ibdev2netdev)"
+            yield Finding("infiniband", "error", what, "correct NCCL_IB_HCA in .deepspeed_env (ibdev2netdev)")
         elif not any(port.state == "ACTIVE" for port in matching):
-            yield "infiniband", "error", f"adapter {item} is {matching[0].state}, not ACTIVE", remedy
-    if ports and not asked and not _active(view):
+            yield Finding("infiniband", "error", f"adapter {item} is {matching[0].state}, not ACTIVE", remedy)
+    if ports and not asked and not _active(facts):
         what = f"no port of its adapters is active ({there}): NCCL would use TCP"
-        yield "infiniband", "error", what, remedy
-    limit = view.facts.memlock_bytes
+        yield Finding("infiniband", "error", what, remedy)
+    limit = facts.memlock_bytes
     if ports and limit is not None and limit < _GIB:
         what = f"`ulimit -l` is {limit // 1024} KiB: an adapter cannot register its buffers"
         remedy = "memlock unlimited in /etc/security/limits.conf (and LimitMEMLOCK=infinity for sshd and slurmd)"
-        yield "memlock", "error", what, remedy
+        yield Finding("memlock", "error", what, remedy)
 
 
 # ---- the network -----------------------------------------------------------------------------------------------------
 
 
-def _check_network(figures: NetworkResult, views: Sequence[HostView]) -> Iterator[Finding]:
+def _check_network(figures: NetworkResult, known: Sequence[tuple[Host, Facts]]) -> Iterator[Finding]:
     """Findings of the measurements: ranks that cannot connect, slow pairs, adapters far below their rate."""
     if figures.problem:
         remedy = "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME in .deepspeed_env; a firewall between the hosts"
-        yield Finding(
-            "collectives", "error", figures.culprits, f"the ranks cannot communicate: {figures.problem}", remedy
-        )
+        what = f"the ranks cannot communicate: {figures.problem}"
+        yield Finding("collectives", "error", what, remedy, figures.culprits)
     pairs = figures.measured["pairs"] if figures.measured else []
     usual = statistics.median([pair["bytes_per_second"] for pair in pairs] or [0.0])
-    links = {view.name: sum(port.gbits for port in _active(view)) for view in views if view.facts.accelerators}
+    links = {host.name: sum(port.gbits for port in _active(facts)) for host, facts in known if facts.accelerators}
     for pair in pairs:
         names = (figures.hosts[pair["a"]], figures.hosts[pair["b"]])
         latency, rate = pair["latency_seconds"], pair["bytes_per_second"]
@@ -317,16 +281,15 @@ def _check_network(figures: NetworkResult, views: Sequence[HostView]) -> Iterato
         if latency > MAX_LATENCY_SECONDS:
             what = f"a small message takes {latency * 1e3:.1f} ms one way (a cluster's network: well below 1 ms)"
             remedy = f"ping {names[1]} from {names[0]}: cable, switch, a route through another building, tc qdisc"
-            yield Finding("latency", "error", names, what, remedy)
+            yield Finding("latency", "error", what, remedy, names)
         elif len(pairs) > 2 and rate < _SLOW_SHARE * usual:
             what = f"{gbits(rate)} between them, {gbits(usual)} between the others"
             remedy = "ip -s link, ethtool or ibstat on both: a port at a lower rate, lost packets"
-            yield Finding("bandwidth", "error", names, what, remedy)
+            yield Finding("bandwidth", "error", what, remedy, names)
         elif link and rate * 8e-9 < _LINK_SHARE * link:
             what = f"{gbits(rate)} between them over adapters of {link:g} Gbit/s"
-            yield Finding(
-                "bandwidth", "warning", names, what, "see the adapters that NCCL_DEBUG=INFO names; set NCCL_IB_HCA"
-            )
+            remedy = "see the adapters that NCCL_DEBUG=INFO names; set NCCL_IB_HCA"
+            yield Finding("bandwidth", "warning", what, remedy, names)
 
 
 def slowest(figures: NetworkResult) -> str:
@@ -344,8 +307,8 @@ def gbits(bytes_per_second: float) -> str:
     return f"{bytes_per_second * 8e-9:.2f} Gbit/s"
 
 
-def _active(view: HostView) -> list[Port]:
-    return [port for port in view.facts.ports if port.state == "ACTIVE"]
+def _active(facts: Facts) -> list[Port]:
+    return [port for port in facts.ports if port.state == "ACTIVE"]
 
 
 def _chosen(wanted: str, interfaces: Sequence[Interface], *, exact: bool) -> list[Interface]:
