@@ -139,24 +139,20 @@ def _ask_ranks(arguments: Namespace, run: PlannedRun, process: Process) -> Diagn
     import torch.distributed as dist
 
     from ds_vit.engine.start import device_of, init_distributed, quiet_deepspeed
-
-    def from_all(own: Any) -> list[Any]:
-        gathered: list[Any] = [None] * process.world_size
-        dist.all_gather_object(gathered, own)
-        return gathered
+    from ds_vit.parallel.groups import gather_objects
 
     quiet_deepspeed(False)
     device = device_of(process.local_rank)
     backend = dist.get_default_backend_for_device(device)
     limit = datetime.timedelta(seconds=arguments.timeout)
     made = init_distributed({**rendezvous(process), "dist_backend": backend, "timeout": limit})
-    names = from_all((socket.gethostname(), process.local_rank))
+    names = gather_objects((socket.gethostname(), process.local_rank))
     leaders = [rank for rank, (_, local_rank) in enumerate(names) if local_rank == 0]
     hosts = [names[rank][0] for rank in leaders]
     facts = ""
     if process.local_rank == 0:
         facts = gather({hosts[0], socket.gethostname()}, data_dir=run.data_dir, output=run.output).pack()
-    of_all = from_all(facts)
+    of_all = gather_objects(facts)
     measured = None if arguments.no_collectives else measure(process.rank, device, leaders)
     answers = [
         HostAnswer(Host(name, end - leader), Facts.unpack(of_all[leader]))
