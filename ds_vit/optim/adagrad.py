@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 
-from ds_vit.fault_tolerance.errors import UserError
-
 
 class Adagrad(torch.optim.Optimizer):
     """As `torch.optim.Adagrad`; other tensors may be put into `param_groups` before the first step.
@@ -32,7 +30,7 @@ class Adagrad(torch.optim.Optimizer):
         foreach: as torch's.
 
     Raises:
-        UserError: a negative number.
+        ValueError: a negative number.
     """
 
     def __init__(
@@ -46,18 +44,9 @@ class Adagrad(torch.optim.Optimizer):
         maximize: bool = False,
         foreach: bool | None = None,
     ) -> None:
-        numbers = {
-            "lr": lr,
-            "lr_decay": lr_decay,
-            "weight_decay": weight_decay,
-            "initial_accumulator_value": initial_accumulator_value,
-            "eps": eps,
-        }
-        for name, number in numbers.items():
-            if not number >= 0.0:
-                raise UserError(f"Adagrad's {name} {number} must not be negative")
-        of_torch = {"maximize": maximize, "foreach": foreach, "differentiable": False, "fused": None}
-        super().__init__(params, {**numbers, **of_torch})
+        numbers = (lr, lr_decay, weight_decay, initial_accumulator_value, eps)
+        of_torch = torch.optim.Adagrad([torch.zeros(1)], *numbers, foreach, maximize=maximize)
+        super().__init__(params, of_torch.defaults)  # which it has checked
 
     def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> tuple[bool, bool]:
         """As torch's, which finds the states of whatever lies in `param_groups` now."""

@@ -7,7 +7,6 @@ and Muon are this package's and receive the map of parameters by `attach`. The o
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -91,9 +90,8 @@ def _class_named(name: str, *, adam_w: bool, path: str) -> type[torch.optim.Opti
         raise UserError(f"{path}: optimizer {name} was removed; use AdamW (its runs still predict and export)")
     known = {n.lower(): n for n in OPTIMIZERS}
     if lowered not in known:
-        close = difflib.get_close_matches(lowered, known, n=1, cutoff=0.3)
-        nearest = known[close[0]] if close else "AdamW"
-        raise UserError(f"{path}: there is no optimizer {name!r} here; the nearest is {nearest}")
+        near = did_you_mean(lowered, known, 0.3) or "; AdamW is the usual one"
+        raise UserError(f"{path}: there is no optimizer {name!r} here{near}")
     if known[lowered] in _OTHERS:
         return _OTHERS[known[lowered]]
     return getattr(torch.optim, known["adamw" if lowered == "adam" and adam_w else lowered])

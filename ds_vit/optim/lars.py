@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import timm.optim
 import torch
 
-from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.optim.per_parameter import PerParameterOptimizer
 
 
@@ -31,7 +31,7 @@ class Lars(PerParameterOptimizer):
         always_adapt: adapt groups without weight decay too, which by default get plain SGD.
 
     Raises:
-        UserError: a value out of range.
+        ValueError: a value out of range.
     """
 
     def __init__(
@@ -47,22 +47,8 @@ class Lars(PerParameterOptimizer):
         trust_clip: bool = False,
         always_adapt: bool = False,
     ) -> None:
-        if momentum < 0.0:
-            raise UserError(f"LARS's momentum {momentum} must not be negative")
-        if nesterov and (momentum <= 0.0 or dampening != 0.0):
-            raise UserError("LARS with nesterov needs a momentum above 0 and a dampening of 0")
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-            "trust_coeff": trust_coeff,
-            "eps": eps,
-            "trust_clip": trust_clip,
-            "always_adapt": always_adapt,
-        }
-        super().__init__(params, defaults)
+        numbers = (lr, momentum, dampening, weight_decay, nesterov, trust_coeff, eps, trust_clip, always_adapt)
+        super().__init__(params, timm.optim.Lars([torch.zeros(1)], *numbers).defaults)  # which it has checked
 
     def _update(self, group: dict[str, Any], parameters: Sequence[torch.Tensor]) -> None:
         tensors, lr_scales = self._segmented(parameters)
