@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError, safe_open
 
 from ds_vit.fault_tolerance.errors import UserError
@@ -65,22 +66,19 @@ class FileEntry:
 
 
 def split_files(stem: str, tensors: Sequence[TensorSpec], max_bytes: int) -> dict[str, tuple[TensorSpec, ...]]:
-    """Split tensors into files of at most `max_bytes` (one larger tensor gets a separate file), in the order given.
+    """Split tensors into files of at most `max_bytes` (one larger tensor gets a separate file), as Hugging Face does.
 
     Returns:
-        `{"model.safetensors": all}`, or Hugging Face's `model-00001-of-00003.safetensors`, … where one is not enough.
+        `{"model.safetensors": all}`, or `model-00001-of-00003.safetensors`, … where one is not enough.
     """
-    parts: list[list[TensorSpec]] = [[]]
-    size = 0
-    for tensor in tensors:
-        if parts[-1] and size + tensor.num_bytes > max_bytes:
-            parts.append([])
-            size = 0
-        parts[-1].append(tensor)
-        size += tensor.num_bytes
-    if len(parts) == 1:
-        return {f"{stem}.safetensors": tuple(parts[0])}
-    return {f"{stem}-{i:05d}-of-{len(parts):05d}.safetensors": tuple(part) for i, part in enumerate(parts, 1)}
+    named = {tensor.name: tensor for tensor in tensors}
+    split = split_state_dict_into_shards_factory(
+        named,
+        get_storage_size=lambda tensor: tensor.num_bytes,
+        filename_pattern=f"{stem}{{suffix}}.safetensors",
+        max_shard_size=max_bytes,
+    )
+    return {file: tuple(named[name] for name in names) for file, names in split.filename_to_tensors.items()}
 
 
 def index_files(kinds: Mapping[str, Mapping[str, Sequence[TensorSpec]]]) -> dict[str, str]:
