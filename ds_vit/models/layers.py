@@ -22,12 +22,8 @@ from functools import singledispatch
 from typing import Literal
 
 import torch
-from timm.layers.pos_embed_sincos import (
-    RotaryEmbeddingMixed,
-    apply_keep_indices_nlc,
-    get_mixed_freqs,
-    init_random_2d_freqs,
-)
+from timm.layers import RotaryEmbeddingMixed, apply_keep_indices_nlc, get_mixed_freqs
+from timm.layers.pos_embed_sincos import init_random_2d_freqs
 from timm.models import Eva, VisionTransformer, VisionTransformerDistilled
 from torch import nn
 
@@ -172,15 +168,7 @@ class RopeFrequencies(nn.Module):
         """timm's initial values; its `init_weights` leaves them out because its constructor has drawn them."""
         with torch.no_grad():
             _, depth, num_heads, _ = self.freqs.shape
-            freqs = init_random_2d_freqs(
-                self.head_width,
-                depth,
-                num_heads,
-                temperature=self.temperature,
-                device=self.freqs.device,
-                dtype=self.freqs.dtype,
-            )
-            self.freqs.copy_(freqs)
+            self.freqs.copy_(init_random_2d_freqs(self.head_width, depth, num_heads, temperature=self.temperature))
 
     def get_embed(self, shape: tuple[int, int]) -> None:
         """No table for timm's `Eva._pos_embed`: the blocks make theirs."""
@@ -233,9 +221,8 @@ class BlockLayer(Layer):
         keep = None if self.patch_drop is None else self.patch_drop.keep_indices(table.shape[-2])
         if keep is None:
             return table
-        table_2d = table.ndim == 2
-        table = apply_keep_indices_nlc(tokens, table, keep)
-        return table.unsqueeze(1) if table_2d else table
+        kept = apply_keep_indices_nlc(tokens, table, keep)
+        return kept.unsqueeze(1) if table.ndim == 2 else kept
 
     def forward(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """(tokens [B, S, D], keys int64 [B], …) -> the same, the tokens after the block."""
