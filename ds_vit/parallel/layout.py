@@ -140,10 +140,6 @@ def check_tp_inside_hosts(layout: Layout, process: Process, allowed: bool) -> No
 
 def _ranges(numbers: Sequence[int] | set[int]) -> str:
     """{0, 1, 2, 5} → "0-2, 5"."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1] = [runs[-1][0], number]
-        else:
-            runs.append([number])
+    ordered = sorted(numbers)
+    runs = np.split(ordered, np.flatnonzero(np.diff(ordered) > 1) + 1)
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
