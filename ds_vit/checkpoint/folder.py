@@ -79,9 +79,8 @@ def commit(parent: Path, step: int, entries: Sequence[FileEntry], texts: Mapping
         size = (temporary / entry.name).stat().st_size
         if size != entry.num_bytes:
             raise OSError(f"{entry.name} has {size} bytes, and {entry.num_bytes} were written")
-    manifest: dict[str, Any] = {"format": FORMAT, "step": step, "files": {}}
-    for entry in sorted(entries, key=lambda e: e.name):
-        manifest["files"][entry.name] = {"bytes": entry.num_bytes, "sha256": entry.sha256}
+    files = {e.name: {"bytes": e.num_bytes, "sha256": e.sha256} for e in sorted(entries, key=lambda e: e.name)}
+    manifest: dict[str, Any] = {"format": FORMAT, "step": step, "files": files}
     manifest["sha256"] = _manifest_checksum(manifest)
     write_text(temporary / "manifest.json", json.dumps(manifest, indent=1) + "\n")
     sync_folder(temporary)

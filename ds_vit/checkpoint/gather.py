@@ -118,7 +118,6 @@ class _Arrival:
     kind: str
     spec: TensorSpec
     tp_slice: TensorSlice
-    last: bool  # of its file
     transfers: tuple[_Transfer, ...]
 
 
@@ -158,7 +157,7 @@ class Gather:
         for number in range(max(map(len, queues.values()), default=0)):
             sends: list[_Transfer] = []
             own: _Arrival | None = None
-            for writer, (file, kind, spec, last) in ((w, q[number]) for w, q in queues.items() if number < len(q)):
+            for writer, (file, kind, spec) in ((w, q[number]) for w, q in queues.items() if number < len(q)):
                 sources = by_name[spec.name]
                 transfers = tuple(_Transfer(kind, s, source, writer, tag + i) for i, (source, s) in enumerate(sources))
                 tag += len(sources)
@@ -166,20 +165,20 @@ class Gather:
                 if writer == rank:
                     # Nobody holds a segment of a tensor without elements.
                     tp_slice = sources[0][1].tp_slice if sources else TensorSlice(spec.shape, None, (), 0, 1)
-                    own = _Arrival(file, kind, spec, tp_slice, last, transfers)
+                    own = _Arrival(file, kind, spec, tp_slice, transfers)
             self._rounds.append((sends, own))
 
-    def _queues(self, world_size: int) -> dict[int, list[tuple[str, str, TensorSpec, bool]]]:
-        """Writer → (file, kind, tensor, last of its file) in order.
+    def _queues(self, world_size: int) -> dict[int, list[tuple[str, str, TensorSpec]]]:
+        """Writer → (file, kind, tensor) in order.
 
         The files of a kind are spread over the ranks in order, so that a file is written near those who hold it; the
         kinds begin one rank apart, so that a model of one file is written by several ranks.
         """
-        queues: dict[int, list[tuple[str, str, TensorSpec, bool]]] = defaultdict(list)
+        queues: dict[int, list[tuple[str, str, TensorSpec]]] = defaultdict(list)
         for shift, (kind, files) in enumerate(self.files.items()):
             for number, (file, tensors) in enumerate(files.items()):
                 writer = (number * world_size // len(files) + shift) % world_size
-                queues[writer] += [(file, kind, spec, spec is tensors[-1]) for spec in tensors]
+                queues[writer] += [(file, kind, spec) for spec in tensors]
         return queues
 
     def run(
@@ -209,13 +208,13 @@ class Gather:
             tensor = self._exchange(sends, arrival, host, group)
             if arrival is None or error:
                 continue
+            tensors = self.files[arrival.kind][arrival.file]
             try:
                 if writer is None:
-                    tensors = self.files[arrival.kind][arrival.file]
                     writer = TensorWriter(folder / arrival.file, tensors, (metadata or {}).get(arrival.kind))
                 writer.write(arrival.spec.name, tensor)
                 tensor = torch.empty(0)  # released before the file is read back and before the next one arrives
-                if arrival.last:
+                if arrival.spec is tensors[-1]:
                     entries.append(writer.close())
                     writer = None
             except OSError as problem:

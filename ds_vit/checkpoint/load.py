@@ -113,16 +113,13 @@ def optimizer_scalars(zero_map: ZeroMap) -> dict[str, Any]:
     Returns:
         key → {"value", "tensor": whether it is kept as a tensor}.
     """
-    for shard in zero_map.shards:
-        state = zero_map.base.state.get(shard.parameter, {})
-        numbers = {key: value for key, value in state.items() if isinstance(value, (int, float)) or _is_scalar(value)}
-        if state:
-            return {key: {"value": float(v), "tensor": torch.is_tensor(v)} for key, v in sorted(numbers.items())}
-    return {}
-
-
-def _is_scalar(value: Any) -> bool:
-    return torch.is_tensor(value) and value.dim() == 0
+    states = (zero_map.base.state.get(shard.parameter) for shard in zero_map.shards)
+    first = next(filter(None, states), {})
+    return {
+        key: {"value": float(value), "tensor": torch.is_tensor(value)}
+        for key, value in sorted(first.items())
+        if isinstance(value, (int, float)) or (torch.is_tensor(value) and value.dim() == 0)
+    }
 
 
 def _set_scalars(zero_map: ZeroMap, scalars: Mapping[str, Any]) -> None:
