@@ -47,9 +47,7 @@ class RankShare:
         self.shapes = {name: tuple(shape) for name, shape in shapes.items()}
         self.trained = [*zero_map.shards]
         self.blocks: list[Shard] = [*self.trained, *zero_map.frozen]
-        self.saved = tuple(
-            segment for shard in self.blocks for segment in shard.segments if self._saves(shard, segment.replicated)
-        )
+        self.saved = tuple(s for shard in self.blocks for s in shard.segments if zero_map.saves(shard, s))
         """The segments that this rank saves."""
         self._saved_blocks = {segment.block for segment in self.saved}
         declared = {shard: zero_map.declared_keys(shard) for shard in self.trained}
@@ -57,12 +55,6 @@ class RankShare:
         """timm name → its optimizer states; empty if all parameters have the same."""
         if self._declared:
             self._declared = {name: keys for own in gather_objects(self._declared) for name, keys in own.items()}
-
-    def _saves(self, shard: Shard, replicated: bool) -> bool:
-        """Whether this rank saves its copy of a segment."""
-        partitioned = self.zero_map.stage == 3 or (self.zero_map.stage > 0 and shard.group >= 0)
-        groups = self.zero_map.groups
-        return (partitioned or groups.dp_rank == 0) and (groups.tp_rank == 0 or not replicated)
 
     def kinds(self) -> tuple[str, ...]:
         """The kinds that have tensors now, the same on every rank."""

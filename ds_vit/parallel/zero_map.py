@@ -134,6 +134,11 @@ class ZeroMap:
         groups = self.groups
         return (self.stage > 0 or groups.dp_rank == 0) and (groups.tp_rank == 0 or not segment.replicated)
 
+    def saves(self, shard: Shard, segment: Segment) -> bool:
+        """Whether this rank's copy of a segment is the one that is saved; frozen ones are whole below ZeRO-3."""
+        groups, is_partitioned = self.groups, self.stage == 3 or (self.stage > 0 and shard.group >= 0)
+        return (is_partitioned or groups.dp_rank == 0) and (groups.tp_rank == 0 or not segment.replicated)
+
     def state_keys(self) -> tuple[str, ...]:
         """Names of the optimizer's states that have an element for each of the shard's (exp_avg, …), sorted."""
         keys = {
@@ -157,9 +162,8 @@ class ZeroMap:
         """The fp32 values of one-element parameters, [number of names] (a collective of `groups.stage`)."""
         found = torch.zeros(len(names), device=self.device)
         for shard in (*self.shards, *self.frozen):
-            whole = shard in self.frozen and self.stage < 3  # on every data-parallel rank
             for segment, view in zip(shard.segments, shard.views(shard.saved), strict=True):
-                if segment.name in names and self.counts(segment) and not (whole and self.groups.dp_rank):
+                if segment.name in names and self.saves(shard, segment):
                     found[names.index(segment.name)] = view[0]
         return self.all_reduce(found)
 
