@@ -225,8 +225,7 @@ class Muon(PerParameterOptimizer):
     @staticmethod
     def _cost(shape: tuple[int, ...]) -> float:
         """Multiplications of an iteration: X·Xᵀ, A·A and B·X for X [n, m], n the shorter side."""
-        out, rest = shape[0], torch.Size(shape[1:]).numel()
-        short, long = sorted((out, rest))
+        short, long = sorted((shape[0], math.prod(shape[1:])))
         return 2.0 * short * short * long + short**3
 
     def _orthogonalized(self, update: torch.Tensor) -> torch.Tensor:
@@ -319,10 +318,8 @@ class WholeMatrices:
             for segment in segments:
                 name, number, start, length = segment.place
                 if (name, number) not in slices:
-                    described = segment.tp_slice
-                    slices[name, number] = (
-                        whole[name] if described.dim is None else described.take(whole[name])
-                    ).reshape(-1)
+                    own = whole[name] if segment.tp_slice.dim is None else segment.tp_slice.take(whole[name])
+                    slices[name, number] = own.reshape(-1)
                 given[-1].append(slices[name, number].narrow(0, start, length))
         for segments, values in zip(self._to_take_back, self._exchange(given, self._to_take_back), strict=True):
             for segment, value in zip(segments, values, strict=True):
@@ -345,16 +342,16 @@ class WholeMatrices:
         device = self._zero_map.device
         sent = [value.to(device, torch.float32) for values in given for value in values]
         lengths = [[segment.length for segment in segments] for segments in expected]
-        received = torch.empty(sum(map(sum, lengths)), device=device)
+        sizes = [*map(sum, lengths)]
+        received = torch.empty(sum(sizes), device=device)
         dist.all_to_all_single(
             received,
             torch.cat(sent) if sent else torch.empty(0, device=device),
-            [sum(numbers) for numbers in lengths],
+            sizes,
             [sum(value.numel() for value in values) for values in given],
             group=self._group,
         )
-        by_rank = received.split([sum(numbers) for numbers in lengths])
-        return [values.split(numbers) for values, numbers in zip(by_rank, lengths, strict=True)]
+        return [values.split(numbers) for values, numbers in zip(received.split(sizes), lengths, strict=True)]
 
 
 def _owners(held: Sequence[Sequence[Segment]], costs: dict[str, float]) -> dict[str, int]:

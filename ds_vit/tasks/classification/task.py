@@ -91,11 +91,9 @@ class Classification(ChainTask):
     @classmethod
     def panels(cls, folder: RunFolder) -> Mapping[str, Sequence[Panel]]:
         """As `Task.panels`: the predictions by class, and the most confident mistakes."""
+        of_classes = class_panels(read_predictions(folder.predictions), folder.read_classes())
         mistakes = sheet(folder.mistakes, "The most confident mistakes of the last evaluation")
-        return {
-            "Classes": class_panels(read_predictions(folder.predictions), folder.read_classes()),
-            "Images": mistakes,
-        }
+        return {"Classes": of_classes, "Images": mistakes}
 
 
 class Accuracy(Means):
