@@ -300,10 +300,7 @@ class StageMemory:
         for are_recomputed, found in itertools.groupby(
             self.layers, lambda layer: recomputing.interval > 0 and layer.is_block
         ):
-            together = list(found)
-            number = recomputing.interval if are_recomputed else 1
-            for start in range(0, len(together), number):
-                group = together[start : start + number]
+            while group := list(itertools.islice(found, recomputing.interval if are_recomputed else 1)):
                 waiting, again = of_saved * sum(layer.kept.bytes for layer in group), 0.0
                 if are_recomputed:
                     waiting, again = 0.0, waiting

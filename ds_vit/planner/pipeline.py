@@ -45,7 +45,7 @@ def stage_bounds(partition: str, pp: int, model: torch.nn.Module, frozen: frozen
         except ValueError:
             message = f"--pp-partition {partition!r} is not a list of whole numbers such as 0,7,14, nor auto"
             raise UserError(message) from None
-        bounds = check_bounds(bounds, len(layers), pp)
+        check_bounds(bounds, len(layers), pp)
     elif pp == 1:
         bounds = [0, len(layers)]
     else:
@@ -55,8 +55,8 @@ def stage_bounds(partition: str, pp: int, model: torch.nn.Module, frozen: frozen
     return tuple(bounds)
 
 
-def check_bounds(bounds: Sequence[int], num_layers: int, num_stages: int) -> list[int]:
-    """Check the explicit bounds of `--pp-partition`, and return them.
+def check_bounds(bounds: Sequence[int], num_layers: int, num_stages: int) -> None:
+    """Check the explicit bounds of `--pp-partition`.
 
     Raises:
         UserError: not p + 1 rising numbers from 0 to the number of layers.
@@ -68,7 +68,6 @@ def check_bounds(bounds: Sequence[int], num_layers: int, num_stages: int) -> lis
             f"--pp-partition {','.join(map(str, bounds))}: --pp {num_stages} needs {num_stages + 1} rising numbers "
             f"from 0 to the model's {num_layers} layers (embedding, blocks, head), for example {even}"
         )
-    return list(bounds)
 
 
 def are_trained(layers: Sequence[Layer], frozen: frozenset[str]) -> list[bool]:
