@@ -130,9 +130,8 @@ def run_layers(
     """
     set_size()
     layers, keys = tuple(layers), inputs[1]
-    drops = drawing(dict.fromkeys([drop for layer in layers for drop in layer.keyed_drops()]))
-    if keys is None:  # a module that draws says so itself
-        drops = []
+    own = dict.fromkeys([drop for layer in layers for drop in layer.keyed_drops()])
+    drops = [] if keys is None else drawing(own)  # without keys a module that draws says so itself
     bits = [hash_together(drops, keys)] if drops else []
     recompute = recompute_interval > 0 and torch.is_grad_enabled()
     with Together(drops, bits[0]).active() if drops else nullcontext():
@@ -179,10 +178,9 @@ class SequentialViT(nn.Module):
         Raises:
             UserError: no keys for a model that draws random numbers: with drop-path, dropout or a mask.
         """
-        arguments: list[Any] = [self.recompute_interval, self.checkpoint_function]
-        if self._sizes is not None:
-            arguments.append(partial(self._sizes.set, images.shape[-1]))
-        return run_layers(self.layers, (images, keys, *others), *arguments)
+        set_size = () if self._sizes is None else (partial(self._sizes.set, images.shape[-1]),)
+        inputs = (images, keys, *others)
+        return run_layers(self.layers, inputs, self.recompute_interval, self.checkpoint_function, *set_size)
 
 
 class Towers(nn.Module):

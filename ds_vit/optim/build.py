@@ -71,12 +71,10 @@ def optimizer_class(
     """
     if name is None:
         raise UserError(f'{path}: "optimizer" has no "type"; AdamW and SGD are the usual ones')
-    params = dict(params)
     if "max_grad_norm" in params:
         raise UserError(f'{path}: optimizer.params.max_grad_norm: write "gradient_clipping" at the top level instead')
     cls = _class_named(name, adam_w=params.get("adam_w_mode", True), path=path)
-    for key in _IMPLEMENTATION_ARGUMENTS:
-        params.pop(key, None)
+    params = {key: value for key, value in params.items() if key not in _IMPLEMENTATION_ARGUMENTS}
     _check_arguments(cls, params, path)
     _check_values(cls, params, path)
     return cls, params
