@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -13,8 +12,8 @@ from typing import Any
 import timm
 import torch
 
-from ds_vit.checkpoint.tensors import save_weights
-from ds_vit.fault_tolerance.errors import UserError, did_you_mean
+from ds_vit.checkpoint.tensors import make_empty, remove, save_weights
+from ds_vit.fault_tolerance.errors import UserError, did_you_mean, written
 from ds_vit.models.zoo import create_model
 from ds_vit.tasks.exports import Exported, Format, Predict, Save, quiet, read_transformers, write_timm_config
 from ds_vit.tasks.registry import all_tasks
@@ -205,17 +204,13 @@ def export(
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists already; remove it, or name another folder with --output")
     exported, form = _load(stored, settings, labels, to)
-    notes: tuple[str, ...] = ()
-    if exported.image.exif_rotation:
-        notes += ("--exif-rotation on: turn photos by their EXIF orientation first, which the export does not say",)
+    note = "--exif-rotation on: turn photos by their EXIF orientation first, which the export does not say"
+    of_images = (note,) if exported.image.exif_rotation else ()
     partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    with written(f"--output {folder}"):
+        make_empty(partial)
     try:
-        partial.mkdir(parents=True)
-    except OSError as error:
-        raise UserError(f"--output {folder}: {error.strerror}") from None
-    try:
-        notes += form.write(exported, partial, save_weights)
+        notes = (*of_images, *form.write(exported, partial, save_weights))
         if card := _model_card(stored, exported, form.reader, has_head=(partial / "head.safetensors").is_file()):
             (partial / "README.md").write_text(card)
         largest, scale = _compare(form.predict(exported), form.load(partial), exported.image.img_size)
@@ -224,7 +219,7 @@ def export(
             partial.replace(folder)
         return difference
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        remove(partial)
 
 
 def _model_card(stored: StoredWeights, exported: Exported, library: str, *, has_head: bool) -> str:
