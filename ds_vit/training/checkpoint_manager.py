@@ -300,16 +300,14 @@ class CheckpointManager:
             return
         each, at_the_end = self._saver.num_bytes()
         keep = self.run.config.keep_checkpoints
-        most, best = keep + 1, ""
-        if self.run.has_best:
-            most, best = most + 1, " the best,"
+        most = keep + self.run.has_best + 1  # one is being written
         need = (most if keep else 1) * each + at_the_end
         existing = next(path for path in (self.parent, *self.parent.absolute().parents) if path.exists())
         free = shutil.disk_usage(existing).free
-        number = f"at most {most} at a time (the newest {keep},{best} the one being written)"
+        number, bound = (f"at most {most} at a time", "") if keep else ("all of them kept", "at least ")
         text = (
-            f"checkpoints: {in_words(each)} each in {self.parent}, {number if keep else 'all of them kept'}; with the "
-            f"weights of the end {'' if keep else 'at least '}{in_words(need)}, and {in_words(free)} are free"
+            f"checkpoints: {in_words(each)} each in {self.parent}, {number}; with the weights of the end "
+            f"{bound}{in_words(need)}, and {in_words(free)} are free"
         )
         if need > free:
             text = f"WARNING: {text}: make room" + (", or lower --keep-checkpoints" if keep > 1 else "")
