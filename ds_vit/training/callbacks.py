@@ -373,7 +373,6 @@ class Profile(Callback):
             self.throughput.resume()
 
     def _finish(self) -> None:
-        own: str | None = None
         try:
             own = self._write(self._profile) if self._profile is not None else None
         except Exception as error:  # training continues without it, and the other ranks wait here

@@ -39,8 +39,7 @@ def resolved_flags(run: Run) -> dict[str, Any]:
     values = flag_values(run)
     values["deepspeed_config"] = "deepspeed.json"
     values["task_source"] = (is_outside(config.task) and source_of(type(run.model.task))) or None
-    for name in {"output", "set", *KEY_OF_FLAG, *config.names_with(Scope.START)}:
-        values[name] = None
+    values |= dict.fromkeys({"output", "set", *KEY_OF_FLAG, *config.names_with(Scope.START)})
     values |= {
         "lr": optimizer and optimizer.lr,
         "lr_scale_by_batch": "none",  # done
