@@ -72,8 +72,8 @@ def resolve(
     notes = (*machine, *engine.notes, *compiled, *kept)
     engine = sum_micro_batches(dataclasses.replace(engine, notes=notes), batch)
     data = resolve_data(config, world, layout, batch, sources)
-    weights = {"resumes": resume is not None, "with_weights": with_weights}
-    model = arrange_layers(resolve_model(config, task_type, data, **weights), config, engine, batch)
+    model = resolve_model(config, task_type, data, resumes=resume is not None, with_weights=with_weights)
+    model = arrange_layers(model, config, engine, batch)
     optimizer, schedule = None, None
     if not config.eval_only:
         optimizer, schedule = resolve_update(config, engine, data.order, model)
