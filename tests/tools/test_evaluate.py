@@ -12,15 +12,18 @@ import timm
 import torch
 import torchvision
 import yaml
-from curves import train_in, train_main
+from curves import train_in
 from project import ROOT
 from runs import run_quietly
 from safetensors.torch import load_file, save_file
 
 from ds_vit import cli
+from ds_vit.config.parser import parse
+from ds_vit.launching.process import discover
 from ds_vit.tasks.classification.task import Accuracy
 from ds_vit.tools.evaluate import _other_data_in
 from ds_vit.tools.evaluate import main as evaluate_main
+from ds_vit.train import train
 from ds_vit.weights.files import find_weights
 
 CONFIGS = ROOT / "ds_configs"
@@ -232,6 +235,13 @@ def test_figures_of_other_data_are_not_replaced_in_silence(tmp_path):
         assert _other_data_in(file, {**result, **other}) == ", in place of those of pets val: --output keeps both"
 
 
+def rows_heard(argv):
+    """On a rank: the rows that a program's listener receives from a run."""
+    rows = []
+    train(parse(argv), discover(), listeners={"eval": rows.append})
+    return rows
+
+
 def test_eval_only_is_the_same_evaluation(ranks, run_folder, tmp_path):
     """Two roads that part: a pretended optimizer in the files, images that are counted on one of them alone."""
     data = tmp_path / "data"
@@ -244,9 +254,10 @@ def test_eval_only_is_the_same_evaluation(ranks, run_folder, tmp_path):
     output = tmp_path / "out"
     words = ["--recipe", run_folder / "config.yaml", "--initial-checkpoint", run_folder / "model.safetensors", *words]
     argv = [str(word) for word in [*words, "--eval-only", "--output", output]]
-    assert ranks.run(2, train_main, argv) == [0, 0]
+    heard = ranks.run(2, rows_heard, argv)
     [row] = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     assert (row["kind"], row["step"]) == ("eval", 0)
+    assert heard == [[row], []]
     assert (row["top1"], row["top5"], row["images"]) == (result["top1"], result["top5"], IMAGES - 1)
     assert row["loss"] == pytest.approx(result["loss"], rel=1e-6)
     assert len((output / "predictions.csv").read_text().splitlines()) == IMAGES
