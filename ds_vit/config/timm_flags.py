@@ -115,41 +115,39 @@ OPTIMIZERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 _WITH_MOMENTUM = ("SGD", "RMSprop", "Lars", "Muon")
 
 
-def _params(**values: Any) -> dict[str, Any]:
-    """Arguments of the optimizer, by their dotted names in the JSON."""
-    return {f"optimizer.params.{name}": value for name, value in values.items()}
+def _params(values: Mapping[str, Any]) -> str:
+    """Arguments of the optimizer in an answer."""
+    return " ".join(f"optimizer.params.{name}={value}" for name, value in values.items())
 
 
-def _optimizer(words: Sequence[str], given: Given) -> str | Answer:
+def _optimizer(words: Sequence[str], given: Given) -> str:
     name = words[0].lower().removeprefix("timm/") if words else "adamw"
     if name not in OPTIMIZERS:
         return f"! there is no optimizer {name} here; docs/optimizers.md lists those of the DeepSpeed JSON"
     kind, params = OPTIMIZERS[name]
     if kind in _WITH_MOMENTUM:
-        params = {"momentum": parse_literal(_first(given, "momentum", "0.9")), **params}
-    values = {"optimizer.type": kind, **_params(**{"lr": "auto", **params, "weight_decay": "auto"})}
+        params = {"momentum": _first(given, "momentum", "0.9"), **params}
+    block = f"= optimizer.type={kind} {_params({'lr': 'auto', **params, 'weight_decay': 'auto'})}"
     if kind == "Lamb" and "clip_grad" not in given and "grad_clip_norm" not in given:
-        return Answer("timm's LAMB limits the gradient's norm to 1 itself", ("--clip-grad", "1.0"), values)
-    return Answer("torch's NAdam, which timm's only resembles" * (name == "nadamw"), (), values)
+        return f"{block} --clip-grad 1.0; timm's LAMB limits the gradient's norm to 1 itself"
+    return block + "; torch's NAdam, which timm's only resembles" * (name == "nadamw")
 
 
-def _momentum(words: Sequence[str], given: Given) -> str | Answer:
+def _momentum(words: Sequence[str], given: Given) -> str:
     kind, _ = OPTIMIZERS.get(_first(given, "opt", "sgd").lower(), ("", {}))
     if kind and kind not in _WITH_MOMENTUM:
         return f"{kind} has no momentum; drop it"
-    return Answer(values=_params(momentum=parse_literal(words[0]) if words else 0.9))
+    return f"= {_params({'momentum': words[0] if words else 0.9})}"
 
 
-def _optimizer_arguments(words: Sequence[str], given: Given) -> str | Answer:
-    pairs = [word.split("=", 1) for word in words if "=" in word]
-    if not pairs:
-        return "arguments of the optimizer are in optimizer.params of the DeepSpeed JSON"
-    return Answer(values=_params(**{key: parse_literal(value) for key, value in pairs}))
+def _optimizer_arguments(words: Sequence[str], given: Given) -> str:
+    pairs = dict(word.split("=", 1) for word in words if "=" in word)
+    return f"= {_params(pairs)}" if pairs else "the optimizer's arguments are in optimizer.params of the DeepSpeed JSON"
 
 
-def _betas(words: Sequence[str], given: Given) -> Answer:
+def _betas(words: Sequence[str], given: Given) -> str:
     texts = words if "opt_betas" in given else (_first(given, "beta1", "0.9"), _first(given, "beta2", "0.999"))
-    return Answer(values=_params(betas=[parse_literal(text) for text in texts]))
+    return f"= {_params({'betas': '[' + ','.join(texts) + ']'})}"
 
 
 def _precision(words: Sequence[str], given: Given) -> str:
@@ -167,12 +165,12 @@ def _precision(words: Sequence[str], given: Given) -> str:
     return f"= torch_autocast.enabled=True torch_autocast.dtype=float16; {note}"
 
 
-def _base_rate(words: Sequence[str], given: Given) -> str | Answer:
+def _base_rate(words: Sequence[str], given: Given) -> str:
     if "lr" in given:
         return "--lr is given, and the rate; drop it"
     is_adaptive = any(word in _first(given, "opt", "sgd").lower() for word in ("ada", "lamb"))
     scale = _first(given, "lr_base_scale") or ("sqrt" if is_adaptive else "linear")
-    return Answer("", ("--lr", *words, "--lr-scale-by-batch", scale))
+    return f"= --lr {{}} --lr-scale-by-batch {scale}"
 
 
 WARMUP_EPOCHS = 5
@@ -194,10 +192,10 @@ def _cooldown(words: Sequence[str], given: Given) -> str:
     return f"= --wsd-decay-fraction {share:g}"
 
 
-def _interval(words: Sequence[str], given: Given) -> Answer:
+def _interval(words: Sequence[str], given: Given) -> str:
     both = {word for name in ("val_frequency", "zeroshot_frequency") for word in given.get(name, ())} or {*words}
-    note = "one interval, in epochs, for both evaluations" * (len(both) > 1)
-    return Answer(note, ("--eval-interval", *sorted(both, key=parse_literal)[:1]))
+    note = "; one interval, in epochs, for both evaluations" * (len(both) > 1)
+    return f"= --eval-interval {''.join(sorted(both, key=parse_literal)[:1])}{note}"
 
 
 # ---- models of open_clip ---------------------------------------------------------------------------------------------
@@ -223,14 +221,14 @@ def _towers(words: Sequence[str], given: Given) -> str:
     return f"= --task {task} --model {model} --text-model {text} --tokenizer {tokenizer}{note}"
 
 
-def _unlocked_groups(words: Sequence[str], given: Given) -> Answer:
+def _unlocked_groups(words: Sequence[str], given: Given) -> str:
     groups = _first(given, "lock_image_unlocked_groups")
     if groups.isdecimal() and "SigLIP" not in _first(given, "model"):
         groups = str(max(int(groups) - 1, 0))
-    return Answer("", ("--lock-image-unlocked-groups", groups))
+    return f"= --lock-image-unlocked-groups {groups}"
 
 
-def _frozen_text(words: Sequence[str], given: Given) -> str | Answer:
+def _frozen_text(words: Sequence[str], given: Given) -> str:
     """The frozen groups of a text tower of 12 blocks: embeddings, each block, the norm in the last one; projection."""
     unlocked = parse_literal(_first(given, "lock_text_unlocked_layers", *words[:1]))
     if not isinstance(unlocked, int):
@@ -244,13 +242,11 @@ def _frozen_text(words: Sequence[str], given: Given) -> str | Answer:
     names += [f"text.blocks.[0-{min(last, 9)}]"] if last >= 0 else []
     names += ["text.blocks.10", "text.blocks.11"][: max(last - 9, 0)]
     names += ["text.norm"] if unlocked == 1 else []
-    return Answer("for 12 blocks; the projection counts as a layer in open_clip", ("--freeze", *names))
+    return f"= --freeze {' '.join(names)}; for 12 blocks; the projection counts as a layer in open_clip"
 
 
-def _lock_text(words: Sequence[str], given: Given) -> str | Answer:
-    if "lock_text" not in given:
-        return "it has no effect without --lock-text"
-    return _frozen_text(["0"], given)
+def _lock_text(words: Sequence[str], given: Given) -> str:
+    return _frozen_text(["0"], given) if "lock_text" in given else "it has no effect without --lock-text"
 
 
 # ---- data and folders ------------------------------------------------------------------------------------------------
@@ -273,7 +269,7 @@ def _tables_and_shards(words: Sequence[str], given: Given) -> str | Answer:
     return Answer("", (*data, "--val-split", val))
 
 
-def _upsampling(words: Sequence[str], given: Given) -> str | Answer:
+def _upsampling(words: Sequence[str], given: Given) -> str:
     """open_clip draws a source's shards by its factor; the share of a source is in proportion to their number too."""
     sources, factors = _first(given, "train_data").split("::"), "".join(words).split("::")
     shards = [math.prod(int(b) - int(a) + 1 for a, b in re.findall(r"{(\d+)\.\.(\d+)}", source)) for source in sources]
@@ -283,7 +279,7 @@ def _upsampling(words: Sequence[str], given: Given) -> str | Answer:
         return "! several --data-dir are mixed by --data-weights"
     if len(shares) < 2:
         return "there is one source; drop it"
-    return Answer("a factor times the number of shards, as there", ("--data-weights", *shares))
+    return f"= --data-weights {' '.join(shares)}; a factor times the number of shards, as there"
 
 
 def _weights(words: Sequence[str], given: Given) -> str:
