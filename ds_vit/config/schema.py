@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError
 
+from ds_vit.config import units
 from ds_vit.config.augmentation import AugmentConfig, MixConfig
 from ds_vit.config.flag import (
     EVALUATION,
@@ -40,15 +41,6 @@ from ds_vit.config.flag import (
     read_by,
     spelling,
     texts_of,
-)
-from ds_vit.config.units import (
-    Interval,
-    parse_bytes,
-    parse_kwargs,
-    parse_schedule,
-    parse_seconds,
-    parse_set,
-    parse_steps,
 )
 from ds_vit.fault_tolerance.errors import did_you_mean
 from ds_vit.tasks import flags as shared
@@ -80,14 +72,14 @@ _NOTHING = "with --val-split '': nothing is evaluated"
 EVALUATES = ("eval_only or val_split or zeroshot", _NOTHING)
 RESIZES = ("no_aug or eval_only or val_split or zeroshot", _NOTHING)  # training without augmentation does, too
 NOT_ONLY_ZEROSHOT = (lambda c: c.val_split or not c.zeroshot, "with --val-split '': only --zeroshot is evaluated")
-ONE_GRAPH = "--compile makes one graph of fixed shapes"
+SHAPES_VARY = ("grad_checkpointing=selective", "img_size_schedule", "train_img_sizes")
 
 
 class LayoutSettings(Settings, section="run", scope=FREE | EVALUATION):
     """The DeepSpeed JSON and the layout of the ranks."""
 
     deepspeed_config: str | dict[str, Any] = flag("", "DeepSpeed JSON file", FREE | RECORDED, metavar="FILE")
-    set: Annotated[tuple[str, ...], read_by(parse_set)] = flag(
+    set: Annotated[tuple[str, ...], read_by(units.parse_set)] = flag(
         (), "override values of the DeepSpeed JSON: zero_optimization.stage=2", metavar="K=V"
     )
     pp: Degree = flag(1, "pipeline stages")
@@ -110,13 +102,13 @@ class OutputSettings(Settings, section="run", scope=FREE):
         "", "folder of the run (default: runs/<time>-<model>)", FREE | EVALUATION, metavar="DIR"
     )
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] = flag(42, "random seed", EVALUATION)
-    checkpoint_interval: Annotated[str, read_by(Interval.parse, empty=True)] = flag(
+    checkpoint_interval: Annotated[str, read_by(units.Interval.parse, empty=True)] = flag(
         "epoch", "500 (steps), 30m or epoch between checkpoints (0: only when interrupted)", neutral=("0",)
     )
     keep_checkpoints: Steps = flag(2, "checkpoints to keep in addition to the best one (0: all)")
     log_samples: bool = flag(False, "write the samples of each step to samples/ in the output folder")
     log_images: Annotated[int, Field(ge=0, le=4096)] = flag(16, "images of the first step in augmented.png (0: none)")
-    profile_steps: Annotated[str, read_by(parse_steps)] = flag(
+    profile_steps: Annotated[str, read_by(units.parse_steps)] = flag(
         "", "profile the steps A to B - 1 into profile/", metavar="A:B"
     )
     log_interval: StepsFrom1 | None = flag(
@@ -142,7 +134,7 @@ class StartSettings(Settings, section="run", scope=START):
         False, "resume with another schedule, augmentation, loss or optimizer", needs="resume!=none"
     )
     stop_before_seconds: Seconds | None = flag(None, "save and stop this long before the time limit")
-    time_limit: Annotated[str, read_by(parse_seconds)] = flag("", "save and stop after this time: 90m, 24h")
+    time_limit: Annotated[str, read_by(units.parse_seconds)] = flag("", "save and stop after this time: 90m, 24h")
     dry_run: bool = flag(False, "show the run, its memory and its files without starting it", START | EVALUATION)
 
 
@@ -179,7 +171,7 @@ class ModelSettings(Settings, section="model", scope=WEIGHTS):
         needs="task=*:*",
     )
     model: str = flag("vit_base_patch16_224", "timm name, hf-hub:ORG/NAME or local-dir:FOLDER")
-    model_kwargs: Annotated[dict[str, Any], BeforeValidator(parse_kwargs)] = flag(
+    model_kwargs: Annotated[dict[str, Any], BeforeValidator(units.parse_kwargs)] = flag(
         {}, "arguments of the constructor", metavar="K=V"
     )
     num_classes: Annotated[int, Field(ge=1, le=10**7)] | None = flag(None, "classes of the head (default: the data's)")
@@ -189,7 +181,7 @@ class ModelSettings(Settings, section="model", scope=WEIGHTS):
 class TrainedModelSettings(Settings, section="model", scope=IDENTITY):
     """The model as it is trained."""
 
-    img_size_schedule: Annotated[str, read_by(parse_schedule)] = flag(
+    img_size_schedule: Annotated[str, read_by(units.parse_schedule)] = flag(
         "",
         "sides of the images, and when each starts",
         excludes={"train_img_sizes": ""},
@@ -227,11 +219,7 @@ class ComputationSettings(Settings, section="model", scope=FREE | EVALUATION):
     compile: bool = flag(
         False,
         "run the blocks through torch.compile",
-        excludes={
-            "grad_checkpointing=selective": ONE_GRAPH,
-            "img_size_schedule": ONE_GRAPH,
-            "train_img_sizes": ONE_GRAPH,
-        },
+        excludes=dict.fromkeys(SHAPES_VARY, "--compile makes one graph of fixed shapes"),
     )
     compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = flag(
         "default", "mode of torch.compile", needs="compile"
@@ -277,11 +265,7 @@ class ReadingSettings(Settings, section="data", scope=FREE | RECORDED):
     )
     allow_empty_classes: bool = flag(False, "allow class folders without images")
     dataset_download: bool = flag(
-        False,
-        "let torchvision download the dataset",
-        FREE | EVALUATION,
-        needs="dataset=torch/*",
-        idle_if="dataset=digits|glyphs",
+        False, "let torchvision download the dataset", FREE | EVALUATION, needs="dataset=torch/*"
     )
     exif_rotation: Literal["on", "off"] = flag(
         "off", "turn images as their EXIF orientation says", WEIGHTS, idle_if="dataset=digits|glyphs"
@@ -364,7 +348,7 @@ class BatchSettings(Settings, section="optimizer", scope=FREE):
         "use the largest micro-batch that fits, and keep the global batch by accumulation",
         excludes={"batch_size": "", "grad_accum_steps": ""},
     )
-    memory: Annotated[str, read_by(parse_bytes)] = flag(
+    memory: Annotated[str, read_by(units.parse_bytes)] = flag(
         "", "--auto-batch: memory of a rank (default: what is free)", needs="auto_batch", metavar="BYTES"
     )
 
