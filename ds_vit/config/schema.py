@@ -416,16 +416,16 @@ class RunConfig(
         return name in self.model_fields_set and not is_neutral
 
 
-TASK_SETTINGS: Mapping[str, Sequence[type[Settings]]] = {
-    "classification": distillation.SETTINGS,
-    "mae": mae.SETTINGS,
-    "clip": clip.SETTINGS,
-    "siglip": clip.SETTINGS,
-    "bridgetower": bridgetower.SETTINGS,
-    "dino": dino.SETTINGS,
-    "segmentation": segmentation.SETTINGS,
+TASKS: Mapping[str, tuple[str, Sequence[type[Settings]]]] = {
+    "classification": ("ds_vit.tasks.classification.task:Classification", distillation.SETTINGS),
+    "mae": ("ds_vit.tasks.mae.task:MaskedAutoencoding", mae.SETTINGS),
+    "clip": ("ds_vit.tasks.clip.task:Clip", clip.SETTINGS),
+    "siglip": ("ds_vit.tasks.clip.task:SigLip", clip.SETTINGS),
+    "bridgetower": ("ds_vit.tasks.bridgetower.task:BridgeTowerTask", bridgetower.SETTINGS),
+    "dino": ("ds_vit.tasks.dino.task:SelfDistillation", dino.SETTINGS),
+    "segmentation": ("ds_vit.tasks.segmentation.task:Segmentation", segmentation.SETTINGS),
 }
-"""Built-in task → the flags that it has in addition to those of every run."""
+"""Word of `--task` → its class, imported when it is asked for, and its flags in addition to those of every run."""
 KEY_OF_FLAG: Mapping[str, str] = {name: meta.key for name, meta in RunConfig.flags().items() if meta.key}
 """Flag → its key in the DeepSpeed JSON, for the flags that set one."""
 
@@ -441,7 +441,7 @@ def names_in(settings: Sequence[type[Settings]]) -> frozenset[str]:
 @functools.cache
 def tasks_of(name: str) -> tuple[str, ...]:
     """The built-in tasks that a flag belongs to; empty for a flag of every run."""
-    return tuple(task for task, settings in TASK_SETTINGS.items() if name in names_in(settings))
+    return tuple(task for task, (_, settings) in TASKS.items() if name in names_in(settings))
 
 
 def what_is_wrong(

@@ -8,23 +8,13 @@ from typing import Any
 
 from ds_vit.config.flag import spelling
 from ds_vit.config.outside import is_outside, load_class, loaded
-from ds_vit.config.schema import RunConfig, names_in, tasks_of
+from ds_vit.config.schema import TASKS, RunConfig, names_in, tasks_of
 from ds_vit.fault_tolerance.errors import UserError, did_you_mean
 from ds_vit.tasks.evaluators import KNN, LINEAR
 from ds_vit.tasks.metrics import Figure
 from ds_vit.tasks.task import Task
 from ds_vit.tasks.zero_shot import ZERO_SHOT
 
-TASKS: Mapping[str, str] = {
-    "classification": "ds_vit.tasks.classification.task:Classification",
-    "mae": "ds_vit.tasks.mae.task:MaskedAutoencoding",
-    "clip": "ds_vit.tasks.clip.task:Clip",
-    "siglip": "ds_vit.tasks.clip.task:SigLip",
-    "bridgetower": "ds_vit.tasks.bridgetower.task:BridgeTowerTask",
-    "dino": "ds_vit.tasks.dino.task:SelfDistillation",
-    "segmentation": "ds_vit.tasks.segmentation.task:Segmentation",
-}
-"""From the word of `--task` to the class, which is imported when it is asked for."""
 _OF_CLASSES = (
     *("num_classes", "smoothing", "bce_loss", "bce_sum", "bce_target_thresh", "linear_probe", "class_parallel"),
 )
@@ -53,7 +43,7 @@ def task_named(word: str, source: str = "") -> type[Task]:
     if word not in TASKS:
         own = "; PACKAGE.MODULE:CLASS names a class of your own"
         raise UserError(f"there is no --task {word}; there is {', '.join(TASKS)}{did_you_mean(word, TASKS) or own}")
-    return _imported(TASKS[word])
+    return _imported(TASKS[word][0])
 
 
 def all_tasks() -> tuple[type[Task], ...]:

@@ -19,7 +19,7 @@ from shards import write_shard
 
 from ds_vit.config import parser as flags
 from ds_vit.config.augmentation import AugmentConfig, MixConfig
-from ds_vit.config.schema import TASK_SETTINGS
+from ds_vit.config.schema import TASKS
 from ds_vit.data.decode import ImageDecodeError
 from ds_vit.data.sampler import Share
 from ds_vit.data.settings import ImageConfig
@@ -325,7 +325,7 @@ def test_a_folder_of_parquet_files_is_not_another_split(forms, tmp_path):
 
 
 class _WithText(Classification):
-    settings = TASK_SETTINGS["clip"]
+    settings = TASKS["clip"][1]
     identity = Task.identity
     has_classes = False
     has_text = True
