@@ -28,7 +28,6 @@ import contextlib
 import errno
 import io
 import json
-import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -172,15 +171,8 @@ class LineLog:
 
 def to_json(contents: Mapping[str, Any] | Sequence[Any], indent: int | None = None) -> str:
     """JSON text of plain data; JSON has no nan or infinity: they become null."""
-    return json.dumps(_without_nan(contents), indent=indent, allow_nan=False)
-
-
-def _without_nan(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _without_nan(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_without_nan(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    plain = json.loads(json.dumps(contents), parse_constant=lambda name: None)
+    return json.dumps(plain, indent=indent)
 
 
 @contextlib.contextmanager
