@@ -43,14 +43,6 @@ def ways_to_share(total: int, dp: int) -> list[BatchSizes]:
     return [BatchSizes(total, micro, share // micro, dp) for micro in range(1, share + 1) if share % micro == 0]
 
 
-def nearest_batch(total: int, dp: int, micro_batch: int) -> BatchSizes | None:
-    """A global batch with the largest micro-batch that divides a rank's share and is not above `micro_batch`.
-
-    None where it cannot be shared by `dp` ranks.
-    """
-    return next((way for way in reversed(ways_to_share(total, dp)) if way.micro_batch <= micro_batch), None)
-
-
 def nearest_dp(total: int, dp: int) -> int:
     """The number of data-parallel ranks nearest to `dp` that can share a global batch."""
     return min((d for d in range(1, 2 * dp + 1) if total % d == 0), key=lambda d: abs(d - dp))
@@ -86,8 +78,8 @@ def batch_sizes(json: DeepSpeedJson, path: str, config: RunConfig, *, dp: int, k
         micro = wanted or micro or share // (accumulation or 1)
     micro, accumulation = micro or batch_size, accumulation or grad_accum_steps
     if kept is not None:
-        if fitting := nearest_batch(kept, dp, max(1, micro or DEFAULT_MICRO_BATCH)):
-            return fitting
+        if ways := ways_to_share(kept, dp):
+            return [way for way in ways if way.micro_batch <= max(1, micro or DEFAULT_MICRO_BATCH)][-1]
         raise UserError(
             f"{path}: the run's global batch is {kept}, which {dp} data-parallel ranks cannot share; start "
             f"{nearest_dp(kept, dp)} data-parallel ranks, or give another batch by --set train_batch_size="
