@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import yaml
 
 import ds_vit
-from ds_vit.config.flag import SECTIONS, spelling
+from ds_vit.config.flag import SECTIONS, spelling, texts_of
 from ds_vit.config.outside import config_class
 from ds_vit.config.rules import find_problems, idle_flags, replacements
 from ds_vit.config.schema import KEY_OF_FLAG, RunConfig, tasks_of, what_is_wrong
@@ -199,9 +199,7 @@ def show_examples(text: str) -> str:
 def shown_default(name: str, config: type[RunConfig] = RunConfig) -> str:
     """The default of a flag as --help writes it; empty where it says nothing."""
     default = config.default_of(name)
-    if isinstance(default, tuple):
-        return " ".join(f"{value:g}" for value in default)
-    return "" if default in (None, "", {}, False) else str(default)
+    return "" if default in (None, "", {}, False) else " ".join(texts_of(default))
 
 
 def help_of(name: str, config: type[RunConfig] = RunConfig, *, show_default: bool = True) -> str:

@@ -108,10 +108,9 @@ def find_problems(config: RunConfig, invalid: Mapping[str, str]) -> Iterator[str
 def written(name: str, config: RunConfig) -> str:
     """A flag with its value, as it is typed."""
     value = getattr(config, name)
-    shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
     if isinstance(value, bool):
         return spelling(name) if value else f"--no{spelling(name)[1:]}"
-    return f"{spelling(name)} {shown}"
+    return f"{spelling(name)} {' '.join(texts_of(value))}"
 
 
 def _misfits(config: RunConfig) -> Iterator[str]:
