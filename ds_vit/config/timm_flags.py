@@ -195,7 +195,7 @@ def _cooldown(words: Sequence[str], given: Given) -> str:
 def _interval(words: Sequence[str], given: Given) -> str:
     both = {word for name in ("val_frequency", "zeroshot_frequency") for word in given.get(name, ())} or {*words}
     note = "; one interval, in epochs, for both evaluations" * (len(both) > 1)
-    return f"= --eval-interval {''.join(sorted(both, key=parse_literal)[:1])}{note}"
+    return f"= --eval-interval {''.join(sorted(both, key=lambda word: (len(word), word))[:1])}{note}"
 
 
 # ---- models of open_clip ---------------------------------------------------------------------------------------------
