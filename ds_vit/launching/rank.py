@@ -24,7 +24,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -154,8 +154,7 @@ def run_rank(job: Job, environ: Mapping[str, str] = os.environ) -> int:
         signal.signal(signum, pass_on)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     finder = ErrorFinder()
-    plain = PlainLines() if DRAWS in job.environ else bytes
-    _follow(child, log, finder, plain, is_main=process.rank == 0)
+    _follow(child, log, finder, is_main=process.rank == 0)
     code = child.returncode if child.returncode >= 0 else 128 - child.returncode
     # The line is of a Python that has not begun the script.
     if passed & _STOPS and (code - 128 in _STOPS or finder.lines[-1:] == ["KeyboardInterrupt"]):
@@ -233,17 +232,10 @@ class ErrorFinder:
         return [line for line in found if line]
 
 
-def _follow(
-    child: subprocess.Popen,
-    log: BinaryIO | None,
-    finder: ErrorFinder,
-    plain: Callable[[bytes], bytes],
-    *,
-    is_main: bool,
-) -> None:
-    """Copy the child's output until it has ended, to the log as plain text; ask it to end if the launcher is gone."""
+def _follow(child: subprocess.Popen, log: BinaryIO | None, finder: ErrorFinder, *, is_main: bool) -> None:
+    """Copy the child's output until it has ended, to the log as plain lines; ask it to end if the launcher is gone."""
     assert child.stdout is not None
-    pipe = child.stdout.fileno()
+    pipe, plain = child.stdout.fileno(), PlainLines()
     os.set_blocking(pipe, False)
     poll = select.poll()
     poll.register(pipe, select.POLLIN)
@@ -267,6 +259,8 @@ def _follow(
                 continue
             poll.unregister(pipe)  # closed; the process may still run
         if ended:  # loader workers may still hold the pipe open
+            finder.feed(text := plain(b""))
+            _write(log, text)
             child.wait()
             return
         if deadline is None and any(events.get(own, 0) & (select.POLLERR | select.POLLHUP) for own in (1, 2)):
