@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from ds_vit.data.sources.source import Source
-from ds_vit.fault_tolerance.errors import UserError, did_you_mean, first_line, read_object
+from ds_vit.fault_tolerance.errors import UserError, did_you_mean, first_line, needs, read_object
 
 _BYTES_CONTEXT_LENGTH = 256
 _MOST_COUNTED = 5_000
@@ -81,11 +81,8 @@ class ClipTokenizer(Tokenizer):
 
     def __init__(self, context_length: int) -> None:
         super().__init__(context_length)
-        try:
+        with needs("open_clip_torch", "--tokenizer clip", ", or pass --tokenizer bytes"):
             from open_clip.tokenizer import SimpleTokenizer
-        except ImportError as error:
-            missing = f"--tokenizer clip needs open_clip_torch ({first_line(error)})"
-            raise UserError(f"{missing}: pip install open_clip_torch, or pass --tokenizer bytes") from None
         self._bpe = SimpleTokenizer()
         self.vocab_size = self._bpe.vocab_size
         self.start_id, self.end_id = self._bpe.sot_token_id, self._bpe.eot_token_id
@@ -112,12 +109,8 @@ class FileTokenizer(Tokenizer):
 
     def __init__(self, path: str, context_length: int) -> None:
         super().__init__(context_length)
-        try:
+        with needs("tokenizers", f"--tokenizer {path}"):
             from tokenizers import Tokenizer as Library
-        except ImportError:
-            raise UserError(
-                f"--tokenizer {path} needs tokenizers, which is not installed: pip install tokenizers"
-            ) from None
         try:
             content = Path(path).read_bytes()
             self._library = Library.from_str(content.decode())

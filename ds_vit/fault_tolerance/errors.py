@@ -122,6 +122,24 @@ def written(named: str) -> Iterator[None]:
         raise UserError(f"{named}: {error.strerror or error}") from error
 
 
+@contextlib.contextmanager
+def needs(package: str, what: str, otherwise: str = "") -> Iterator[None]:
+    """For the block, a package that cannot be imported is one line.
+
+    Args:
+        package: as pip names it.
+        what: that is asked for and needs it.
+        otherwise: the end of the message, after how to install it.
+
+    Raises:
+        UserError: it cannot be imported.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise UserError(f"{what} needs {package} ({first_line(error)}): pip install {package}{otherwise}") from None
+
+
 def read_text(path: str | Path, named_by: str) -> str:
     """The text of a file.
 

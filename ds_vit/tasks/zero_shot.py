@@ -20,7 +20,7 @@ from ds_vit.data.settings import ZeroShotData
 from ds_vit.data.sources.combined import mixed
 from ds_vit.data.sources.datasets import open_source
 from ds_vit.data.sources.source import Source
-from ds_vit.fault_tolerance.errors import UserError, did_you_mean, first_line, read_text, stripped_lines
+from ds_vit.fault_tolerance.errors import UserError, did_you_mean, needs, read_text, stripped_lines
 from ds_vit.tasks.metrics import Batch, Figure, Means
 from ds_vit.tasks.retrieval import places_of_partners
 
@@ -88,7 +88,7 @@ def _named_by_file(name: str, source: Source) -> tuple[Source, tuple[str, ...]]:
     file = next((file for folder in folders if os.path.isfile(file := os.path.join(folder, "classnames.txt"))), "")
     if not file or not all(each.isdigit() for each in source.class_names):
         return source, class_words(source.class_names)
-    words = tuple(line.strip() for line in read_text(file, "").split("\n") if line.strip())
+    words = stripped_lines(read_text(file, ""))
     numbers = [str(number) for number in range(len(words))]
     if unknown := {*source.class_names} - {*numbers}:
         raise UserError(f"{file} names {len(words)} classes, and the images have the class {max(unknown)}")
@@ -132,11 +132,8 @@ def read_templates(word: str) -> tuple[str, ...]:
 
 def _of_open_clip(name: str) -> Sequence:
     """A list of open_clip's zero-shot metadata."""
-    try:
+    with needs("open_clip_torch", "--zeroshot with ImageNet's class names or --zeroshot-templates openai"):
         from open_clip import zero_shot_metadata
-    except ImportError as error:
-        missing = f"ImageNet's class names and --zeroshot-templates openai need open_clip_torch ({first_line(error)})"
-        raise UserError(f"{missing}: pip install open_clip_torch") from None
     return getattr(zero_shot_metadata, name)
 
 

@@ -143,7 +143,7 @@ def test_tokenizers_that_are_refused_in_one_line(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(UserError, match=r"needs open_clip_torch .*: pip install open_clip_torch"):
         build_tokenizer("clip", 8)
-    with pytest.raises(UserError, match="needs tokenizers, which is not installed: pip install tokenizers"):
+    with pytest.raises(UserError, match=r"needs tokenizers .*: pip install tokenizers"):
         build_tokenizer(str(tmp_path / "wrong.json"), 8)
 
 
