@@ -177,10 +177,11 @@ class PlainLines:
         self._rest = b""
 
     def __call__(self, chunk: bytes) -> bytes:
-        """The lines that are complete with these bytes; the rest of them where there are none left."""
-        *lines, rest = (self._rest + chunk).split(b"\n") if chunk else (self._rest, b"")
+        """The lines that are complete with these bytes; what is left of them at the end, where there are no more."""
+        end = b"\n" if self._rest and not chunk else b""
+        *lines, rest = (self._rest + chunk + end).split(b"\n")
         self._rest = rest.rpartition(_ERASED)[2]
-        return b"".join(_CONTROL.sub(b"", line.rpartition(_ERASED)[2]).strip(b"\r") + b"\n" for line in lines if line)
+        return b"".join(_CONTROL.sub(b"", line.rpartition(_ERASED)[2]).strip(b"\r") + b"\n" for line in lines)
 
 
 class ErrorFinder:
@@ -192,17 +193,15 @@ class ErrorFinder:
 
     def __init__(self) -> None:
         self.first_seen: float | None = None
-        self._rest = b""
         self._tail: deque[str] = deque(maxlen=MAX_LINES)
         self._found: deque[str] = deque(maxlen=MAX_LINES)
         self._inside = ""  # "traceback" or "message"; further lines of either are indented
         self._has_traceback = False
 
-    def feed(self, chunk: bytes) -> None:
-        """Take the next bytes of the output."""
-        *lines, self._rest = (self._rest + chunk).split(b"\n")
-        for line in lines:
-            self._take(_PREFIX.sub("", line.decode(errors="replace").rstrip("\r")))
+    def feed(self, lines: bytes) -> None:
+        """Take the next lines of the output, as `PlainLines` gives them."""
+        for line in lines.decode(errors="replace").split("\n")[:-1]:
+            self._take(_PREFIX.sub("", line))
 
     def _take(self, line: str) -> None:
         if line:
@@ -226,7 +225,7 @@ class ErrorFinder:
     @property
     def lines(self) -> list[str]:
         """The first traceback; else the first message that says error; else the last lines. `MAX_CHARS` at most."""
-        found = list(self._found or [*self._tail, self._rest.decode(errors="replace")])
+        found = list(self._found or self._tail)
         while sum(map(len, found)) > MAX_CHARS:
             found = found[1:] if len(found) > 1 else [found[0][-MAX_CHARS:]]
         return [line for line in found if line]

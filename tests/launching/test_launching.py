@@ -102,9 +102,9 @@ TRACEBACK = "Traceback (most recent call last):"
 def test_the_first_error_is_found(text, lines):
     # Catches: the last of twenty tracebacks instead of the first, torch's prefixes, text cut between two reads.
     for size in (1, 7, 1000):
-        finder = ErrorFinder()
-        for start in range(0, len(text), size):
-            finder.feed(text[start : start + size].encode())
+        finder, plain = ErrorFinder(), PlainLines()
+        for start in range(0, len(text) + size, size):
+            finder.feed(plain(text[start : start + size].encode()))
         assert finder.lines == lines
         assert (finder.first_seen is not None) == (len(lines) not in (0, 2))
 
