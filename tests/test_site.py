@@ -17,6 +17,8 @@ LOADED = re.compile(
     r"|@import|url\([\"']?(?:https?:)?//|class=[\"']?mermaid"  # Material fetches mermaid from another host
 )
 
+pytestmark = pytest.mark.slow  # the site is built in 15 s
+
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
@@ -31,7 +33,6 @@ def site(tmp_path_factory):
     return folder
 
 
-@pytest.mark.slow
 def test_every_page_is_on_the_site(site):
     """A page that nobody finds, a reference without docstrings; a link or an anchor that ends nowhere (`--strict`)."""
     pages = [
