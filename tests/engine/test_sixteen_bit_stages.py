@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from bridge_towers import write_folder
-from curves import read_rows
+from curves import read_rows, train_main
 from project import write_config
 from runs import pretend_fp16, resolved
 from safetensors.torch import load_file
@@ -81,10 +81,8 @@ def as_on_gpu(argv):
 
 def train_as_on_gpu(argv):
     """On a rank: the exit code of a run."""
-    from ds_vit.train import main
-
     with as_on_gpu(argv):
-        return main(argv)
+        return train_main(argv)
 
 
 def train(ranks, world, output, stage, kind, *words, blocks=None, steps=1):

@@ -3,6 +3,7 @@
 import oracle
 import pytest
 import torch
+from curves import train_main
 from project import ROOT
 
 CONFIGS = ROOT / "ds_configs"
@@ -25,7 +26,6 @@ def flops_of_last_step(argv):
     from torch.utils.flop_counter import FlopCounterMode
 
     from ds_vit.engine import pipeline, plain
-    from ds_vit.train import main
 
     counted = []
     for kind in (plain.PlainEngine, pipeline.PipeEngine):
@@ -38,7 +38,7 @@ def flops_of_last_step(argv):
             return result
 
         kind.train_step = counting
-    assert main(argv) == 0
+    assert train_main(argv) == 0
     return counted[-1]
 
 
@@ -77,7 +77,6 @@ def bytes_sent(argv):
     import torch.distributed as dist
 
     from ds_vit.engine import pipeline
-    from ds_vit.train import main
 
     sent: dict[str, int] = {}
     send, step = dist.send, pipeline.PipeEngine.train_step
@@ -93,7 +92,7 @@ def bytes_sent(argv):
 
     dist.send = torch.distributed.send = counting_send
     pipeline.PipeEngine.train_step = fresh_step
-    assert main(argv) == 0
+    assert train_main(argv) == 0
     return dict(sent)
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ranks import RankPool
+from runs import unpredicted
 
 from ds_vit.config.run_folder import RunFolder
 
@@ -75,7 +76,7 @@ def train_main(argv: list[str]) -> int:
     """What a rank of `train_in` runs: the trainer's own entry point, in the pool's process group."""
     from ds_vit.train import main
 
-    with checkpoints_in_time():
+    with checkpoints_in_time(), unpredicted():
         code = main(argv)
     assert code != 1, "a bug: its traceback is in this rank's output"
     return code

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from curves import assert_same_curve, checkpoints_in_time, read_rows, train_rows
 from picture_folders import made, smooth_photo
 from project import write_config
+from runs import unpredicted
 from safetensors.torch import load_file, save_file
 
 from ds_vit import randomness
@@ -426,7 +427,7 @@ def train_ours(
 def _train_on_rank(argv: list[str], within: Callable[[], AbstractContextManager[Any]]) -> int:
     from ds_vit.train import main
 
-    with checkpoints_in_time(), within():
+    with checkpoints_in_time(), unpredicted(), within():
         return main(argv)
 
 

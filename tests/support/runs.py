@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+from unittest import mock
 
 DIGITS = ("--dataset", "digits", "--model", "vit_tiny_patch16_224", "--img-size", "16", "--workers", "0")
 
@@ -43,15 +44,24 @@ def refusal(capsys, argv):
     return line
 
 
+def unpredicted():
+    """Runs without a prediction of their memory, a fifth of the time of a small one.
+
+    Tests of the planner compare it with what runs take; the layout matrix predicts in every layout.
+    """
+    from ds_vit.training.cost import PeakMemory
+
+    return mock.patch.object(PeakMemory, "start_rows", return_value=[])
+
+
 def run_quietly(argv, prepare_rank=None, main=None):
     """On a rank: main (by default of training), and what it said on stdout and stderr."""
     if main is None:
         from ds_vit.train import main
 
+        prepare_rank = prepare_rank or unpredicted
     out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), contextlib.ExitStack() as stack:
-        if prepare_rank is not None:
-            stack.enter_context(prepare_rank())
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), (prepare_rank or contextlib.nullcontext)():
         code = main([str(word) for word in argv])
     return code, out.getvalue(), err.getvalue()
 
@@ -60,7 +70,6 @@ def run_quietly(argv, prepare_rank=None, main=None):
 def pretend_fp16():
     """Let a CPU take fp16, as an accelerator would."""
     import functools
-    from unittest import mock
 
     from deepspeed.accelerator import get_accelerator
 
@@ -80,8 +89,6 @@ def pretend_fp16():
 
 def count_decodes(argv):
     """On a rank: train, and give (stage's images read, targets read); the report's own looks do not count."""
-    from unittest import mock
-
     from ds_vit.data.sources import folders
     from ds_vit.train import main
 
@@ -102,7 +109,7 @@ def count_decodes(argv):
             setattr(source, method, counted)
     try:
         looks = ("ds_vit.tasks.classification.task.write_predictions", "ds_vit.monitoring.sheets.TrainingSheet.add")
-        with mock.patch(looks[0]), mock.patch(looks[1]):
+        with mock.patch(looks[0]), mock.patch(looks[1]), unpredicted():
             assert main(argv) == 0
     finally:
         for source, method, original in originals:
@@ -112,9 +119,6 @@ def count_decodes(argv):
 
 def drift(argv, rank_that_drifts):
     """On a rank: train, and move one weight of one rank by one unit in the last place after the second step."""
-    import contextlib
-    import io
-
     import torch
 
     from ds_vit.engine import base
@@ -134,7 +138,7 @@ def drift(argv, rank_that_drifts):
     base.Engine._result = drifting
     said = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(said), unpredicted():
             return main(argv), said.getvalue()
     finally:
         base.Engine._result = original

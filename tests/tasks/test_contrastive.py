@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from curves import assert_same_curve, largest_deviation, read_rows, train_in
+from curves import assert_same_curve, largest_deviation, read_rows, train_in, train_main
 from micro_batches import tensors_of
 from peaks import LargestTensor, SavedBytes
 from picture_folders import encoded, made
@@ -189,10 +189,9 @@ def test_bf16_reads_scale_and_bias_in_fp32(ranks, tmp_path, task, layout):
 def train_with_rounded_logits(argv):
     """On a rank: the exit code of a run that reads scale and bias as the towers compute with them."""
     from ds_vit.tasks.clip.task import Contrastive
-    from ds_vit.train import main
 
     with mock.patch.object(Contrastive, "_logits_in_fp32", lambda self, context, logits: logits.float()):
-        return main(argv)
+        return train_main(argv)
 
 
 # ---- one plain process -----------------------------------------------------------------------------------------------
@@ -293,10 +292,8 @@ def test_equals_a_plain_loop(ranks, tmp_path, plain, task, lr, layout):
 
 def train_started_at(argv, log_scale):
     """On a rank: the exit code of a run whose scale starts there."""
-    from ds_vit.train import main
-
     with mock.patch.object(Clip, "initial_logits", (log_scale,)):
-        return main(argv)
+        return train_main(argv)
 
 
 NEAR_THE_BOUND = (2, 1, 1), (2, 2, 4), (2, 3, 4), (2, 1, 4, "--pp", 2)

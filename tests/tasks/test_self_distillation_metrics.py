@@ -7,7 +7,7 @@ import numpy as np
 import plain_dino
 import pytest
 import torch
-from curves import read_rows
+from curves import read_rows, train_main
 from PIL import Image
 from runs import run_quietly
 
@@ -125,8 +125,6 @@ def test_a_new_run_does_not_continue_the_sheet_of_one_that_saved_nothing(tmp_pat
 
 def evaluate_on_rank(argv, folder):
     """On a rank: train, and write the features that this rank counts to a file."""
-    from ds_vit.train import main
-
     counted, count = [], FeatureSpread.update
 
     def update(self, outputs, batch):
@@ -134,7 +132,7 @@ def evaluate_on_rank(argv, folder):
         count(self, outputs, batch)
 
     with mock.patch.object(FeatureSpread, "update", update):
-        code = main(argv)
+        code = train_main(argv)
     np.save(folder / f"{torch.distributed.get_rank()}.npy", np.concatenate(counted or [np.empty((0, WIDTH))]))
     return code, len(counted) * 7 - sum(map(len, counted))
 

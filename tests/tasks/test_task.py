@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from curves import read_rows
+from curves import read_rows, train_main
 from runs import DIGITS, refusal, resolved
 
 from ds_vit.checkpoint.folder import Checkpoint
@@ -58,19 +58,12 @@ class ByLoss(Classification):
         return Margin(device, "loss", "margin")
 
 
-def train_by_loss(argv):
-    """On a rank: train with the task above."""
-    from ds_vit.train import main
-
-    return main([str(word) for word in argv])
-
-
 def test_a_metric_of_its_own(ranks, tmp_path):
     # Catches: a list of metrics' names in the trainer, the reporter, the report, the summary or the checkpoints; a
     # "best" that is always the largest.
     config = "ds_configs/cpu_zero1_fp32.json"
     argv = [*WORDS, "--deepspeed_config", config, "--output", tmp_path / "run", "--pp", 2]
-    assert ranks.run(2, train_by_loss, argv) == [0, 0]
+    assert ranks.run(2, train_main, [str(word) for word in argv]) == [0, 0]
     rows = [row for row in read_rows(tmp_path / "run") if row["kind"] == "eval"]
     assert [set(row) for row in rows] == [STAMP | {"loss", "margin", "images", "skipped_images"}] * 2
     losses = {row["step"]: row["loss"] for row in rows}

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from curves import checkpoints_in_time
+from curves import train_main
 from project import write_config
 from runs import DIGITS, pretend_fp16
 from zero_layouts import whole_weights
@@ -66,7 +66,6 @@ def train_and_watch(argv):
 
     from ds_vit.engine.plain import PlainEngine
     from ds_vit.models.sequential import timm_names
-    from ds_vit.train import main
 
     seen, step_of_engine = [], PlainEngine.train_step
 
@@ -80,8 +79,8 @@ def train_and_watch(argv):
 
     PlainEngine.train_step = watched
     spoil_batches({REJECTED - 1})
-    with pretend_fp16(), checkpoints_in_time():
-        assert main([str(word) for word in argv]) == 0
+    with pretend_fp16():
+        assert train_main([str(word) for word in argv]) == 0
     return seen
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from curves import read_rows, train_in
+from curves import read_rows, train_in, train_main
 from micro_batches import fields_of, loader_of
 from picture_folders import encoded
 from PIL import Image
@@ -121,7 +121,6 @@ def towers(folder):
 
 def train(argv, recorded):
     """On a rank: the exit code of a run; the classes and logits of each zero-shot batch go to a file of the rank."""
-    from ds_vit.train import main
     from ds_vit.training import evaluation
 
     found = []
@@ -133,7 +132,7 @@ def train(argv, recorded):
             found.append((self.classes, logits[batch["valid"]], batch["keys"][batch["valid"]]))
 
     with mock.patch.object(evaluation, "ZeroShotAccuracy", Recorded):
-        code = main(argv)
+        code = train_main(argv)
     torch.save(found, recorded.with_suffix(f".{torch.distributed.get_rank()}.pt"))
     return code
 
