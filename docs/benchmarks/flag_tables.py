@@ -26,7 +26,7 @@ def row(name: str) -> list[str]:
     spelled = ", ".join(f"`{word}`" for word in (spelling(name), *meta.short))
     takes = ", ".join(f"`{word}`" for word in kinds[0].words) or f"`{meta.metavar}`" * bool(meta.metavar)
     if bounds := RunConfig.range_of(name).removeprefix("must be "):
-        takes = f"{takes or RunConfig.values_of(name).removeprefix('auto or ')}: {bounds.removeprefix('auto, or ')}"
+        takes = f"{takes or RunConfig.values_of(name).removesuffix(' or auto')}: {bounds.removeprefix('auto, or ')}"
     text = ", ".join(f"`{task}`" for task in tasks_of(name))
     text = f"{text}: {meta.text}" if text else meta.text
     if idle := dict.fromkeys(words for *_, words in conditions_of(meta)):

@@ -140,12 +140,6 @@ class Kind(NamedTuple):
         kind = {int: "whole number", float: "number", dict: "block"}.get(self.item, "word")
         return f"a {kind}" if self.length is None else f"{self.length or ''} {kind}s".strip()
 
-    @property
-    def range(self) -> str:
-        """As in "--epochs must be at least 1 and at most 1,000,000, not 0"; empty if all are valid."""
-        words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
-        return " and ".join(f"{words[name]} {bound:,}" for name, bound in self.bounds.items())
-
 
 def kinds_of(hint: Any, constraints: Sequence[Any] = ()) -> Iterator[Kind]:
     """The alternatives of an annotation: `Annotated[int, Field(ge=0)] | Literal["auto"]` has two."""
@@ -221,18 +215,17 @@ class Settings(BaseModel):
 
     @classmethod
     def values_of(cls, name: str) -> str:
-        """The values that a flag takes, for messages: "a whole number", "auto or a number", "a word or a block"."""
-        kinds = cls.kinds(name)
-        named = [*(kind for kind in kinds if kind.words), *(kind for kind in kinds[:1] if not kind.words)]
-        named += [kind for kind in kinds[1:] if kind.item is dict]
-        return " or ".join(kind.in_words for kind in named)
+        """The values that a flag takes, for messages: "a whole number or auto", "a word or words"."""
+        return " or ".join(kind.in_words for kind in cls.kinds(name))
 
     @classmethod
     def range_of(cls, name: str) -> str:
         """As in "--epochs must be at least 1 and at most 1,000,000, not 0"; empty if the flag takes no numbers."""
-        kinds = cls.kinds(name)
-        word = "".join(f"{' or '.join(kind.words)}, or " for kind in kinds[1:] if kind.words)
-        return f"must be {word}{kinds[0].range}" if kinds[0].bounds else ""
+        kind, *others = cls.kinds(name)
+        words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+        bounds = " and ".join(f"{words[limit]} {bound:,}" for limit, bound in kind.bounds.items())
+        other = "".join(f"{one.in_words}, or " for one in others if one.words)
+        return f"must be {other}{bounds}" if bounds else ""
 
     @field_validator("*", mode="before")
     @classmethod

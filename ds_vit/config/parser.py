@@ -325,14 +325,12 @@ def _instead(name: str, typed: Given, known: Collection[str]) -> str:
     answer = timm_answer(name, typed[name], typed)
     if answer is not None:
         return f"; {answer.text}"
-    return did_you_mean("--" + name.replace("_", "-"), known, cutoff=0.6)
+    return did_you_mean(spelling(name), known, cutoff=0.6)
 
 
 def _words(value: Any) -> list[str]:
     """A value of a recipe or a program as words of a command line."""
-    if isinstance(value, bool) or value is None:
-        return []
-    return list(map(str, value)) if isinstance(value, (list, tuple)) else [str(value)]
+    return [] if isinstance(value, bool) or value is None else texts_of(value)
 
 
 def parse(argv: Sequence[str] | None = None, program: str = "train.py", examples: str = "") -> RunConfig:

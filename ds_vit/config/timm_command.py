@@ -15,6 +15,7 @@ from pathlib import PurePath
 from typing import Any, NamedTuple
 
 from ds_vit.config.deepspeed_json import load_json, overlay
+from ds_vit.config.flag import spelling
 from ds_vit.config.parser import Parser, build_parser, from_values, or_shipped, read_words
 from ds_vit.config.timm_flags import WARMUP_EPOCHS, Given, split_words, timm_answer
 from ds_vit.fault_tolerance.errors import UserError
@@ -144,12 +145,12 @@ def translate(command: Sequence[str], origin: Origin = ORIGINS["from-timm"]) -> 
     if stray and origin.name == "timm":
         given, stray = {"data_dir": ("--data-dir", stray[:1]), **given}, stray[1:]
     for name, value in origin.defaults({name: own for name, (_, own) in given.items()}).items():
-        given.setdefault(name, ("--" + name.replace("_", "-"), value.split()))
+        given.setdefault(name, (spelling(name), value.split()))
     typed = {name: values for name, (_, values) in given.items()}
     out: dict[str, list[str]] = {}
     values: dict[str, Any] = {}
     notes = [
-        f"--{name.replace('_', '-')}: {text}"
+        f"{spelling(name)}: {text}"
         for name, text, needed in origin.differences
         if name not in given and (not needed or given.keys() & {*needed.split()})
     ]

@@ -132,7 +132,7 @@ def test_every_flag_of_numbers_has_a_finite_range(name):
     for value in (math.nan, math.inf, -math.inf, 1e30, -1e30, 10**30, low - 1, high * 2):
         given = value if several is None else (value,) * (several or 3)
         settings = {"deepspeed_config": "x.json", "data_dir": "d", name: given}
-        said = f"(?:{re.escape(RunConfig.range_of(name))}|takes (a |auto or a )?whole numbers?), not "
+        said = f"(?:{re.escape(RunConfig.range_of(name))}|takes (a )?whole numbers?( or auto)?), not "
         with pytest.raises(ValueError, match=f"{spelling(name)} {said}"):
             flags.from_values(settings)
         words = [spelling(name), *map(str, given)] if isinstance(given, tuple) else [f"{spelling(name)}={value}"]
@@ -175,7 +175,7 @@ def test_neutral_values_are_never_without_effect(words):
 FROM_A_PROGRAM = {
     "--deepspeed_config takes a word or a block, not ['a']": {"deepspeed_config": ["a"]},
     "--deepspeed_config: a key must be text, not 1": {"deepspeed_config": {1: 2}},
-    "--data-dir takes a word, not {}": {"data_dir": {}},
+    "--data-dir takes a word or words, not {}": {"data_dir": {}},
     "--model-kwargs: a key must be text, not 1": {"model_kwargs": {1: 2}},
     "--augment-on takes cpu or device, not []": {"augment_on": []},
     "--augment-on takes cpu or device, not ['cpu']": {"augment_on": ["cpu"]},
