@@ -107,9 +107,9 @@ def spelling(name: str) -> str:
 
 
 def texts_of(value: Any) -> list[str]:
-    """A value, or each of several, as short as a person types it: 0.50 → "0.5"."""
+    """A value, or each of several, as short as a person types it: 0.50 → "0.5", 1.0 → "1"."""
     items = value if isinstance(value, (list, tuple)) else [value]
-    return [f"{item:g}" if isinstance(item, float) else str(item) for item in items]
+    return [str(item).removesuffix(".0") if isinstance(item, float) else str(item) for item in items]
 
 
 # ---- what a flag takes, from its annotation --------------------------------------------------------------------------

@@ -199,7 +199,9 @@ def show_examples(text: str) -> str:
 def shown_default(name: str, config: type[RunConfig] = RunConfig) -> str:
     """The default of a flag as --help writes it; empty where it says nothing."""
     default = config.default_of(name)
-    return "" if default in (None, "", {}, False) else " ".join(texts_of(default))
+    if isinstance(default, tuple):
+        return " ".join(f"{value:g}" for value in default)
+    return "" if default in (None, "", {}, False) else str(default)
 
 
 def help_of(name: str, config: type[RunConfig] = RunConfig, *, show_default: bool = True) -> str:
