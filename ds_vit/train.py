@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ds_vit.config import parser as flags
 from ds_vit.config.schema import RunConfig
-from ds_vit.config.units import parse_seconds
+from ds_vit.config.units import parse_seconds, parse_steps
 from ds_vit.fault_tolerance import exit_codes
 from ds_vit.fault_tolerance.signals import Signals
 from ds_vit.launching.process import Process, job_end
@@ -85,10 +85,9 @@ def train(
         from ds_vit.monitoring.sheets import TrainingSheet
         from ds_vit.optim.ema import Ema
         from ds_vit.parallel.groups import build_groups
-        from ds_vit.training import output
+        from ds_vit.training import callbacks, output
         from ds_vit.training.auto_batch import MemoryAdvice, agree_on_batch, choose_batch, memory_of_rank
         from ds_vit.training.build_engine import build_engine
-        from ds_vit.training.callbacks import Clock, build_callbacks
         from ds_vit.training.checkpoint_manager import CheckpointManager
         from ds_vit.training.cost import PeakMemory, flops_by_size
         from ds_vit.training.evaluation import Evaluations, evaluate_only
@@ -151,7 +150,7 @@ def train(
 
         # ---- the start's table ---------------------------------------------------------------------------------------
         device, order = device_of(process.local_rank), run.data.order
-        clock, peak = Clock(Throughput(), order.global_batch, started), PeakMemory(run, device)
+        clock, peak = callbacks.Clock(Throughput(), order.global_batch, started), PeakMemory(run, device)
         throughput, reporter, console, flops, rows = clock.throughput, None, None, {}, []
         if is_main:
             stamp = lambda step: {"epoch": order.epoch_of(max(step - 1, 0)), "wall_seconds": clock.wall_seconds}  # noqa: E731
@@ -186,11 +185,23 @@ def train(
         evaluations = Evaluations(engine, inputs, ema, watchdog, reporter)
 
         # ---- the loop ------------------------------------------------------------------------------------------------
-        log = StepLog(engine, inputs, flops, peak, reporter)
-        callbacks = build_callbacks(run, engine, ema, clock, log, watchdog, reporter, folder.profile)
+        bad_steps = callbacks.BadSteps(run, engine, reporter)
+        around: list[callbacks.Callback] = [bad_steps]  # each step, in this order
+        if ema is not None:
+            around.append(callbacks.AverageWeights(ema))
+        if run.data.sizes is not None:
+            around.append(callbacks.SetImageSize(run, engine))
+        if config.grad_stats_interval:
+            around.append(callbacks.GradientStatistics(run, engine, bad_steps, reporter))
+        around.append(clock)
+        if config.check_replicas:
+            around.append(callbacks.CheckReplicas(run, engine))
+        around.append(StepLog(engine, inputs, flops, peak, reporter))
+        if profiled := parse_steps(config.profile_steps, "--profile-steps"):
+            around.append(callbacks.Profile(profiled, folder.profile, engine, throughput, watchdog, reporter))
         average = engine.context.teachers or ema
         checkpoints = CheckpointManager(run, folder.checkpoints, engine, average, throughput, signals, reporter)
-        trainer = Trainer(run.schedule, engine, inputs, evaluations, callbacks, checkpoints, watchdog, folder)
+        trainer = Trainer(run.schedule, engine, inputs, evaluations, around, checkpoints, watchdog, folder)
         with phase("reading the checkpoint") if run.output.resume else contextlib.nullcontext():
             trainer.restore()
         if reporter:

@@ -1,7 +1,7 @@
 """Callbacks around the training steps: bad steps, the EMA, image sizes, gradient statistics, time, profiles, replicas.
 
-`build_callbacks` makes the list and `trainer.py` calls them. The log of steps is a callback too (step_log.py). To add
-one, write a class here and a line in `build_callbacks`.
+train.py makes the list and trainer.py calls them. The log of steps is a callback too (step_log.py). To add one, write a
+class here and a line in train.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch.profiler import profile
 
-from ds_vit.config.units import parse_steps
 from ds_vit.device import is_accelerator, profiled_activities, synchronize
 from ds_vit.engine.base import Engine
 from ds_vit.engine.step_guard import SkippedStep, StepResult
@@ -457,45 +456,3 @@ def check_replicas(engine: Engine, step: int) -> None:
             f"--check-replicas: replicas differ at step {step}; {what}; do not trust the run from this step on, and "
             "resume from an earlier checkpoint"
         )
-
-
-# ---- the list --------------------------------------------------------------------------------------------------------
-
-
-def build_callbacks(
-    run: Run,
-    engine: Engine,
-    ema: Ema | None,
-    clock: Clock,
-    log: Callback,
-    watchdog: Watchdog,
-    reporter: Reporter | None,
-    folder: Path,
-) -> list[Callback]:
-    """The callbacks of each step, in their order.
-
-    Args:
-        run: of this rank.
-        engine: runs the model.
-        ema: the average, or None.
-        clock: of the run.
-        log: writes each step down.
-        watchdog: receives every bit of progress.
-        reporter: of rank 0.
-        folder: of a profile.
-    """
-    config, bad_steps = run.config, BadSteps(run, engine, reporter)
-    callbacks: list[Callback] = [bad_steps]
-    if ema is not None:
-        callbacks.append(AverageWeights(ema))
-    if run.data.sizes is not None:
-        callbacks.append(SetImageSize(run, engine))
-    if config.grad_stats_interval:
-        callbacks.append(GradientStatistics(run, engine, bad_steps, reporter))
-    callbacks.append(clock)
-    if config.check_replicas:
-        callbacks.append(CheckReplicas(run, engine))
-    callbacks.append(log)
-    if steps := parse_steps(config.profile_steps, "--profile-steps"):
-        callbacks.append(Profile(steps, folder, engine, clock.throughput, watchdog, reporter))
-    return callbacks
