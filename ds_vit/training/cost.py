@@ -94,17 +94,19 @@ class Cost:
 
     def rules_of(self, json: DeepSpeedJson, layout: Layout, checkpointing: Checkpointing) -> MemoryRules:
         """The same with other settings of the engine, of the same tensor-parallel degree."""
-        run = self.run
+        run, task = self.run, self.run.model.task
+        held = task.training_fields if task.coupled else ()
+        augmented = origins(task.training_fields) if run.optimizer else ()
         return MemoryRules(
             json,
             layout,
             precision=run.engine.precision,
             optimizer=run.optimizer.cls if run.optimizer else None,
-            average=run.config.model_ema or bool(run.model.task.teachers),
+            average=run.config.model_ema or bool(task.teachers),
             checkpointing=checkpointing,
             rates=self._scaled_share,
-            inputs=self._coupled_inputs,
-            augmenting=self._augmenting,
+            inputs=sum(math.prod(field.shape) * (field.dtype or run.engine.dtype).itemsize for field in held),
+            augmenting=sum(field.device_bytes() for field in augmented),
             graphs=run.engine.graphs,
             loss=functools.cache(self._loss),
         )
@@ -119,19 +121,6 @@ class Cost:
         sizes = {name: p.numel() for name, p in model.whole.named_parameters() if name not in model.frozen}
         scaled = [size for name, size in sizes.items() if name in held or optimizer.factors.get(name, 1.0) != 1.0]
         return sum(scaled) / max(1, sum(sizes.values()))
-
-    @property
-    def _coupled_inputs(self) -> int:
-        """Bytes of a sample's inputs, of a task whose steps hold all micro-batches at once; else 0."""
-        task = self.run.model.task
-        fields = task.training_fields if task.coupled else ()
-        return sum(math.prod(field.shape) * (field.dtype or self.run.engine.dtype).itemsize for field in fields)
-
-    @property
-    def _augmenting(self) -> int:
-        """Bytes of a sample while it is decoded and augmented on the device, if it is."""
-        fields = () if self.run.optimizer is None else origins(self.run.model.task.training_fields)
-        return sum(field.device_bytes() for field in fields)
 
     def _loss(self, micro_batch: int) -> int:
         """The most bytes that the loss of a micro-batch takes."""
