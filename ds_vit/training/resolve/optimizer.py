@@ -44,7 +44,7 @@ def resolve_update(
     """
     path, json, per_epoch, task = engine.path, engine.json, order.steps_per_epoch, model.task
     cls, arguments = optimizer_of(json, path)
-    lr, scaling = _scale_by_batch(config, _base_rate(config, cls, arguments, engine), order.global_batch)
+    lr, scaling = _rate(config, cls, arguments, engine, order.global_batch)
     clip, unmentioned = _from_json_or_flag(config, "clip_grad", json, 0.0), []
     if clip is None:
         clip = 1.0  # DeepSpeed's own default; written down, so that it can be seen
@@ -98,24 +98,18 @@ def _from_json_or_flag(config: RunConfig, flag: str, json: DeepSpeedJson, fallba
     return fallback if value == "auto" else None if value is None else float(value)
 
 
-def _base_rate(config: RunConfig, optimizer: type, arguments: Mapping[str, Any], engine: EngineSettings) -> float:
-    """--lr, else the JSON's, else the optimizer's own default.
+def _rate(
+    config: RunConfig, optimizer: type, arguments: Mapping[str, Any], engine: EngineSettings, global_batch: int
+) -> tuple[float, list[str]]:
+    """--lr, else the JSON's rate, else the optimizer's default; after --lr-scale-by-batch, which a line says.
 
     Raises:
         UserError: "auto" without --lr.
     """
-    if config.lr is not None:
-        return config.lr
-    lr = arguments.get("lr")
-    if KEY_OF_FLAG["lr"] in engine.json.auto:
+    lr = arguments.get("lr") if config.lr is None else config.lr
+    if config.lr is None and KEY_OF_FLAG["lr"] in engine.json.auto:
         raise UserError(f'{engine.path}: optimizer.params.lr is "auto" and there is no --lr; give one')
-    if lr is None:
-        lr = inspect.signature(optimizer.__init__).parameters["lr"].default
-    return float(lr)
-
-
-def _scale_by_batch(config: RunConfig, lr: float, global_batch: int) -> tuple[float, list[str]]:
-    """The rate after --lr-scale-by-batch, and a line that says so."""
+    lr = float(inspect.signature(optimizer.__init__).parameters["lr"].default if lr is None else lr)
     if config.lr_scale_by_batch == "none":
         return lr, []
     root, power = ("", 1.0) if config.lr_scale_by_batch == "linear" else ("sqrt ", 0.5)
