@@ -29,7 +29,7 @@ OPTIMIZER = "optimizer-"
 
 
 class RankShare:
-    """What this rank holds of the model, its optimizer state and its average, and which of it this rank saves.
+    """The segments of the model, its optimizer state and its average that this rank holds, and those that it saves.
 
     A collective where the optimizer keeps different states for different parameters (Muon).
 

@@ -119,7 +119,7 @@ class KeyedPatchDropout(KeyedDrop):
         self.always = always
 
     def num_kept(self, num_patches: int, training: bool = True) -> int:
-        """How many of `num_patches` stay."""
+        """The number of patches that stay, of `num_patches`."""
         leaves_out = (training or self.always) and not self.lifted
         return max(1, int(num_patches * (1.0 - self.rate))) if leaves_out else num_patches
 

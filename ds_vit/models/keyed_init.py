@@ -36,7 +36,7 @@ class InitialValues(Protocol):
         """Copy the file's values into a layer."""
 
 
-# Elements drawn at once. On a CPU the int64 temporaries shall stay in its cache (four times faster than 2^22 at once);
+# Elements drawn at once. On a CPU the int64 temporaries fit into its cache (four times faster than 2^22 at once);
 # elsewhere a chunk is large enough to keep the device busy, and takes a few times 32 MiB.
 _CPU_CHUNK = 1 << 16
 _DEVICE_CHUNK = 1 << 22
@@ -194,7 +194,7 @@ def initialise(
         model: the description of the whole model, on the meta device; it stays there.
         layers: from `take_apart(model)`; all of them, or the ones of a pipeline stage.
         seed: the run's seed.
-        device: where the parameters shall live.
+        device: of the parameters.
         dtype: the type of parameters and floating buffers in the end.
         checkpoint: values that take the place of the drawn ones.
         on_layer: called with each layer when it is filled, before the next one gets memory. For ZeRO-3:

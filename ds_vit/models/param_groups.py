@@ -1,4 +1,4 @@
-"""Which parameters get no weight decay and which are frozen: pure functions on timm's names."""
+"""The parameters without weight decay and those that are frozen: pure functions on timm's names."""
 
 from __future__ import annotations
 

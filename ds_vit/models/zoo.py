@@ -274,7 +274,7 @@ def require_all_patches(model: TimmViT, name: str) -> None:
 
 
 def num_parameters(model: nn.Module) -> int:
-    """How many parameters, trained or not, a model has; on the meta device too."""
+    """The number of parameters of a model, trained or not; on the meta device too."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 

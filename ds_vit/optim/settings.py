@@ -44,7 +44,7 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long a run is, and its learning rate in each step.
+    """The length of a run, and its learning rate in each step.
 
     Attributes:
         rate: the learning rate of the flags; None where the JSON's scheduler sets it.

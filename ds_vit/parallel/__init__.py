@@ -1,1 +1,1 @@
-"""How a run is distributed over ranks: degrees, process groups, hosts, ZeRO's flat memory, tensor shards."""
+"""The distribution of a run over ranks: degrees, process groups, hosts, ZeRO's flat memory, tensor shards."""

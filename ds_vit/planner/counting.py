@@ -1,4 +1,4 @@
-"""What each layer of a model costs, counted on the meta device: FLOPs, memory traffic, activations, temporary memory.
+"""The cost of each layer of a model, counted on the meta device: FLOPs, memory traffic, activations, temporary memory.
 
 The layers run one after the other on tensors without data: nothing is computed and no memory is used. Consecutive
 blocks that are alike are counted once. Products of matrices and attention count by their FLOPs, everything else by the
@@ -65,7 +65,7 @@ def count_each(
 
 
 def cost_key(module: nn.Module) -> tuple[Any, ...]:
-    """What a module's cost depends on: its classes, settings, shapes and types, not the values of its weights."""
+    """A key of a module's cost: its classes, settings, shapes and types, not the values of its weights."""
     if isinstance(module, (KeyedDrop, nn.Identity)):  # a first block without drop-path has none of it
         return ()
     # A norm that computes in fp32 has another forward: by its name, which is that of every such norm.
@@ -257,7 +257,7 @@ def work_of_layers(layers: Sequence[Layer]) -> list[LayerWork]:
 
 
 class _Counter(TorchDispatchMode):
-    """Adds up what operations ask for."""
+    """Adds up the products, bytes and number of operations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -302,7 +302,7 @@ def _least(tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
 
 
 class Kept(NamedTuple):
-    """What a layer keeps of one image in bytes, and its inputs: tensors on the meta device.
+    """The bytes that a layer keeps of one image, and its inputs: tensors on the meta device.
 
     Attributes:
         bytes: that autograd saves.
@@ -322,7 +322,7 @@ class Kept(NamedTuple):
 
 
 def kept_by_layers(layers: Sequence[Layer]) -> list[Kept]:
-    """What each layer keeps of an image in training: all of a tower on the meta device, put into that mode."""
+    """The bytes that each layer keeps of an image in training: a whole tower on the meta device, put into that mode."""
 
     def count(layer: Layer, inputs: Any) -> tuple[tuple[int, ...], Any]:
         with FusedAttention(), ExpensiveOutputs() as expensive:
@@ -364,7 +364,7 @@ def saved_storages(function: Callable[[], Any], held_anyway: Iterable[torch.Tens
 
 @dataclass(frozen=True, eq=False)
 class Temporary:
-    """What a layer holds at its fullest moment beyond what its forward pass keeps, gradients included.
+    """The memory of a layer at its fullest moment, in addition to what its forward pass keeps; gradients included.
 
     Attributes:
         moments: (bytes whatever the micro-batch, bytes for each image) of every moment that may be the fullest.
@@ -378,7 +378,7 @@ class Temporary:
 
 
 def temporary_memory(layers: Sequence[Layer]) -> list[Temporary]:
-    """What each layer allocates temporarily, forward or backward; the layers are those of `kept_by_layers`.
+    """The memory that each layer allocates temporarily, forward or backward; the layers are as for `kept_by_layers`.
 
     Each runs with two and with four images: what grows between the same moments of both belongs to the images.
     """

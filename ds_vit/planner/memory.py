@@ -116,7 +116,7 @@ class LayerMemory(NamedTuple):
 
 
 def memory_of_layers(layers: Sequence[Layer], *, states: int | None, fallback: frozenset[str]) -> list[LayerMemory]:
-    """What each layer of a rank has and keeps.
+    """The parameters, optimizer states and activations of each layer of a rank.
 
     Args:
         layers: from `layers_of_rank`.
@@ -136,7 +136,7 @@ def memory_of_layers(layers: Sequence[Layer], *, states: int | None, fallback: f
 
 
 def num_states(states: int, fallback: frozenset[str], sizes: Mapping[str, int]) -> int:
-    """How many numbers an optimizer keeps of parameters, by their elements; the other arguments are as above."""
+    """The numbers that an optimizer keeps of parameters, by their elements; the other arguments are as above."""
     return sum(size * (STATES_OF_FALLBACK if name in fallback else states) for name, size in sizes.items())
 
 
@@ -174,17 +174,17 @@ class RankMemory:
 
     @property
     def held(self) -> int:
-        """All the time."""
+        """Bytes that are held all the time."""
         return self.weights + self.masters + self.optimizer + self.average + self.buckets + self.gathered
 
     @property
     def together(self) -> int:
-        """At the fullest moment."""
+        """Bytes at the fullest moment."""
         return self.held + max(self.going_back, self.updating)
 
     @property
     def states(self) -> int:
-        """Whatever the micro-batch."""
+        """Bytes that do not depend on the micro-batch."""
         return self.weights + self.gradients + self.masters + self.optimizer + self.average
 
 
@@ -321,7 +321,7 @@ class StageMemory:
         return sum(run.waiting for run in self._runs)
 
     def states(self, *, accumulated: bool = False) -> RankMemory:
-        """Without activations.
+        """The memory without activations.
 
         Args:
             accumulated: in steps of several micro-batches.
@@ -389,7 +389,7 @@ class StageMemory:
         return elements if self.rules.stage == 3 and self.rules.layout.dp > 1 and elements <= self.rules.persists else 0
 
     def of(self, batch: BatchSizes) -> RankMemory:
-        """With this micro-batch and accumulation."""
+        """The memory with this micro-batch and accumulation."""
         micro_batch, under_way = batch.micro_batch, min(self.ahead, batch.accumulation)
         again = max((run.again for run in self._runs), default=0.0)
         activations = (self.waiting * under_way + again) * micro_batch

@@ -1,4 +1,4 @@
-"""What `ds-vit export` writes of a model: the model, the form of another tool, and how that tool reads it back."""
+"""The parts of an export: the model, the form of another tool, and the functions that write and load it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class TextTower:
 
 @dataclass(frozen=True)
 class ArrayPredictor:
-    """How `ds-vit predict` reads an image and writes its prediction, of a task that predicts an array of classes.
+    """The functions with which `ds-vit predict` reads an image and writes its prediction, an array of classes.
 
     Attributes:
         classes: (bytes of an image's file, its name, the model on the device for any number of normalised images on the

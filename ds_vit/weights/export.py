@@ -131,7 +131,7 @@ def formats() -> dict[str, Format]:
 def _load(
     stored: StoredWeights, settings: dict[str, Any], labels: str | Path | None, to: str
 ) -> tuple[Exported, Format]:
-    """What to export, and the format for it."""
+    """The model to export, and the format for it."""
     values, task = settings_of(stored, settings)
     form = task.export_formats.get(to)
     whole = task.has_classes and bool(task.export_formats)  # timm has no model with its classifier

@@ -37,7 +37,7 @@ from ds_vit.tasks.registry import all_tasks, task_of
 _SAFETENSORS = (".safetensors", ".json")
 _TORCH = (".pth", ".pt", ".bin", ".tar", ".ckpt")
 _FILE_BEGINS = {"model": "", "ema": "ema-", BEST: f"{BEST}-", "teacher": "teacher_"}
-"""How the names of the towers' files begin, by the name of the main tower's."""
+"""The beginnings of the names of the towers' files, by the name of the main tower's."""
 _UNREADABLE = (AttributeError, EOFError, KeyError, OSError, RuntimeError, SafetensorError, TypeError, ValueError)
 _OF_TIMM = r"patch_embed\.proj\.weight$"  # a name that each of its models has
 _AVERAGES = ("teacher", "ema", "target")
@@ -250,7 +250,7 @@ class StoredWeights:
 
     @property
     def origin(self) -> dict[str, Any]:
-        """What the weights come from: `origin_of` the run and "step"; empty for a file without such a header."""
+        """The origin of the weights: `origin_of` the run and "step"; empty for a file without such a header."""
         header = _header(self.path)
         step = step_of(self.path.parent.name) or int(header.get("step", 0))
         return {**json.loads(header["origin"]), "step": step} if "origin" in header else {}
@@ -314,7 +314,7 @@ def recipe_of(place: Path) -> Path | None:
 
 
 def _lacks_tower(place: Path, towers: Iterable[str]) -> str:
-    """Which of the towers with their own files the last weights in a folder have and the best have not; "" for none."""
+    """A tower with a separate file that a folder's last weights have and its best ones lack; "" for none."""
     there = (tower for tower in towers if any(place.glob(f"{tower}.safetensors*")))
     return next((tower for tower in there if not any(place.glob(f"{BEST}-{tower}.s*"))), "")
 

@@ -31,7 +31,7 @@ Sections: TypeAlias = "int | Callable[[nn.Module], tuple[int, ...]]"
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """How a module of one class is sharded. All names are of the module's members; absent ones are ignored.
+    """The sharding of a module of one class. All names are of the module's members; absent ones are ignored.
 
     Attributes:
         counts: what the degree must divide, by its name in messages.

@@ -52,7 +52,7 @@ class TensorSlice:
 
     @property
     def num_slices(self) -> int:
-        """How many slices make the whole."""
+        """The number of slices that make the whole."""
         return 1 if self.dim is None else self.size
 
     def take(self, full: torch.Tensor) -> torch.Tensor:

@@ -141,7 +141,7 @@ def create_bridge_tower(name: str) -> BridgeTower:
 
 
 def _pretrained_cfg(folder: Path, side: int) -> dict[str, Any]:
-    """How images are prepared, in timm's terms: preprocessor_config.json, where the folder has one."""
+    """The preprocessing of images in timm's terms, from preprocessor_config.json where the folder has one."""
     path = folder / "preprocessor_config.json"
     given = read_object(path, "") if path.is_file() else {}
     return {

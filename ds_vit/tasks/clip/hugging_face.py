@@ -161,7 +161,7 @@ def write_tokenizer(name: str, settings: TextSettings, folder: Path) -> str:
 
 
 def _difference(tokenizer: Tokenizer, settings: TextSettings, folder: Path) -> str:
-    """What differs between the ids of the folder's tokenizer and the run's; "" if nothing does."""
+    """The first difference between the ids of the folder's tokenizer and the run's; "" if there is none."""
     from transformers import AutoTokenizer
 
     written = AutoTokenizer.from_pretrained(str(folder))

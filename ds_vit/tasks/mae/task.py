@@ -135,7 +135,7 @@ class MaskedPatchLoss:
         return unpatchify(prediction, self.patch_size, tuple(pixels.shape[-2:]))
 
     def hidden(self, pixels: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """Which pixels are masked: bool [B, 1, height, width]."""
+        """The masked pixels: bool [B, 1, height, width]."""
         size, (p, q) = tuple(pixels.shape[-2:]), self.patch_size
         masked = masked_patches(keys, (size[0] // p) * (size[1] // q), self.mask_ratio)
         return unpatchify(masked.unsqueeze(-1).expand(-1, -1, p * q), self.patch_size, size)

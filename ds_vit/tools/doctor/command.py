@@ -170,7 +170,7 @@ def _ask_ranks(arguments: Namespace, run: PlannedRun, process: Process) -> Diagn
 
 @dataclass(frozen=True)
 class Way:
-    """How programs are started on a host.
+    """The settings with which programs are started on hosts.
 
     Attributes:
         environ: of this process.

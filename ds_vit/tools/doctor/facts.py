@@ -1,4 +1,4 @@
-"""What one host reports: a plain data class, gathered on that host within seconds, without importing torch.
+"""The facts that one host reports: a plain data class, gathered there within seconds, without importing torch.
 
 Torch is imported only where there are GPUs, to check whether it can use them. The doctor starts this file on every
 host: python -m ds_vit.tools.doctor.facts, with the arguments of `gather` as JSON.
@@ -28,7 +28,7 @@ from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.this_host import code_checksum, free_port, identity, listed_gpus, version, versions
 
 WORD = "DS-VIT-DOCTOR "
-"""How a line of an answer begins: a login script cannot have printed it."""
+"""The beginning of an answer's line, which no login script prints."""
 
 CUDA, DRIVER = "torch's CUDA", "NVIDIA driver"
 """Keys of `Facts.versions`."""
@@ -100,7 +100,7 @@ _FACTS = TypeAdapter(Facts)  # slow to build
 
 
 def gather(names: Iterable[str] = (), port: int = 0, data_dir: str = "", output: str = "") -> Facts:
-    """The facts of the host that this runs on. What cannot be found out stays at its default; nothing raises.
+    """The facts of the host that this runs on. Facts that cannot be determined keep their defaults; nothing raises.
 
     Args:
         names: to be resolved: the host's own, and rank 0's.

@@ -97,7 +97,7 @@ def measure(rank: int, device: Any, leaders: list[int]) -> dict[str, Any]:
 
 
 def host_pairs(num_hosts: int) -> list[tuple[int, int]]:
-    """Which hosts are timed against each other: all pairs, or in a larger cluster each and the next."""
+    """The pairs of hosts that are timed: all of them, or in a larger cluster each host and the next."""
     pairs = list(itertools.combinations(range(num_hosts), 2))
     if len(pairs) <= MAX_PAIRS:
         return pairs
