@@ -222,7 +222,7 @@ def explain(name: str, code: int, output: Sequence[str]) -> tuple[str, str]:
         if part in lower:
             return problem.format(**words), remedy.format(**words)
     if code == 255:
-        return f"ssh fails: {words['last']}", f"ssh {words['name']} true, until it works without a word"
+        return f"ssh fails: {words['last']}", f"ssh {words['name']} true must print nothing"
     if code == TIMED_OUT:
         return "no answer in time", f"ssh {words['name']} true; the host is down, or imports slowly from its disk"
     return f"the probe failed: {words['last']}", f"ssh {words['name']} {shlex.quote(sys.executable)} -m {_PROBE}"
