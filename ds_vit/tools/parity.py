@@ -287,13 +287,12 @@ def compare(options: argparse.Namespace, values: Mapping[str, Any], folder: Path
     reference, layouts, run = resolve_layouts(options, values, folder)
     batch = run.batch.global_batch
     say(console, f"{run.model.spec.name}, {options.ranks} ranks, global batch {batch}, {options.steps} steps")
+    without_effect = _WITHOUT_EFFECT - {"set"}
     if not options.own_optimizer:
-        say(
-            console, "SGD, learning rate 0.3, norm clipped to 0.1 (a probe; --own-optimizer keeps the JSON's optimizer)"
-        )
-    if idle := values.keys() & (
-        _WITHOUT_EFFECT - {"set"} | (frozenset() if options.own_optimizer else _PROBE_REPLACES)
-    ):
+        without_effect |= _PROBE_REPLACES
+        probe = "SGD, learning rate 0.3, norm clipped to 0.1"
+        say(console, f"{probe} (a probe; --own-optimizer keeps the JSON's optimizer)")
+    if idle := values.keys() & without_effect:
         say(console, f"idle here: {', '.join(map(spelling, sorted(idle)))}")
     say(console, f"reference: {reference.name} ({reference.text})")
     legal = [layout for layout in layouts if not layout.problem]
@@ -352,11 +351,7 @@ def resolve_layouts(
 
 
 def resolve_layout(
-    options: argparse.Namespace,
-    values: Mapping[str, Any],
-    layout: LayoutRun,
-    reference: Run | None,
-    folder: Path,
+    options: argparse.Namespace, values: Mapping[str, Any], layout: LayoutRun, reference: Run | None, folder: Path
 ) -> Run:
     """One layout: the user's flags and JSON with what this layout changes, written to files and checked.
 
@@ -456,9 +451,8 @@ def train(layout: LayoutRun, what: str, launcher: Sequence[str], steps: int, *, 
 
 def measure_deviations(layout: LayoutRun, reference: RunFolder, *, compare_weights: bool) -> None:
     """Compare a layout's run with the reference's, within its limits for loss, gradient norm and weights."""
-    layout.loss, layout.norm = (
-        deviation(curve(reference, key), curve(layout.run, key)) for key in ("loss", "grad_norm")
-    )
+    layout.loss = deviation(curve(reference, "loss"), curve(layout.run, "loss"))
+    layout.norm = deviation(curve(reference, "grad_norm"), curve(layout.run, "grad_norm"))
     layout.weight = worst_weight(weights(reference), weights(layout.run))
     values = (layout.loss, layout.norm, layout.weight[1] if compare_weights else 0.0)
     layout.failed = any(not value <= limit for value, limit in zip(values, layout.limits, strict=True))
