@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from functools import singledispatch
+from functools import cached_property, singledispatch
 from typing import Literal
 
 import torch
@@ -92,11 +92,10 @@ class Layer(nn.Module):
         """Of a layer that begins a tower: its inputs without the keys, on the meta device, to count what it costs."""
         return None
 
+    @cached_property
     def keyed_drops(self) -> list[KeyedDrop]:
         """The layer's random modules (found once: walking the modules at every call would cost more than they do)."""
-        if "_keyed_drops" not in self.__dict__:
-            self.__dict__["_keyed_drops"] = [module for module in self.modules() if isinstance(module, KeyedDrop)]
-        return self.__dict__["_keyed_drops"]
+        return [module for module in self.modules() if isinstance(module, KeyedDrop)]
 
 
 class EmbedLayer(Layer):
@@ -405,7 +404,7 @@ def take_apart_towers(model: TimmViT) -> dict[str, list[Layer]]:
             continue
         for layer in layers:
             layer.prefix = f"{name}."
-        for drop in {drop for layer in layers for drop in layer.keyed_drops()}:
+        for drop in {drop for layer in layers for drop in layer.keyed_drops}:
             drop.name = f"{name}.{drop.name}"
     return towers
 

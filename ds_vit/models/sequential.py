@@ -130,7 +130,7 @@ def run_layers(
     """
     set_size()
     layers, keys = tuple(layers), inputs[1]
-    own = dict.fromkeys([drop for layer in layers for drop in layer.keyed_drops()])
+    own = dict.fromkeys([drop for layer in layers for drop in layer.keyed_drops])
     drops = [] if keys is None else drawing(own)  # without keys a module that draws says so itself
     bits = [hash_together(drops, keys)] if drops else []
     recompute = recompute_interval > 0 and torch.is_grad_enabled()

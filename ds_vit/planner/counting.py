@@ -57,7 +57,7 @@ def count_each(
             found.append((found[-1][0], value))
             continue
         inputs = value
-        with sample_keys(layer.keyed_drops(), keys):
+        with sample_keys(layer.keyed_drops, keys):
             counted, value = count(layer, inputs)
         found.append((counted, inputs))
         known = key

@@ -116,7 +116,7 @@ def test_timms_rates_and_places_are_kept(kind):
         elif isinstance(module, nn.Dropout) and module.p:
             expected[name] = module.p
     layers = take_apart(model)
-    drops = [drop for layer in layers for drop in layer.keyed_drops()]
+    drops = [drop for layer in layers for drop in layer.keyed_drops]
     assert {drop.name: drop.rate for drop in drops} == expected
     assert len({drop.name for drop in drops}) == len(drops), "two modules that drop alike"
     assert expected["pos_drop"] == 0.2

@@ -162,7 +162,7 @@ def test_every_kind_of_encoder(kind):
     prefix, patches = model.num_prefix_tokens, model.patch_embed.num_patches
     value = (pixels, keys)
     for layer in layers[:-1]:
-        with sample_keys(layer.keyed_drops(), keys):
+        with sample_keys(layer.keyed_drops, keys):
             value = layer(value)
         short = isinstance(layer, EmbedLayer) or type(layer) is BlockLayer
         assert value[0].shape[1] == prefix + (patches // 4 if short else patches)
