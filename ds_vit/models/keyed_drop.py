@@ -231,15 +231,14 @@ def convert(module: nn.Module, kind: type[nn.Module], **attributes: Any) -> None
         setattr(module, name, value)
 
 
-_MIXED: dict[tuple[type, type], type[nn.Module]] = {}
+@cache
+def _mixed(mixin: type, kind: type[nn.Module]) -> type[nn.Module]:
+    return type(f"{mixin.__name__}{kind.__name__}", (mixin, kind), {"__module__": mixin.__module__})
 
 
 def mix_in(module: nn.Module, mixin: type, **attributes: Any) -> None:
     """Put a class before a module's own, in place; see `convert`."""
-    both = mixin, type(module)
-    if both not in _MIXED:
-        _MIXED[both] = type(f"{mixin.__name__}{type(module).__name__}", both, {"__module__": mixin.__module__})
-    convert(module, _MIXED[both], **attributes)
+    convert(module, _mixed(mixin, module.__class__), **attributes)
 
 
 def _keyed_counterpart(module: nn.Module, name: str) -> KeyedDrop | None:
