@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 import torch.distributed as dist
@@ -172,19 +172,17 @@ class LinearProbe(_Top1):
 
     def __init__(self, bank: FeatureBank, groups: Groups) -> None:
         super().__init__("linear_top1", bank, groups)
-        self._classify: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def predict(self, features: torch.Tensor) -> torch.Tensor:
         """As `_Top1.predict`; the first call fits the classifier."""
-        if self._classify is None:
-            self._classify = self._fit()
         return self._classify(features).argmax(dim=1)
 
     def _sum(self, tensor: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(tensor, group=self.groups.dp)
         return tensor
 
-    def _fit(self) -> Callable[[torch.Tensor], torch.Tensor]:
+    @cached_property
+    def _classify(self) -> Callable[[torch.Tensor], torch.Tensor]:
         """Features float32 [Q, D] → logits float64 [Q, C]."""
         bank, width = self.bank, self.bank.features.shape[1]
         block = max(1, _NUMBERS_AT_ONCE // max(width, bank.num_classes))
