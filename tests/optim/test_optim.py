@@ -95,6 +95,7 @@ def test_lion_is_elementwise():
         ({"type": "AdamW", "params": {"differentiable": True}}, "differentiable of AdamW: gradients through"),
         ({"type": "NAdam", "params": {"capturable": True}}, "capturable of NAdam: CUDA graphs"),
         ({"type": "Adagrad", "params": {"lr_decay": -1}}, "params of Adagrad: Invalid lr_decay value: -1"),
+        ({"type": "Lars", "params": {"momentum": -1}}, "params of Lars: Invalid momentum value: -1"),
         ({"type": "Rprop", "params": {"lr": 0.1}}, "optimizer Rprop was removed; use AdamW"),
         ({}, 'no "type"'),
     ],
