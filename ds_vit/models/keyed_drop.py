@@ -109,7 +109,13 @@ class KeyedPatchDropout(KeyedDrop):
     """
 
     def __init__(
-        self, name: str, rate: float, num_prefix_tokens: int, ordered: bool, with_indices: bool, always: bool = False
+        self,
+        name: str,
+        rate: float,
+        num_prefix_tokens: int,
+        ordered: bool,
+        with_indices: bool,
+        always: bool = False,
     ) -> None:
         """Args: as timm's, and whether patches are left out in evaluation too (masked autoencoding)."""
         super().__init__(name, rate)

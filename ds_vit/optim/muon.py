@@ -250,7 +250,10 @@ class WholeMatrices:
     """
 
     def __init__(
-        self, zero_map: ZeroMap, parameters: Sequence[torch.Tensor], cost: Callable[[tuple[int, ...]], float]
+        self,
+        zero_map: ZeroMap,
+        parameters: Sequence[torch.Tensor],
+        cost: Callable[[tuple[int, ...]], float],
     ) -> None:
         self._zero_map, self._group = zero_map, zero_map.groups.stage
         shards = [zero_map.shard_of(parameter) for parameter in parameters]

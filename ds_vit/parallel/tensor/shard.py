@@ -14,7 +14,14 @@ from ds_vit.config.schema import RunConfig
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.conversions import cast_block_buffers, norms_in_fp32
 from ds_vit.models.keyed_drop import KeyedDropout, convert, mix_in
-from ds_vit.models.layers import BlockLayer, EmbedLayer, HeadLayer, Layer, RopeFrequencies, block_stacks
+from ds_vit.models.layers import (
+    BlockLayer,
+    EmbedLayer,
+    HeadLayer,
+    Layer,
+    RopeFrequencies,
+    block_stacks,
+)
 from ds_vit.models.linear import Linear
 from ds_vit.models.param_groups import freeze
 from ds_vit.models.zoo import TimmViT
