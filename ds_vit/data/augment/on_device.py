@@ -354,39 +354,41 @@ def _look_up(images: torch.Tensor, operations: Sequence[Operation], a: np.ndarra
     """Each value replaced by its table's."""
     tables = [_TABLES[one.name](value) for one, value in zip(operations, a, strict=True) if one.name in _TABLES]
     known, values = _sent(images.device, np.array(tables, dtype=np.float32).reshape(-1, 1, 256), _VALUES)
-    every = [known.expand(-1, 3, -1)]
-    auto = len(tables) + sum(one.name == "AutoContrast" for one in operations)
-    pixels = images.flatten(2).long()
-    if auto > len(tables):
-        low, high = pixels[len(tables) : auto].aminmax(dim=2, keepdim=True)
-        every.append(torch.where(high > low, (values - low) / ((high - low) / 255.0), values))
-    if len(pixels) > auto:  # Equalize
-        counts = images.new_zeros((len(pixels) - auto, 3, 257))
-        counts[..., 1:].scatter_add_(2, pixels[auto:], values[1].expand_as(pixels[auto:]))
-        below = counts.cumsum(2)[..., :256]
-        step = below.gather(2, pixels[auto:].amax(2, keepdim=True)).div_(255.0, rounding_mode="floor")
-        table = (below + step.div(2.0, rounding_mode="floor")).div_(step, rounding_mode="floor")
-        every.append(torch.where(step > 0.0, table, values))
+    every, pixels = [known.expand(-1, 3, -1)], images.flatten(2).long()
+    auto, first = sum(one.name == "AutoContrast" for one in operations), len(tables)
+    if len(pixels) > first:
+        low, high = pixels[first:].aminmax(dim=2, keepdim=True)
+        curve = values - low[:auto]
+        if equalized := len(pixels) - first - auto:
+            counts = images.new_zeros((equalized, 3, 257))
+            counts[..., 1:].scatter_add_(2, pixels[-equalized:], values[1].expand_as(pixels[-equalized:]))
+            curve = torch.cat([curve, counts.cumsum(2)[..., :256]])
+        step = curve.gather(2, high).div_(255.0)
+        if equalized:
+            curve[auto:].add_(step[auto:].floor_(), alpha=0.5)
+        every.append(torch.where(step > 0.0, curve / step, values))
     torch.gather(torch.cat(every), 2, pixels, out=images.flatten(2))
 
 
-# Weights of grey, exact in float32, and what rounds it; Pillow's smoothing filter, and what rounds its result.
-_BLEND = np.array([19595 / 2**16, 38470 / 2**16, 7471 / 2**16, 0.5, 0, 0, 1, 1, 1, 1, 5, 1, 1, 1, 1, 6.5], np.float32)
+# Weights of grey, exact in float32; what rounds it, Pillow's smoothing filter, and what rounds its result.
+_GREY = np.array([19595, 38470, 7471], dtype=np.float32) / 2**16
+_SMOOTH = np.array([0.5, 0, 0, 1, 1, 1, 1, 5, 1, 1, 1, 1, 6.5], dtype=np.float32)
 
 
 def _blend(images: torch.Tensor, operations: Sequence[Operation], a: np.ndarray) -> None:
-    """Image.blend of another image, which is black, of the mean grey, grey or smooth, and the image."""
-    kinds = ("Brightness", "Contrast", "Color")
-    bright, mean, grey = itertools.accumulate(sum(one.name == kind for one in operations) for kind in kinds)
-    factors, constants = _sent(images.device, a.astype(np.float32), _BLEND)
-    weights, half, smoothing, rounding = constants.split([3, 3, 9, 1])
+    """Image.blend of another image, which is of the mean grey, black, grey or smooth, and the image."""
+    mean, smooth = (sum(one.name == kind for one in operations) for kind in ("Contrast", "Sharpness"))
+    grey = len(operations) - smooth
+    weights = np.outer([one.name != "Brightness" for one in operations[:grey]], _GREY).astype(np.float32)
+    factors, weights, constants = _sent(images.device, a.astype(np.float32), weights[..., None, None], _SMOOTH)
+    half, smoothing, rounding = constants.split([3, 9, 1])
     # Whole numbers below 2^24, over 2^16: exact in any order.
-    greys = torch.addcmul(half[:, None, None], images[bright:grey], weights[:, None, None])
-    greys = greys.sum(1, keepdim=True).floor_()
-    means = greys[: mean - bright].mean((1, 2, 3), keepdim=True, dtype=torch.float64).add_(0.5).floor_().float()
-    others = [half[1].expand(bright, 1, 1, 1), means, greys[mean - bright :]]
-    other = torch.cat([*(part.expand(-1, 3, *images.shape[2:]) for part in others), images[grey:]])
-    if len(images) > grey and min(images.shape[2:]) > 2:
+    other = torch.addcmul(half[:, None, None], images[:grey], weights).sum(1, keepdim=True).to(torch.uint8)
+    if mean:
+        other[:mean] = other[:mean].mean((1, 2, 3), keepdim=True, dtype=torch.float64).add_(0.5)
+    if smooth:
+        other = torch.cat([other.expand(-1, 3, -1, -1), images[grey:]])
+    if smooth and min(images.shape[2:]) > 2:
         around = conv2d(images[grey:].flatten(0, 1)[:, None], smoothing.view(1, 1, 3, 3), rounding)
         inner = other[grey:, :, 1:-1, 1:-1]
         torch.div(around.view(inner.shape), 13.0, rounding_mode="floor", out=inner)
@@ -490,7 +492,7 @@ def _filter(images: torch.Tensor, kernels: np.ndarray, mode: Any, rounds: int) -
 _FAMILIES: dict[str, Callable[[torch.Tensor, Sequence[Operation], np.ndarray], None]] = {
     **dict.fromkeys((*_TABLES, "AutoContrast", "Equalize"), _look_up),
     **dict.fromkeys(_PLACES, _sample),
-    **dict.fromkeys(("Brightness", "Contrast", "Color", "Sharpness"), _blend),
+    **dict.fromkeys(("Contrast", "Brightness", "Color", "Sharpness"), _blend),
     **{"Hue": _hue, "GaussianBlur": _box_blur, "KernelBlur": _kernel_blur},
 }
 """By the names of `Operation`, except AugMix and those of `_FLIPS`."""
