@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -196,7 +196,7 @@ def bytes_of_photo(size: Size) -> int:
         size: of the result, (height, width).
     """
     photo = (375, 500)
-    return 2 * 3 * math.prod(photo) + max(8 * _cost(photo, size), 160 * math.prod(size))
+    return 2 * 3 * math.prod(photo) + max(8 * _cost(photo, size), 180 * math.prod(size))
 
 
 def _lots(places: Sequence[_Place], crops: Crops) -> Iterator[list[_Place]]:
@@ -313,11 +313,6 @@ _PLACES: dict[str, Callable[[float, float, float], Sequence[float]]] = {
 }
 
 
-def _places(order: Sequence[int], rows: Iterable[int]) -> list[int]:
-    place = {row: number for number, row in enumerate(order)}
-    return [place[row] for row in rows]
-
-
 def _applied(images: torch.Tensor, order: list[int], operations: Sequence[Sequence[Operation]]) -> torch.Tensor:
     """The images in the order of their rows, after their operations. Rows are sorted on the CPU; nothing is read back.
 
@@ -332,22 +327,27 @@ def _applied(images: torch.Tensor, order: list[int], operations: Sequence[Sequen
         rows = sorted(drawn, key=lambda row: kinds.index(drawn[row].name))
         passes.append([drawn[row] for row in rows])
         rows += [row for row in order if row not in drawn]
-        orders.append(_places(order, rows))
+        orders.append(np.argsort(order)[rows])
         order = rows
-    (indices,) = _sent(images.device, np.array([*orders, _places(order, range(len(order)))]))
-    for index, of in zip(indices, passes, strict=False):
+    (indices,) = _sent(images.device, np.array([*orders, np.argsort(order)]))
+    geometric = [[one for one in of if one.name in _PLACES] for of in passes]
+    places = _geometry(images, geometric) if any(geometric) else itertools.repeat(())
+    for index, of, sources in zip(indices, passes, places, strict=False):
         images, end = images[index], 0
         for family, run in itertools.groupby(of, lambda one: _FAMILIES[one.name]):
             group = list(run)
             begin, end = end, end + len(group)
-            a = np.array([float(one.arguments[0]) if one.arguments else 0.0 for one in group])
-            family(images[begin:end], group, a)
+            family(images[begin:end], *(sources if family is _sample else (group, _arguments(group))))
         images.clamp_(0.0, 255.0).floor_()  # Pillow cuts fractions off
     return images[indices[-1]]
 
 
 # Families change images in place by the operations that these drew, of the family's kinds in the order of `_FAMILIES`,
-# and their arguments. A fraction of a result is still to be cut off.
+# and their arguments. A fraction of a result is still to be cut off. The geometric ones get what `_geometry` computed.
+
+
+def _arguments(operations: Sequence[Operation]) -> np.ndarray:
+    return np.array([float(one.arguments[0]) if one.arguments else 0.0 for one in operations])
 
 
 def _look_up(images: torch.Tensor, operations: Sequence[Operation], a: np.ndarray) -> None:
@@ -403,31 +403,41 @@ _TAPS = np.array(
 ) * (1 + 2.0**-19)  # fmt: skip
 
 
-def _sample(images: torch.Tensor, operations: Sequence[Operation], a: np.ndarray) -> None:
-    """Image.transform with AFFINE: each pixel a weighted sum of 16. grid_sample has other bicubic weights."""
+def _geometry(images: torch.Tensor, passes: Sequence[Sequence[Operation]]) -> Iterator[tuple[torch.Tensor, ...]]:
+    """The arguments of `_sample` for the operations of each pass, which depend on the size of images only."""
     height, width = images.shape[2:]
-    numbers = [_PLACES[one.name](value, width, height) for one, value in zip(operations, a, strict=True)]
+    operations = list(itertools.chain.from_iterable(passes))
+    arguments = zip(operations, _arguments(operations), strict=True)
+    numbers = np.array([_PLACES[one.name](value, width, height) for one, value in arguments], dtype=np.float64)
+    by_x, by_y, by_one = numbers.reshape(-1, 2, 3).transpose(2, 0, 1)[..., None, None]
     cubic = [int(one.keywords.get("resample") == Image.Resampling.BICUBIC) for one in operations]
     colours = np.array([one.keywords.get("fillcolor", (0, 0, 0)) for one in operations], dtype=np.float32)
     size = np.array([width, height])[:, None, None]
-    (by_x, by_y, by_one), factors, fill, x, y, size, (first, last), near, planes = _sent(
+    across, down, size, factors, fill, (first, last), near = _sent(
         images.device,
-        np.array(numbers, dtype=np.float64).reshape(-1, 2, 3).transpose(2, 0, 1)[..., None, None],
-        *(_TAPS[:, cubic, None, None, None], colours[..., None, None]),
-        *(np.arange(width) + 0.5, np.arange(height)[:, None] + 0.5, size, np.stack([0 * size, size - 1])[..., None]),
-        *(np.arange(-1, 3), np.arange(3 * len(cubic)).reshape(-1, 3, 1, 1, 1, 1)),
+        *(by_x * (np.arange(width) + 0.5), by_y * (np.arange(height)[:, None] + 0.5) + by_one, size),
+        *(_TAPS[:, cubic, None, None, None], colours[..., None, None], np.stack([0 * size, size - 1])[..., None]),
+        np.arange(-1, 3),
     )
-    place = by_x * x + torch.addcmul(by_one, by_y, y)  # [n, 2, H, W]
+    place = across + down  # [n, 2, H, W]
     inside = ((place >= 0.0) & (place < size)).all(dim=1, keepdim=True)
     second = place.sub_(0.5).floor()
-    distance = (place - second)[..., None]
+    distance = place.sub_(second)[..., None]
     weights = torch.addcmul(factors[1], torch.addcmul(factors[2], factors[3], distance), distance)
     weights = torch.addcmul(factors[0], weights, distance).float()  # [n, 2, H, W, 4]
-    pixels = (second.long()[..., None] + near).clamp_(first, last)
-    columns, rows = pixels[:, None, 0, ..., None, :], pixels[:, None, 1, ..., None]
-    taps = images.flatten(0, 1)[planes, rows, columns]  # [n, 3, H, W, 4, 4]
-    taps *= (weights[:, 0, ..., None, :] * weights[:, 1, ..., None])[:, None]
-    torch.where(inside, taps.sum((4, 5)), fill, out=images)
+    weights = weights[:, 0, ..., None, :] * weights[:, 1, ..., None]  # [n, H, W, 4, 4]
+    places = (second.long()[..., None] + near).clamp_(first, last)  # columns and rows [n, 2, H, W, 4]
+    places = torch.add(places[:, 0, ..., None, :], places[:, 1, ..., None], alpha=width).view(len(operations), 1, -1)
+    parts = [of_all.split([len(of) for of in passes]) for of_all in (places, weights[:, None], inside, fill)]
+    return zip(*parts, strict=True)
+
+
+def _sample(
+    images: torch.Tensor, places: torch.Tensor, weights: torch.Tensor, inside: torch.Tensor, fill: torch.Tensor
+) -> None:
+    """Image.transform with AFFINE: each pixel a weighted sum of 16. grid_sample has other bicubic weights."""
+    taps = images.flatten(2).gather(2, places.expand(-1, 3, -1)).view(*images.shape, 4, 4)
+    torch.where(inside, taps.mul_(weights).sum((4, 5)), fill, out=images)
 
 
 def _hue(images: torch.Tensor, operations: Sequence[Operation], a: np.ndarray) -> None:
@@ -489,7 +499,7 @@ def _filter(images: torch.Tensor, kernels: np.ndarray, mode: Any, rounds: int) -
     images.copy_(pixels.view(n, height, 3, width).transpose(1, 2))
 
 
-_FAMILIES: dict[str, Callable[[torch.Tensor, Sequence[Operation], np.ndarray], None]] = {
+_FAMILIES: dict[str, Callable[..., None]] = {
     **dict.fromkeys((*_TABLES, "AutoContrast", "Equalize"), _look_up),
     **dict.fromkeys(_PLACES, _sample),
     **dict.fromkeys(("Contrast", "Brightness", "Color", "Sharpness"), _blend),
