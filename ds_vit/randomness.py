@@ -96,19 +96,19 @@ def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _finalise_torch(x: torch.Tensor) -> torch.Tensor:
-    x = x ^ _shift_right(x, 30)
-    x = x * _signed(_MUL1)
-    x = x ^ _shift_right(x, 27)
-    x = x * _signed(_MUL2)
-    return x ^ _shift_right(x, 31)
+def _mix_upper_bits(keys: torch.Tensor, value: int | torch.Tensor) -> torch.Tensor:
+    """`mix_tensor` without its last step, which does not change the upper 31 bits."""
+    if isinstance(value, int):
+        value = _signed(value & _MASK)
+    x = (keys ^ value) + _signed(_GOLDEN)
+    x = (x ^ _shift_right(x, 30)) * _signed(_MUL1)
+    return (x ^ _shift_right(x, 27)) * _signed(_MUL2)
 
 
 def mix_tensor(keys: torch.Tensor, value: int | torch.Tensor) -> torch.Tensor:
     """Mix one more value into int64 keys: `mix(a, b, value)` from `mix(a, b)`, elementwise with broadcasting."""
-    if isinstance(value, int):
-        value = _signed(value & _MASK)
-    return _finalise_torch((keys ^ value) + _signed(_GOLDEN))
+    x = _mix_upper_bits(keys, value)
+    return x ^ _shift_right(x, 31)
 
 
 def uniform_of(bits: torch.Tensor, shape: Sequence[int] = ()) -> torch.Tensor:
@@ -124,7 +124,7 @@ def uniform_of(bits: torch.Tensor, shape: Sequence[int] = ()) -> torch.Tensor:
     """
     if shape:
         counter = torch.arange(math.prod(shape), dtype=torch.int64, device=bits.device)
-        bits = mix_tensor(bits[:, None], counter[None, :]).view(bits.shape[0], *shape)
+        bits = _mix_upper_bits(bits[:, None], counter[None, :]).view(bits.shape[0], *shape)
     return _shift_right(bits, 40).to(torch.float32) * 2.0**-24
 
 
