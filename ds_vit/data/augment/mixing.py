@@ -157,8 +157,9 @@ def mix_images(images: torch.Tensor, num_rows: int, mix: PairMix) -> torch.Tenso
     device = images.device
     partner = images[mix.partner.to(device, non_blocking=True)]
     is_cutmix = mix.box.any(dim=1)
-    lam = send(torch.where(is_cutmix, 1.0, mix.lam), device)[:, None, None, None]
-    mixed = own * lam + partner * (1.0 - lam)
+    share = torch.where(is_cutmix, 1.0, mix.lam)
+    lam, rest = send(torch.stack([share, 1.0 - share]), device)[..., None, None, None]
+    mixed = own * lam + partner * rest
     if bool(is_cutmix.any()):
         mask = box_mask(mix.box, (images.shape[2], images.shape[3]), device)
         mixed = torch.where(mask, partner, mixed)
