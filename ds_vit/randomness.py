@@ -81,14 +81,9 @@ def sample_keys(
     Returns:
         int64 array of shape [n].
     """
-    state = mix(seed, epoch) & _MASK
-    golden = np.uint64(_GOLDEN)
-    with np.errstate(over="ignore"):
-        index = np.asarray(sample_index, dtype=np.int64).astype(np.uint64)
-        x = _finalise_numpy((np.uint64(state) ^ index) + golden)
-        copy = np.broadcast_to(np.asarray(repeat, dtype=np.int64).astype(np.uint64), x.shape)
-        x = _finalise_numpy((x ^ copy) + golden)
-    return x.view(np.int64)
+    of_epoch = np.array(mix(seed, epoch), dtype=np.int64)
+    of_samples = mix_array(of_epoch, np.asarray(sample_index, dtype=np.int64))
+    return mix_array(of_samples, np.asarray(repeat, dtype=np.int64))
 
 
 def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
