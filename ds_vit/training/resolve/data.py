@@ -229,7 +229,7 @@ def _open_each(
     keys = CaptionKeys(config.csv_img_key, config.csv_caption_key, config.csv_separator.replace("\\t", "\t"))
     labelled, task = _needs_labels(config), task_named(config.task, config.task_source)
     found: list[Source] = []
-    for folder in folders:
+    for number, folder in enumerate(folders, 1):
         try:
             source = task.open_source(config, folder or "", split)
             if source is None:
@@ -245,7 +245,7 @@ def _open_each(
                 )
             found.append(source)
         except listing.NoSuchSplit:
-            if not of_evaluation or (folder == folders[-1] and not found):
+            if not of_evaluation or (number == len(folders) and not found):
                 raise
     return found
 
