@@ -21,7 +21,6 @@ from ds_vit.data.decode import ImageDecodeError
 from ds_vit.data.masks import MaskField, ScaleCrop, SceneImages, crop_mask
 from ds_vit.data.sampler import Share
 from ds_vit.data.settings import ImageConfig
-from ds_vit.data.sources import masks
 from ds_vit.data.sources.listing import NoSuchSplit
 from ds_vit.data.sources.masks import Labels, decode_mask, default_palette, size_of_mask
 from ds_vit.data.sources.source import Source
@@ -65,7 +64,7 @@ def test_both_layouts_hold_the_same_samples(tmp_path, monkeypatch):
         assert np.array_equal(one.entry("mask", number), mask_of(int(one.describe(number)[-5])))
         assert np.array_equal(one.entry("mask", number), other.entry("mask", number))
         assert one.target(number).tolist() == [1, 1, 1]
-    monkeypatch.setattr(masks, "decode_mask", None)
+    monkeypatch.setattr("ds_vit.data.sources.masks.decode_mask", None)
     assert one.fingerprint == other.fingerprint
     for flags in ({"num_classes": 4}, {"ignore_index": 9}, {"reduce_zero_label": True}):
         assert opened(both[0], **flags).fingerprint != one.fingerprint
@@ -86,7 +85,7 @@ def _npy(mask: np.ndarray) -> bytes:
     return file.getvalue()
 
 
-FILES: dict[str, Callable[[np.ndarray], bytes]] = {
+FILES = {
     "palette png of 2 bits": lambda mask: _saved(mask, "png", palette=True, bits=2),
     "16-bit png": lambda mask: _saved(mask.astype(np.uint16) * 300, "png"),
     "palette tiff": lambda mask: _saved(mask, "tiff", palette=True, compression="tiff_lzw"),
@@ -179,12 +178,9 @@ def test_a_folder_without_the_split_is_refused(data):
         opened("", "test", dataset="scenes")
 
 
-def _fields(flips: bool = True) -> list:
-    images = SceneImages("images", IMAGE, AUGMENT, (0.5, 2.0))
-    mask = MaskField("masks", images)
-    if not flips:
-        mask._follows = SceneImages("images", IMAGE, AUGMENT.model_copy(update={"hflip": 0.0}), (0.5, 2.0))
-    return [images, mask]
+def _fields(of_mask: AugmentConfig = AUGMENT) -> list:
+    images, followed = (SceneImages("images", IMAGE, augment, (0.5, 2.0)) for augment in (AUGMENT, of_mask))
+    return [images, MaskField("masks", followed)]
 
 
 def _load(data: Path, fields: list, share: Share = WHOLE, **options: object) -> Loaded:
@@ -209,7 +205,7 @@ def test_image_and_mask_have_one_geometry_on_every_rank(data):
     batches = _load(data, _fields())
     right, padding = _agreement(batches)
     assert (right, 0.03 < padding < 0.5) == (1.0, True)
-    assert _agreement(_load(data, _fields(flips=False)))[0] < 0.9
+    assert _agreement(_load(data, _fields(AUGMENT.model_copy(update={"hflip": 0.0}))))[0] < 0.9
     expected = batches.tensors()
     assert expected["masks"].dtype == torch.int64
     for share, workers in ((Share(0, 2, 2), 0), (Share(0, 1, 2, 2), 2)):

@@ -18,14 +18,11 @@ from ds_vit.data.sources.masks import IGNORED
 from ds_vit.tasks.segmentation.scenes import SceneSource
 
 
-@pytest.fixture(scope="module", params=[True, False])
-def source(request) -> SceneSource:
-    return SceneSource(train=request.param)
-
-
-def test_masks_agree_with_the_pixels(source):
+@pytest.mark.parametrize("train", [True, False])
+def test_masks_agree_with_the_pixels(train):
     # Catches: a mask that is shifted or transposed, another size than the image's, a value that is no class, an outline
     # that counts.
+    source = SceneSource(train)
     shares = np.zeros(source.num_classes + 1)
     for index in range(60):
         pixels, mask = np.asarray(source.image(index), dtype=np.float64), source.entry("mask", index)

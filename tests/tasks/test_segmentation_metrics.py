@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from micro_batches import loader_of
 from plain_segmenter import CLASSES, blocks, rated, write_split
 from sklearn.metrics import confusion_matrix, jaccard_score
 
 from ds_vit.config.run_folder import RunFolder
 from ds_vit.config.schema import RunConfig
 from ds_vit.data.field import finished
-from ds_vit.data.reader import Reader
 from ds_vit.data.rows import EvalRows
 from ds_vit.data.sampler import Share
 from ds_vit.data.settings import ImageConfig
@@ -23,12 +23,10 @@ from ds_vit.tasks.segmentation.metrics import MeanIoU, iou_panels, write_iou
 from ds_vit.tasks.segmentation.task import Segmentation
 from ds_vit.tasks.segmentation.windows import Canvas, WholeMask, Windows, stitched
 
-HALF = (0.5, 0.5, 0.5)
-IMAGE = ImageConfig(img_size=(24, 32), mean=HALF, std=HALF)
+IMAGE = ImageConfig(img_size=(24, 32), mean=(0.5,) * 3, std=(0.5,) * 3)
 PATCH, BAD = 8, 4
 SIZES = [(24, 32), (50, 33), (17, 71), (24, 90), (20, 20), (61, 64), (9, 7), (40, 52)]
 IGNORED = {1: 0.3, 3: 1.0}  # number of an image → share of its pixels without a class
-STRIDES = [None, 0, 5]
 
 
 @pytest.fixture(scope="module")
@@ -55,14 +53,12 @@ def counted(folder, rank, world, stride):
     source = Segmentation.open_source(RunConfig(num_classes=CLASSES - 1), str(folder), "val")
     task = SimpleNamespace(image=IMAGE, validation=source, config=SimpleNamespace(slide_stride=stride))
     fields = Segmentation.fields(task, training=False)
-    reader = Reader(source, fields, EvalRows(len(source), Share(rank, world, 1 + world)), on_bad_image="skip")
     metrics = MeanIoU(CLASSES, fields[0], torch.device("cpu"), source)
     metrics.expect(len(source))
-    for number in range(len(reader.rows)):
-        read = reader.read(reader.rows.at(number))
+    rows = EvalRows(len(source), Share(rank, world, 1 + world))
+    for read in loader_of(source, fields, rows, on_bad_image="skip"):
         batch = finished(fields, read, device="cpu")
-        batch |= {"valid": read.rows.valid, "keys": read.rows.keys}
-        metrics.update(logits_of(batch["images"]), batch)
+        metrics.update(logits_of(batch["images"]), batch | {"valid": read.rows.valid, "keys": read.rows.keys})
     return metrics
 
 
@@ -75,7 +71,7 @@ def count_on_rank(folder, stride):
     return metrics.compute(), metrics.sums.tolist(), own
 
 
-@pytest.fixture(scope="module", params=STRIDES)
+@pytest.fixture(scope="module", params=[None, 0, 5])
 def plain(request, folder):
     """A stride, and of all pixels that count their classes and those of windows written out."""
     return request.param, *rated(logits_of, folder, IMAGE.img_size, request.param, skip=BAD)[0]

@@ -101,8 +101,7 @@ def test_from_python_and_without_a_table_of_labels(run, tmp_path, capsys, monkey
     write_photos(tmp_path)
     found = predict(run, [str(tmp_path / name) for name in SIZES])
     assert found["by"] == "pixels"
-    for row, size in zip(found["images"], SIZES.values(), strict=True):
-        assert row["mask"].shape == size
+    assert [row["mask"].shape for row in found["images"]] == [*SIZES.values()]
     bare = random_run(tmp_path / "bare", labels=False, reduce_zero_label=True)
     assert cli.main(["predict", str(bare), "tall.png", "-k", "2"]) == 0
     assert "share" in capsys.readouterr().out
@@ -146,9 +145,8 @@ def test_timm_reads_the_exported_backbone(tmp_path, head):
     model = timm.create_model(f"local-dir:{found.folder}", pretrained=True)
     written = load_file(run / "model.safetensors")
     assert all(torch.equal(value, written[name]) for name, value in model.state_dict().items())
-    assert json.loads((found.folder / "head.json").read_text()) == {
-        **{"kind": head, "grid": [4, 4], "num_classes": CLASSES, "classes": NAMES, "img_size": [SIDE, SIDE]}
-    }
+    about = {"kind": head, "grid": [4, 4], "num_classes": CLASSES, "classes": NAMES, "img_size": [SIDE, SIDE]}
+    assert json.loads((found.folder / "head.json").read_text()) == about
     write_photos(tmp_path)
     transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
     expected = model.eval()(transform(Image.open(tmp_path / "wide.jpg"))[None])
