@@ -119,6 +119,7 @@ def test_masks_hold_large_values_exactly():
     ("words", "message"),
     [
         (["--slide-stride", "17"], "--slide-stride 17 must be at most 16"),
+        (["--crop-pct", "0.9"], "--crop-pct has no effect with --task segmentation: windows slide over whole images"),
         (["--output", "table.csv"], "name the folder of the masks"),
         (["--output", "full"], "full exists already; remove it"),
         (["wide.png"], "wide.jpg and wide.png would have one mask, wide.png"),
