@@ -11,9 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 from picture_folders import encoded, noise
 from shards import write_shard
 
+from ds_vit.data.field import Sample
+from ds_vit.data.fields import ImageField
+from ds_vit.data.settings import ImageConfig
 from ds_vit.data.sources import shards, tars
 from ds_vit.data.sources.captions import CaptionKeys
 from ds_vit.data.sources.datasets import open_source
@@ -42,6 +46,18 @@ def _labels(source) -> list[int]:
 
 
 # What is read
+
+
+def test_a_field_reads_a_further_image_of_each_sample(tmp_path):
+    # Catches: an entry that only masks read, the pixels of the sample's image in its place.
+    files = {"a.png": encoded(0), "a.depth.png": encoded(7), "a.cls": b"0"}
+    write_shard(tmp_path / "train-0.tar", files)
+    source, image = open_source("wds/", str(tmp_path), "train"), ImageConfig((8, 8), crop_pct=1.0)
+    read = [ImageField(name, image, entry=name).read(Sample(source, 0, 0)) for name in ("image", "depth")]
+    write_shard(tmp_path / "val-0.tar", {"b.png": files["a.depth.png"], "b.cls": b"0"})
+    alone = ImageField("image", image).read(Sample(open_source("wds/", str(tmp_path), "val"), 0, 0))
+    assert torch.equal(read[1], alone)
+    assert not torch.equal(read[0], alone)
 
 
 @pytest.mark.parametrize(
