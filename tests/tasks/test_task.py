@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from curves import read_rows, train_main
-from runs import DIGITS, refusal, resolved
+from curves import read_rows
+from runs import DIGITS, refusal, resolved, run_quietly
 
 from ds_vit.checkpoint.folder import Checkpoint
 from ds_vit.config.flag import spelling
@@ -57,13 +57,19 @@ class ByLoss(Classification):
         """As `Task.metrics`."""
         return Margin(device, "loss", "margin")
 
+    def concerns(self, figures, step, steps_per_epoch):
+        """As `Task.concerns`."""
+        return {"margin": f"at step {step} the margin is small"} if "margin" in figures else {}
+
 
 def test_a_metric_of_its_own(ranks, tmp_path):
     # Catches: a list of metrics' names in the trainer, the reporter, the report, the summary or the checkpoints; a
-    # "best" that is always the largest.
+    # "best" that is always the largest; a warning that is lost, or printed at each evaluation.
     config = "ds_configs/cpu_zero1_fp32.json"
     argv = [*WORDS, "--deepspeed_config", config, "--output", tmp_path / "run", "--pp", 2]
-    assert ranks.run(2, train_main, [str(word) for word in argv]) == [0, 0]
+    codes, out, err = zip(*ranks.run(2, run_quietly, argv), strict=True)
+    assert codes == (0, 0)
+    assert re.findall(r"WARNING: at step (\d+) the margin is small", "".join(out + err)) == ["8"]
     rows = [row for row in read_rows(tmp_path / "run") if row["kind"] == "eval"]
     assert [set(row) for row in rows] == [STAMP | {"loss", "margin", "images", "skipped_images"}] * 2
     losses = {row["step"]: row["loss"] for row in rows}
