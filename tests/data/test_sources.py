@@ -283,7 +283,7 @@ def test_a_class_is_one_in_either_spelling(tmp_path, form):
 
 
 UNLABELLED = {
-    "flat": ("1.png", "2.png"),
+    "flat": ("1.png", "test.png"),  # no split
     "nested": ("2023/01/1.png", "2024/01/2.png"),
     "mixed": ("1.png", "a/2.png", "a/b/3.png"),
 }
