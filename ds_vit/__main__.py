@@ -5,13 +5,12 @@ from __future__ import annotations
 import signal
 import sys
 
-from ds_vit.fault_tolerance.signals import SIGNALS, end_at_signals
+from ds_vit.fault_tolerance.signals import end_at_signals
 
 
 def main() -> int:
     """Run `ds-vit` on this process's arguments."""
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    end_at_signals("ds-vit")
+    before = end_at_signals("ds-vit")
     from ds_vit import cli
 
     if sys.argv[1:2] not in (["train"], ["eval"]):  # which import torch first, and then record signals

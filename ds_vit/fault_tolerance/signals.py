@@ -29,11 +29,14 @@ class Interrupted(Exception):
     """The run ends early, on all ranks at the same step."""
 
 
-def end_at_signals(program: str) -> None:
+def end_at_signals(program: str) -> dict[signal.Signals, Any]:
     """End this process with code 75 (Ctrl-C: 130) on `SIGNALS`, until `Signals` records them.
 
     For the first line of a program: importing torch and DeepSpeed takes seconds. torch reads its level of C++ messages
     as it is imported. A warning shows 25 lines of stack, for example when the store of another run closes.
+
+    Returns:
+        The handlers of these signals before.
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
@@ -43,8 +46,7 @@ def end_at_signals(program: str) -> None:
             os.write(2, line.encode())
         os._exit(_code(number))
 
-    for number in _heard():
-        signal.signal(number, end)
+    return {number: signal.signal(number, end) for number in _heard()}
 
 
 def _heard() -> list[signal.Signals]:
