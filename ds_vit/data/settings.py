@@ -14,7 +14,7 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, resolve_data_
 from torch import nn
 
 from ds_vit.data.image_sizes import ImageSizes
-from ds_vit.data.sampler import SampleOrder, Share
+from ds_vit.data.sampler import SampleOrder
 from ds_vit.data.sources.source import Source
 
 
@@ -113,15 +113,13 @@ class Workers(NamedTuple):
 
 @dataclass(frozen=True)
 class Data:
-    """The samples of a run, and this rank's part of them.
+    """The samples of a run.
 
     Attributes:
         train_source: the training split; in evaluation only it defines the classes.
         order: of the training samples.
-        share: this rank's rows of a global batch.
         val_source: the evaluation split, or None.
         zeroshot: of --zeroshot, or None.
-        eval_rows: rows of an evaluation batch.
         sizes: which size of images each step trains on; None where all have the model's.
         workers: loader processes of this rank.
         notes: lines for people.
@@ -129,10 +127,8 @@ class Data:
 
     train_source: Source
     order: SampleOrder
-    share: Share
     val_source: Source | None = None
     zeroshot: ZeroShotData | None = None
-    eval_rows: int = 1
     sizes: ImageSizes | None = None
     workers: Workers = field(default=Workers(0))
     notes: tuple[str, ...] = field(default=(), compare=False)
@@ -148,8 +144,3 @@ class Data:
         source = self.zeroshot.source if self.val_source is None and self.zeroshot is not None else self.val_source
         assert source is not None, "there is no evaluation split"
         return source
-
-    @property
-    def eval_share(self) -> Share:
-        """This rank's rows of the evaluation batches that the ranks count at a time."""
-        return Share(self.share.dp_rank, self.share.dp_size, self.eval_rows)

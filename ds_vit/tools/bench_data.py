@@ -147,7 +147,7 @@ def _stages(run: Run, samples: Sequence[_Sample], device: torch.device) -> dict[
     with shielded():
         decode, both = (_fastest(each, len(samples)) for each in _decode_and_augment(run, samples))
     loader = _loader(run, workers=0)
-    batches = list(itertools.islice(loader, max(1, len(samples) // run.data.share.micro_batch)))
+    batches = list(itertools.islice(loader, max(1, len(samples) // run.share.micro_batch)))
     rows = sum(batch.rows.num_rows for batch in batches)
     whole = _fastest(lambda: list(itertools.islice(loader, len(batches))), rows)
 
@@ -174,9 +174,9 @@ def _stages(run: Run, samples: Sequence[_Sample], device: torch.device) -> dict[
 def _loader(run: Run, workers: int) -> Loader:
     """Of the first data-parallel rank, which reads all fields of a sample, without images of other sizes."""
     data, task = run.data, run.model.task
-    rows = TrainRows(data.order, dataclasses.replace(data.share, dp_rank=0), run.config, task.image.img_size)
+    rows = TrainRows(data.order, dataclasses.replace(run.share, dp_rank=0), run.config, task.image.img_size)
     reader = Reader(data.train_source, origins(task.training_fields), rows, on_bad_image=run.config.on_bad_image)
-    return Loader(reader, range(10**9 // data.order.global_batch * data.share.accumulation), workers)
+    return Loader(reader, range(10**9 // data.order.global_batch * run.share.accumulation), workers)
 
 
 def _decode_and_augment(run: Run, samples: Sequence[_Sample]) -> tuple[Callable[[], None], Callable[[], None]]:

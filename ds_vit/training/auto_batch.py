@@ -117,7 +117,7 @@ class MemoryAdvice:
                     found.append("--grad-checkpointing full")
             if dp > 1 and stage < (1 if pp > 1 else 3):
                 found.append(f"--set zero_optimization.stage={stage + 1}")
-        rows = run.data.eval_rows if run.data.evaluates else 0
+        rows = run.eval_share.micro_batch if run.data.evaluates else 0
         if rows > (batch.micro_batch if run.optimizer is not None else 1):
             found.append(f"--validation-batch-size {rows // 2}")
         return ", ".join(found or ["more ranks or hosts, or a smaller --model"])
@@ -295,13 +295,11 @@ def _choose(run: Run, found: Found) -> Run:
 def _with_batch(run: Run, batch: BatchSizes, note: str) -> Run:
     """The same run in other micro-batches of the same global batch; lines for people name the new ones."""
     assert batch.global_batch == run.batch.global_batch, f"{batch} is not {run.batch}"
-    share = replace(run.data.share, micro_batch=batch.micro_batch, accumulation=batch.accumulation)
     lines = tuple(line.replace(str(run.batch), str(batch)) for line in run.engine.notes)
-    rows = run.config.validation_batch_size or batch.micro_batch
     engine = sum_micro_batches(replace(run.engine, notes=lines), batch)
     origins = {**engine.origins, **dict.fromkeys(BATCH_KEYS[1:], "--auto-batch")}
     engine = replace(engine, json=engine.json.replace(batch.as_json()), origins=origins)
-    data = replace(run.data, share=share, eval_rows=rows, notes=(*run.data.notes, note))
+    data = replace(run.data, notes=(*run.data.notes, note))
     return replace(run, batch=batch, data=data, engine=engine)
 
 

@@ -80,7 +80,7 @@ class InputPipeline:
             be decoded; None to write neither.
 
     Attributes:
-        data: the samples, and this rank's part of them.
+        data: the samples.
         task: makes the tensors of a batch.
         stages: of this rank, as `stages_of`.
         leader: the rank that loads for this rank's tensor-parallel group.
@@ -116,7 +116,7 @@ class InputPipeline:
             first_step: optimizer steps that are done.
             skipped_batches: global batches that were left out before this step.
         """
-        data, task, share, config = self.data, self.task, self.data.share, self.run.config
+        data, task, share, config = self.data, self.task, self.run.share, self.run.config
         mix = config if self.loads else MixConfig()  # others read keyed fields only, which are not mixed
         rows = TrainRows(data.order, share, mix, task.image.img_size, data.sizes, skipped_batches)
         on_bad_image = "skip" if config.on_bad_image == "skip" else "replace"
@@ -156,9 +156,9 @@ class InputPipeline:
         data = self.data
         source = data.validation if source is None else source
         fields = self.task.evaluation_fields if fields is None else fields
-        share, on_bad_image, num_workers = data.eval_share, self.run.config.on_bad_image, data.workers.number
+        share, on_bad_image, num_workers = self.run.eval_share, self.run.config.on_bad_image, data.workers.number
         if on_every_rank:
-            share, on_bad_image, num_workers = Share(0, 1, min(data.eval_rows, len(source))), "skip", 0
+            share, on_bad_image, num_workers = Share(0, 1, min(share.micro_batch, len(source))), "skip", 0
         rows = EvalRows(len(source), share)
         reader = self._reader(fields, source, rows, on_bad_image)
         loader = Loader(reader, range(len(rows)), num_workers * self.loads, self._pins)
@@ -185,7 +185,7 @@ class InputPipeline:
 
     def texts(self, texts: Sequence[str]) -> EvaluationInputs:
         """The batches of some texts, each on one data-parallel rank, with the "number" of each, int64 [B]."""
-        tokenizer, device, share = self.task.tokenizer, self.engine.device, self.data.eval_share
+        tokenizer, device, share = self.task.tokenizer, self.engine.device, self.run.eval_share
         rows = EvalRows(len(texts), share)
         assert tokenizer is not None, f"--task {self.task.name} reads no texts"
 

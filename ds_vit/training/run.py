@@ -16,6 +16,7 @@ from torch import nn
 from ds_vit.config.batch import BatchSizes
 from ds_vit.config.schema import RunConfig
 from ds_vit.config.units import Interval
+from ds_vit.data.sampler import Share
 from ds_vit.data.settings import Data
 from ds_vit.engine.settings import EngineSettings
 from ds_vit.launching.process import Process
@@ -115,7 +116,7 @@ class Run:
         process: this rank.
         layout: degrees of parallelism.
         batch: the batch arithmetic.
-        data: the samples, and this rank's part of them.
+        data: the samples.
         model: the model and its task.
         optimizer: the update rule of each parameter; None in evaluation only.
         schedule: the learning rate and the number of steps; None in evaluation only.
@@ -160,6 +161,18 @@ class Run:
     def total_steps(self) -> int:
         """Optimizer steps of the run; 0 in evaluation only."""
         return self.schedule.total_steps if self.schedule else 0
+
+    @property
+    def share(self) -> Share:
+        """This rank's rows of a global batch of training."""
+        rank, batch = self.process.rank, self.batch
+        return Share(self.layout.dp_rank(rank), self.layout.dp, batch.micro_batch, batch.accumulation)
+
+    @property
+    def eval_share(self) -> Share:
+        """This rank's rows of the evaluation batches that the ranks count at a time."""
+        rows = self.config.validation_batch_size or self.batch.micro_batch
+        return Share(self.layout.dp_rank(self.process.rank), self.layout.dp, rows)
 
     @property
     def stage(self) -> int:

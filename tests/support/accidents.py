@@ -14,7 +14,7 @@ def spoil_batches(bad: Collection[int]) -> None:
 
     def spoilt(self, first_step=0, skipped=0):
         for i, batch in enumerate(training(self, first_step, skipped)):
-            poor = "images" in batch and first_step + skipped + i // self.data.share.accumulation in bad
+            poor = "images" in batch and first_step + skipped + i // self.run.share.accumulation in bad
             yield {**batch, "images": batch["images"] * math.nan} if poor else batch
 
     InputPipeline.training = spoilt

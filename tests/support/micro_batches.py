@@ -121,6 +121,6 @@ def load(
 def tensors_of(run: Run, steps: int) -> Iterator[dict[str, torch.Tensor]]:
     """The first micro-batches of a run on one rank as its task's fields make them, with the keys."""
     task, data = run.model.task, run.data
-    rows = TrainRows(data.order, data.share, run.config, task.image.img_size)
+    rows = TrainRows(data.order, run.share, run.config, task.image.img_size)
     for batch in loader_of(data.train_source, task.training_fields, rows, range(steps)):
         yield {**finished(task.training_fields, batch, device="cpu"), "keys": batch.rows.keys}

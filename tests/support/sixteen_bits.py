@@ -281,9 +281,7 @@ def train_on_rank(
             for step, batch in enumerate(of_seed, start=1):
                 task, horizon = run.model.task, run.schedule.horizon
                 engine.begin_step(step, task.schedules(step, horizon), task.held_names(step, horizon))
-                micro_batches = [
-                    _rows(batch, run.data.share.rows(n), engine.dtype) for n in range(run.batch.accumulation)
-                ]
+                micro_batches = [_rows(batch, run.share.rows(n), engine.dtype) for n in range(run.batch.accumulation)]
                 result = engine.train_step(iter(micro_batches))
                 assert result.outcome().applied
                 losses.append(float(engine.mean(result.loss)))

@@ -75,7 +75,8 @@ def test_only_what_the_run_has_left_is_advised(stage, world, words, remedies):
     json = ROOT / "ds_configs" / f"cpu_zero{stage}_fp32.json"
     run = resolved([*RUN, "--deepspeed_config", json, *words], world)
     assert MemoryAdvice(run, Memory(2000, "free")).remedies == ", ".join(remedies)
-    evaluation = dataclasses.replace(run, optimizer=None, data=dataclasses.replace(run.data, eval_rows=8))
+    rows = run.config.model_copy(update={"validation_batch_size": 8})
+    evaluation = dataclasses.replace(run, optimizer=None, config=rows)
     assert MemoryAdvice(evaluation, Memory(2000, "free")).remedies == "--validation-batch-size 4"
 
 

@@ -37,7 +37,7 @@ def train_with_bad_batches(argv, bad=(), jump=None, write_seconds=0.0):
 
     def jumping(self, *_):
         step, batches = jump
-        feed = itertools.islice(training(self), step * self.data.share.accumulation)
+        feed = itertools.islice(training(self), step * self.run.share.accumulation)
         yield from itertools.chain(feed, training(self, step, batches))
 
     if jump is not None:

@@ -71,7 +71,7 @@ def resolve(
     batch, kept = resolve_batch(config, engine, layout, resume)
     notes = (*machine, *engine.notes, *compiled, *kept)
     engine = sum_micro_batches(dataclasses.replace(engine, notes=notes), batch)
-    data = resolve_data(config, world, layout, batch, sources)
+    data = resolve_data(config, world, batch, sources)
     model = resolve_model(config, task_type, data, resumes=resume is not None, with_weights=with_weights)
     model = arrange_layers(model, config, engine, batch)
     optimizer, schedule = None, None

@@ -10,7 +10,7 @@ from ds_vit.config.deepspeed_json import BATCH_KEYS
 from ds_vit.config.schema import PROGRAM_DATASET, RunConfig
 from ds_vit.config.units import parse_set
 from ds_vit.data.decode import describe_depth, require_fast
-from ds_vit.data.sampler import SampleOrder, Share
+from ds_vit.data.sampler import SampleOrder
 from ds_vit.data.settings import Data, Workers
 from ds_vit.data.sources import listing
 from ds_vit.data.sources.captions import CaptionKeys
@@ -69,7 +69,7 @@ def resolve_batch(
 
 
 def resolve_data(
-    config: RunConfig, world: World, layout: Layout, batch: BatchSizes, sources: tuple[Source, Source | None] | None
+    config: RunConfig, world: World, batch: BatchSizes, sources: tuple[Source, Source | None] | None
 ) -> Data:
     """Open the splits, where a program does not pass them.
 
@@ -103,10 +103,8 @@ def resolve_data(
     return Data(
         train_source=train,
         order=order,
-        share=Share(layout.dp_rank(world.process.rank), layout.dp, batch.micro_batch, batch.accumulation),
         val_source=val,
         zeroshot=zero_shot,
-        eval_rows=config.validation_batch_size or batch.micro_batch,
         # "auto" is resolved by inputs.with_workers.
         workers=Workers(0 if config.workers == "auto" else int(config.workers)),
         notes=tuple(notes),
