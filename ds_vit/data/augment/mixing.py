@@ -88,14 +88,13 @@ def erase(images: torch.Tensor, boxes: torch.Tensor, keys: torch.Tensor, mode: s
         return images
     rows = send(touched, device)
     part = images[rows]
+    fill: float | torch.Tensor = 0.0
     if mode == "pixel":
         fill = randomness.normal(send(randomness.normal_bits(keys[touched], "erase/noise"), device), part.shape[1:])
     for number in range(boxes.shape[1]):
         if mode == "rand":
             bits = randomness.normal_bits(keys[touched], f"erase/color/{number}")
             fill = randomness.normal(send(bits, device), (3, 1, 1))
-        elif mode == "const":
-            fill = torch.zeros((), device=device)
         part = torch.where(box_mask(boxes[touched, number], size, device), fill, part)
     images[rows] = part
     return images
