@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -104,12 +104,10 @@ def is_on(block: Any) -> bool:
     return isinstance(block, Mapping) and bool(block.get("enabled"))
 
 
-def without(data: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """The JSON without some keys, by dotted names; it need not have them."""
-    out = copy.deepcopy(dict(data))
-    for name in names:
-        block, _, last = name.rpartition(".")
-        inner = value_of(out, block) if block else out
-        if isinstance(inner, dict):
-            inner.pop(last, None)
-    return out
+def without(data: Mapping[str, Any], names: Collection[str], block: str = "") -> dict[str, Any]:
+    """The JSON without some keys, by dotted names; it need not have them. Blocks of the copy are separate objects."""
+    kept = {key: value for key, value in data.items() if f"{block}{key}" not in names}
+    return {
+        key: without(value, names, f"{block}{key}.") if isinstance(value, Mapping) else value
+        for key, value in kept.items()
+    }
