@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Annotated, Any, get_args
 
 from deepspeed.comm.config import CommsLoggerConfig
@@ -182,7 +182,7 @@ class DeepSpeedJson(Block):
         """Whether the file enables a block; "auto" counts as enabled."""
         return is_on(self.given(block))
 
-    def replace(self, values: Mapping[str, Any], without_keys: Iterable[str] = ()) -> DeepSpeedJson:
+    def replace(self, values: Mapping[str, Any], without_keys: Collection[str] = ()) -> DeepSpeedJson:
         """The same file with resolved values, which no range of a flag holds for, and without some keys.
 
         Args:
@@ -197,21 +197,18 @@ class DeepSpeedJson(Block):
         return copy.deepcopy(self._given)
 
 
-# An "auto" in these is resolved later from the model, the machine and the flags; DeepSpeed's models read the others as
-# the default.
-_RESOLVED_LATER = frozenset(
-    {
-        "bf16.enabled",
-        "fp16.enabled",
-        "zero_optimization.reduce_bucket_size",
-        "zero_optimization.allgather_bucket_size",
-        "zero_optimization.stage3_prefetch_bucket_size",
-        "zero_optimization.stage3_param_persistence_threshold",
-    }
+# An "auto" in these is resolved from the flags, the data, the ranks, the model and the machine. DeepSpeed's models read
+# the others as the default.
+_CAN_BE_AUTO = frozenset(
+    (
+        *(*BATCH_KEYS, "gradient_clipping", "communication_data_type", "bf16.enabled", "fp16.enabled"),
+        *(f"zero_optimization.{key}" for key in ("reduce_bucket_size", "allgather_bucket_size")),
+        *(f"zero_optimization.stage3_{key}" for key in ("prefetch_bucket_size", "param_persistence_threshold")),
+        *(f"optimizer.params.{key}" for key in ("lr", "weight_decay", "betas", "eps", "momentum")),
+        *(f"scheduler.params.warmup_{key}" for key in ("min_lr", "max_lr", "num_steps")),
+        "scheduler.params.total_num_steps",
+    )
 )
-# And in these from flags, the data and the number of ranks.
-_FROM_FLAGS = (*BATCH_KEYS, "gradient_clipping")
-_CAN_BE_AUTO = {*_RESOLVED_LATER, *_FROM_FLAGS, "communication_data_type"}
 _OLD_OFFLOAD = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
 # Keys of published files that DeepSpeed never read, and the keys that it reads.
 _READ_ELSEWHERE = {
@@ -239,7 +236,7 @@ def read_json(data: Mapping[str, Any], path: str) -> tuple[DeepSpeedJson, dict[s
     wrong = _wrong_leaves(given, path)
     blocks = {"zero_optimization"} & {name.removesuffix(".stage") for name in wrong}  # no stage to judge it by
     while True:
-        kept = {key: value for key, value in without(given, wrong).items() if key not in blocks}
+        kept = without(given, {*wrong, *blocks})
         try:
             return _parse(kept), wrong
         except ValidationError as error:
@@ -250,9 +247,8 @@ def read_json(data: Mapping[str, Any], path: str) -> tuple[DeepSpeedJson, dict[s
 
 
 def _parse(given: Mapping[str, Any]) -> DeepSpeedJson:
-    autos = (name for name, value in leaves(given).items() if value == "auto")
-    resolved = [name for name in autos if name in _CAN_BE_AUTO or ".params." in name]
-    json = DeepSpeedJson.model_validate(without(given, (*resolved, *_ONLY_NAMED)))
+    autos = [name for name, value in leaves(given).items() if value == "auto"]
+    json = DeepSpeedJson.model_validate(without(given, (*autos, *_ONLY_NAMED)))
     read = json.model_dump(mode="json", by_alias=True, exclude_unset=True, warnings=False, fallback=lambda value: value)
     json._given = _of_keys(read, given)
     return json
@@ -288,7 +284,7 @@ def _by_alias(data: Mapping[str, Any], model: type[BaseModel], prefix: str = "")
             continue
         name, field = fields[key]
         block = model_of(field.annotation)
-        is_silent = value == "auto" and f"{prefix}{name}" not in _RESOLVED_LATER if of_deepspeed else value is None
+        is_silent = value == "auto" and f"{prefix}{name}" not in _CAN_BE_AUTO if of_deepspeed else value is None
         if is_silent and not (value is None and block):
             continue
         out[name] = _by_alias(value, block, f"{prefix}{name}.") if block and isinstance(value, Mapping) else value
@@ -308,7 +304,7 @@ def _of_keys(read: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any
 
 
 def _wrong_leaves(data: Mapping[str, Any], path: str) -> dict[str, str]:
-    """Values that are not finite, quoted, or outside the range of the flag for the same key → what is wrong."""
+    """Values that are not finite, quoted, "auto", or outside the range of the flag for the same key → what is wrong."""
     found, flags = {}, {key: name for name, key in KEY_OF_FLAG.items() if RunConfig.range_of(name)}
     for key, value in leaves(data).items():
         # Text is checked in the optimizer's arguments only: elsewhere DeepSpeed's models and ours reject it.
@@ -317,6 +313,8 @@ def _wrong_leaves(data: Mapping[str, Any], path: str) -> dict[str, str]:
             whole = int(value) if isinstance(value, float) and value.is_integer() else value
             for problem in what_is_wrong({flag: whole})[1].get(flag, ()):
                 found[key] = f"{path}: {key}{problem.removeprefix(spelling(flag))}"
+        if value == "auto" and key not in _CAN_BE_AUTO:
+            found[key] = f'{path}: "{key}" cannot be "auto"; those that can are {", ".join(sorted(_CAN_BE_AUTO))}'
         is_null = value is None and key in DeepSpeedJson.model_fields
         if is_null or (key == "zero_optimization.leaf_module" and value not in (None, {})):
             found[key] = f'{path}: "{key}" must be a block {{…}}, not {value!r}'
@@ -342,15 +340,12 @@ def _wrong_keys(error: ValidationError, path: str) -> dict[str, str]:
             message = _why_unknown(blocks, last)
         elif detail["type"] in ("model_type", "dict_type"):
             message = f'"{name}" must be a block {{…}}, not {value!r}'
-        elif value == "auto":
-            known = ", ".join((*sorted(_CAN_BE_AUTO), "numbers in optimizer.params and scheduler.params"))
-            message = f'"{name}" cannot be "auto"; those that can are {known}'
         elif isinstance(value, (Mapping, BaseModel)):  # a rule between keys, whose input is the whole block
             message = f"{name}: {message}"
         else:
             message = message.removeprefix(f"{name} ").partition(", got a number")[0].replace("Input should", "must")
             message = message.replace("a valid ", "a ").replace("integer", "whole number")
-            message += ' or "auto"' * (name in _FROM_FLAGS)
+            message += ' or "auto"' * (name in _CAN_BE_AUTO)
             message = f"{name} {message}, not {value!r}"
         found[name] = f"{path}: {message}"
     return found
@@ -358,11 +353,11 @@ def _wrong_keys(error: ValidationError, path: str) -> dict[str, str]:
 
 def _why_unknown(blocks: list[str], last: str) -> str:
     """What is wrong with a key that no model has, and the nearest one that works."""
-    removed = {0: _REMOVED_TOP_LEVEL_CONFIG_KEYS, 1: _REMOVED_ZERO_CONFIG_KEYS}.get(len(blocks), {})
-    name = ".".join((*blocks, last))
-    if last in removed and blocks in ([], ["zero_optimization"]):
+    block, name = ".".join(blocks), ".".join((*blocks, last))
+    removed = {"": _REMOVED_TOP_LEVEL_CONFIG_KEYS, "zero_optimization": _REMOVED_ZERO_CONFIG_KEYS}.get(block, {})
+    if last in removed:
         return f'"{name}": {removed[last].partition(" See ")[0].strip()} Delete it'
     if name in _READ_ELSEWHERE:
         return f'DeepSpeed 0.19 knows no key "{name}"; it reads "{_READ_ELSEWHERE[name]}"'
-    known = _keys_of(blocks) | {key.rpartition(".")[2] for key in NAMED if key.rpartition(".")[0] == ".".join(blocks)}
+    known = _keys_of(blocks) | {key.rpartition(".")[2] for key in NAMED if key.rpartition(".")[0] == block}
     return f'DeepSpeed 0.19 knows no key "{name}"{did_you_mean(last, known)}'

@@ -222,7 +222,7 @@ def with_optimizer(json: DeepSpeedJson, path: str, *, lr: float | None = None) -
         The new file, and lines that say what was filled in. A file without an `optimizer` trains with AdamW.
 
     Raises:
-        UserError: "auto" that nothing resolves, or neither an optimizer nor --lr.
+        UserError: neither an optimizer nor --lr.
     """
     if json.optimizer is None:
         if lr is None:
@@ -230,13 +230,8 @@ def with_optimizer(json: DeepSpeedJson, path: str, *, lr: float | None = None) -
         params = {"lr": "auto", **{key: _AUTO_PARAMS[key] for key in ("betas", "eps")}, "weight_decay": "auto"}
         note = f'{path} has no "optimizer": AdamW with betas 0.9 and 0.999, eps 1e-8 and the flags\' rate and decay'
         return json.replace({"optimizer": {"type": "AdamW", "params": params}}), [note]
-    prefix = "optimizer.params."
-    open_ones = sorted(name.removeprefix(prefix) for name in json.auto if name.startswith(prefix))
-    known = sorted((*_AUTO_PARAMS, "lr", "weight_decay"))
-    if unknown := [key for key in open_ones if key not in known]:
-        can_be = ", ".join(known)
-        raise UserError(f'{path}: "{prefix}{unknown[0]}" cannot be "auto"; those that can are {can_be}')
-    filled = {f"{prefix}{key}": _AUTO_PARAMS[key] for key in open_ones if key in _AUTO_PARAMS}
+    names = {f"optimizer.params.{key}": value for key, value in _AUTO_PARAMS.items()}
+    filled = {name: value for name, value in names.items() if name in json.auto}
     return json.replace(filled), [f'{name} "auto" is {value}' for name, value in filled.items()]
 
 

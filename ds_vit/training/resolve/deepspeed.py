@@ -157,7 +157,7 @@ def write_out(run: Run, file: Mapping[str, Any]) -> EngineSettings:
         file: the values of the JSON before anything was resolved.
 
     Raises:
-        UserError: "auto" where nothing resolves it, or a value that DeepSpeed itself rejects.
+        UserError: a value that DeepSpeed itself rejects.
     """
     engine, optimizer, schedule, width = run.engine, run.optimizer, run.schedule, run.model.whole.embed_dim
     path, json = engine.path, engine.json
@@ -176,9 +176,6 @@ def write_out(run: Run, file: Mapping[str, Any]) -> EngineSettings:
         always |= {} if optimizer.decay is None else {"optimizer.params.weight_decay": optimizer.decay}
         auto |= {f"scheduler.params.{key}": value for key, value in schedule.scheduler.items()}
     names = json.auto - always.keys()
-    for name in sorted(names - auto.keys()):
-        known = ", ".join(sorted({*auto, *always}))
-        raise UserError(f'{path}: "{name}" cannot be "auto"; those that can are {known}')
     default = [name for name in names if auto[name] is None]
     json = json.replace(always | {name: auto[name] for name in names - {*default}}, default)
     deepspeed_rules.check_scheduler(json, path)
