@@ -36,7 +36,7 @@ class BatchSizes:
 
 
 def ways_to_share(total: int, dp: int) -> list[BatchSizes]:
-    """Every batch arithmetic that gives a global batch on `dp` ranks, by rising micro-batch; [] where there is none."""
+    """All ways to split a global batch over `dp` ranks, by increasing micro-batch; [] if there is none."""
     if total % dp:
         return []
     share = total // dp
@@ -57,8 +57,8 @@ def batch_sizes(json: DeepSpeedJson, path: str, config: RunConfig, *, dp: int, k
         config: has `-b/--batch-size` for a micro-batch of "auto" (`DEFAULT_MICRO_BATCH` where nothing says it), and
             `--grad-accum-steps` for an accumulation of "auto".
         dp: data-parallel degree.
-        kept: the global batch of the run that continues, to which the other numbers are fitted on this number of ranks:
-            the micro-batch is the largest legal one that is not above the one asked for.
+        kept: the global batch of the run that is resumed. The micro-batch becomes the largest one that divides a rank's
+            share of it and does not exceed the requested one.
 
     Raises:
         UserError: with the three numbers and two ways out.

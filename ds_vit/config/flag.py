@@ -65,7 +65,7 @@ class Flag:
             given replaces the other in a recipe.
         key: the dotted key of the DeepSpeed JSON that holds the same value.
         short: further spellings.
-        neutral: values that ask for nothing, in addition to the default.
+        neutral: values that switch nothing on, in addition to the default.
         const: the value of a flag that is written without one, and of a recipe's `true`.
         metavar: as argparse's.
     """
@@ -120,7 +120,7 @@ class Kind(NamedTuple):
 
     Attributes:
         item: the type of a value, or of each of several.
-        length: how many values: None for one that stands by itself, 0 for any number.
+        length: how many values: None for a single one, 0 for any number of them.
         words: the words that it takes; empty for all.
         bounds: "ge", "gt", "le", "lt" → the number.
     """

@@ -1,7 +1,7 @@
-"""A run's output folder (`--output`): where everything in it lies, and how it is read. No engine, no ranks.
+"""The files of a run's output folder (`--output`), and how they are read. No engine, no ranks.
 
 config.yaml, deepspeed.json     all settings, resolved: enough to run again, on any number of ranks
-deepspeed.derived.json          where those values of deepspeed.json came from that stood in no file
+deepspeed.derived.json          the origin of each value of deepspeed.json that no file has
 metrics.jsonl, tensorboard/     what was measured
 summary.json                    the results
 classes.json                    the names of the classes, a list in the order of the logits; not with --task mae
@@ -15,11 +15,11 @@ eval.json                       what `ds-vit eval` measured
 report.html                     all of this as a page (`ds-vit report`)
 .lock                           the process that writes here now, while there is one
 starts.jsonl                    its processes: from which step, when, on what, with which versions and learning rates
-predictions.csv                 what each validation image was taken for at the last evaluation
+predictions.csv                 the predicted class of each validation image at the last evaluation
 augmented.png, mistakes.png     images for the report, each with a .json that says what they show
 pairs.png, similarities.json    with --task clip and siglip: the most and least similar pairs of the last evaluation,
                                 and similarities of some images and captions
-reconstruction.png              with --task mae: images, what was hidden and what was painted, at the last evaluation
+reconstruction.png              with --task mae: images, hidden patches and their reconstruction, at the last evaluation
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ WEIGHTS = {"raw": "model", "ema": "ema", "teacher": "teacher", BEST: BEST}
 
 
 class _Entry:
-    """A file or folder of a run: read as an attribute of the `RunFolder`, it is its path."""
+    """A file or folder of a run; as an attribute of a `RunFolder` it is the path."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -76,7 +76,7 @@ class RunFolder:
     evaluation = _Entry("eval.json")  # written by `ds-vit eval`
     report = _Entry("report.html")  # for the browser
     starts = _Entry("starts.jsonl")  # a JSON object per line, one per process that worked on the run
-    predictions = _Entry("predictions.csv")  # what each validation image was taken for, where each has one class
+    predictions = _Entry("predictions.csv")  # the predicted class of each validation image, where each has one class
     augmented = _Entry("augmented.png")  # images of the first step as the model saw them; captions in the .json
     pairs = _Entry("pairs.png")  # the most and least similar pairs of validation; captions in the .json
     similarities = _Entry("similarities.json")  # of some images and captions of validation
@@ -177,11 +177,11 @@ def to_json(contents: Mapping[str, Any] | Sequence[Any], indent: int | None = No
 
 @contextlib.contextmanager
 def written_whole(path: Path, unique: str = "") -> Iterator[Path]:
-    """Another name to write to, in the same folder; at the end of the block it takes the file's place, in one piece.
+    """A temporary file in the same folder, which replaces the file at the end of the block.
 
     Args:
         path: of the file.
-        unique: part of that name, where other processes may write the same file.
+        unique: part of its name, where other processes may write the same file.
     """
     partial = path.with_name(f".{path.name}{unique}.partial")
     try:
