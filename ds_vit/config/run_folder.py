@@ -171,8 +171,8 @@ class LineLog:
 
 def to_json(contents: Mapping[str, Any] | Sequence[Any], indent: int | None = None) -> str:
     """JSON text of plain data; JSON has no nan or infinity: they become null."""
-    plain = json.loads(json.dumps(contents), parse_constant=lambda name: None)
-    return json.dumps(plain, indent=indent)
+    text = json.dumps(contents, default=dict)  # a mapping that is no dict
+    return json.dumps(json.loads(text, parse_constant=lambda name: None), indent=indent)
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ import errno
 import io
 import json
 import math
+from types import MappingProxyType
 
 import pytest
 from project import ROOT
@@ -68,7 +69,8 @@ def test_nobody_else_spells_the_names():
 def test_what_is_not_finite_is_null(tmp_path):
     """`NaN` and `Infinity`, which Python writes and other languages' readers refuse."""
     folder = RunFolder(tmp_path)
-    written = {"best_loss": math.nan, "layers": {"embed": {"norm": math.inf}}, "betas": (0.9, -math.inf), "steps": 3}
+    layers = MappingProxyType({"embed": {"norm": math.inf}})
+    written = {"best_loss": math.nan, "layers": layers, "betas": (0.9, -math.inf), "steps": 3}
     read = {"best_loss": None, "layers": {"embed": {"norm": None}}, "betas": [0.9, None], "steps": 3}
     write_json(folder.summary, written)
     assert json.loads(folder.summary.read_text()) == read
