@@ -53,7 +53,6 @@ class Trainer:
     _open: Step | None = field(init=False, default=None)  # the last step, until it is known whether it was applied
 
     def __post_init__(self) -> None:
-        self.total_steps = self.schedule.total_steps
         self.checkpoints.trainer = self
 
     def run(self) -> str:
@@ -104,7 +103,7 @@ class Trainer:
         with contextlib.closing(self.watchdog.micro_batches(read)) as batches:
             for callback in self.callbacks:
                 callback.before_training(first)
-            for step in range(first + 1, self.total_steps + 1):
+            for step in range(first + 1, self.schedule.total_steps + 1):
                 self.train_step(step, batches)
                 self.step = step
                 # The gather of names waits for the device; a step without a damaged image only agrees on one number.
@@ -212,7 +211,7 @@ class Trainer:
         self.watchdog.beat(self.step, "saving", patience=4)
         saved = self.checkpoints.save_last(self.step)
         again = "then start the same command again" + (" with --resume auto" if self.step else "")
-        raise EndedTogether(f"{why}; {again} (step {self.step} of {self.total_steps}: {saved})")
+        raise EndedTogether(f"{why}; {again} (step {self.step} of {self.schedule.total_steps}: {saved})")
 
     def state_dict(self) -> dict[str, Any]:
         """The run's state except the engine's, as plain data (a collective); `conclude` comes before."""
