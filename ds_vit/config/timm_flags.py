@@ -140,9 +140,11 @@ def _momentum(words: Sequence[str], given: Given) -> str:
     return f"= {_params({'momentum': words[0] if words else 0.9})}"
 
 
-def _optimizer_arguments(words: Sequence[str], given: Given) -> str:
-    pairs = dict(word.split("=", 1) for word in words if "=" in word)
-    return f"= {_params(pairs)}" if pairs else "the optimizer's arguments are in optimizer.params of the DeepSpeed JSON"
+def _optimizer_arguments(words: Sequence[str], given: Given) -> str | Answer:
+    pairs = [word.split("=", 1) for word in words if "=" in word]
+    if not pairs:
+        return "arguments of the optimizer are in optimizer.params of the DeepSpeed JSON"
+    return Answer(values={f"optimizer.params.{key}": parse_literal(value) for key, value in pairs})
 
 
 def _betas(words: Sequence[str], given: Given) -> str:

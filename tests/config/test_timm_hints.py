@@ -91,6 +91,7 @@ def test_the_answer_uses_what_was_typed():
         (["--opt=sgd", "--momentum", "0.8"], '"params": {"lr": "auto", "momentum": 0.8, "nesterov": true'),
         (["--amp", "--amp-dtype", "bfloat16"], '"torch_autocast": {"enabled": true, "dtype": "bfloat16"}'),
         (["--num-steps", "70"], "write --max-steps 70"),
+        (["--opt-kwargs", "betas=(0.9, 0.95)"], '"optimizer": {"params": {"betas": [0.9, 0.95]}}'),
     ):
         with pytest.raises(ValueError, match=re.escape(said)):
             parse([*BASE, *words])
