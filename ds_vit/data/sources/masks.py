@@ -30,15 +30,14 @@ from ds_vit.data.augment.steps import Size
 from ds_vit.data.decode import ImageDecodeError, readable
 from ds_vit.data.sources import listing
 from ds_vit.data.sources.combined import Subset
+from ds_vit.data.sources.datasets import open_source
 from ds_vit.data.sources.folders import FileSource, read_table, require_utf8, walk
-from ds_vit.data.sources.hugging_face import open_hugging_face
-from ds_vit.data.sources.shards import open_shards
 from ds_vit.data.sources.source import Source
 from ds_vit.fault_tolerance.errors import UserError, enumerate_some
 
 _LAYOUTS = "DIR/train/images and DIR/train/masks, or DIR/images/train and DIR/masks/train (and val for train)"
 _COLUMNS = ("mask", "annotation", "label", "segmentation", "seg_map")
-_FORMS = {"hfds": open_hugging_face, "parquet": open_hugging_face, "wds": open_shards}
+_FORMS = ("hfds", "parquet", "wds")
 _CLASS = re.compile(r"[0-9]{1,5},(#[0-9a-fA-F]{6})?")
 T = TypeVar("T")
 IGNORED = -1
@@ -351,12 +350,10 @@ def open_masks(dataset: str, folder: str, split: str, classes: tuple[int | None,
         NoSuchSplit: there is no such split.
         UserError: no data, data without masks, or masks without their images.
     """
-    if not dataset and folder.partition("/")[0] in _FORMS and not os.path.exists(folder):
-        dataset, folder = folder, ""
-    form, _, path = dataset.partition("/")
-    if form in _FORMS:
-        folder = os.path.join(folder, path)
-        source = _FORMS[form](folder, split)
+    form, _, path = (dataset or folder).partition("/")
+    if form in _FORMS and (dataset or not os.path.exists(folder)):
+        source = open_source(dataset, folder, split, labels=False)
+        folder = os.path.join(folder, path) if dataset else path
         key = next((name for name in _COLUMNS if source.has(name)), "")
         if not key:
             has = f"has the images {', '.join(source.entries)} and none named {', '.join(_COLUMNS)}"
