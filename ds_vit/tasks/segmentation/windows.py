@@ -69,7 +69,7 @@ class Windows(RaggedField, ImageField):
         name: as for `Field`.
         image: size and normalisation.
         stride: --slide-stride, at most the window: None for two thirds of it; 0 for the whole image as one window.
-        sizes: (height, width) of the images of a batch.
+        sizes: (height, width) of the images that are read.
 
     Raises:
         UserError: the stride is larger than a window.
@@ -150,7 +150,7 @@ class WholeMask(RaggedField):
 
     Args:
         name: as for `Field`.
-        sizes: (height, width) of the masks of a batch.
+        sizes: (height, width) of the masks that are read.
     """
 
     padding = IGNORED
