@@ -241,7 +241,7 @@ class Muon(PerParameterOptimizer):
 
 
 class WholeMatrices:
-    """The plan of who sends which part to whom, for flat tensors that are updated together (a collective).
+    """The transfers of matrices between ranks, for flat tensors that are updated together (a collective).
 
     Args:
         zero_map: the map of this rank.
@@ -275,7 +275,7 @@ class WholeMatrices:
             """Whether a rank's segment goes into the owner's matrix: its own, or what counts where it has no copy."""
             return rank == owner or (segment.place in counted[rank] and segment.place not in places[owner])
 
-        # By rank; what travels between two ranks does so in the order of the holder's segments.
+        # By rank; two ranks exchange segments in the order of their holder.
         rank = self._rank
         self._to_take_back = [[s for s in self._own if owners[s.name] == owner] for owner in range(len(held))]
         self._to_give = [[s for s in own if travels(s, rank, to)] for to, own in enumerate(self._to_take_back)]

@@ -31,11 +31,11 @@ class Machine:
     """The GPUs of a run.
 
     Attributes:
-        accelerator: each.
-        gpus: how many.
-        per_node: of them in a host.
-        inside: link within a host.
-        outside: link of a GPU between hosts.
+        accelerator: the kind of each GPU.
+        gpus: their number.
+        per_node: GPUs of a host.
+        inside: the link within a host.
+        outside: the link of a GPU between hosts.
     """
 
     accelerator: Accelerator
@@ -99,11 +99,11 @@ def step_time(
     """The time of a step, of a planned layout or of a run.
 
     Args:
-        works: of the layers as a rank has them.
+        works: the work of each layer, as a rank has it.
         bounds: pipeline stage i has the layers from bounds[i] on.
-        machine: that computes.
-        batch: arithmetic.
-        rules: layout, ZeRO's stage, types and recomputing.
+        machine: the GPUs.
+        batch: micro-batch and accumulation.
+        rules: layout, ZeRO stage, types and recomputing.
     """
     m, p, stage = batch.accumulation, rules.layout.pp, rules.stage
     distinct = {id(work): work for work in works}

@@ -212,15 +212,15 @@ class Pass(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerWork:
-    """The work of a layer as a rank has it.
+    """The work of a layer on a rank.
 
     Attributes:
-        forward: pass.
-        backward: pass, without running the layer again.
-        given: bytes of the tokens that it outputs, of an image.
-        parameters: their elements.
+        forward: the forward pass.
+        backward: the backward pass, without running the layer again.
+        given: bytes of the tokens that it outputs, for an image.
+        parameters: number of elements.
         regions: number of tensor-parallel parts, after each of which the tokens are summed over the group.
-        is_block: whether it can be recomputed.
+        is_block: whether the layer can be recomputed.
     """
 
     forward: Pass

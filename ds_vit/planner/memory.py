@@ -89,15 +89,15 @@ def unaligned_matrices(layers: Sequence[Layer]) -> list[str]:
 
 
 class LayerMemory(NamedTuple):
-    """A layer as a rank has it.
+    """The memory of a layer on a rank.
 
     Attributes:
-        parameters: how many.
-        trained: of them.
-        states: numbers that the optimizer keeps of them.
-        kept: of an image in the forward pass.
-        back: what its backward pass makes.
-        is_block: whether it can be recomputed.
+        parameters: number of elements.
+        trained: elements that are trained.
+        states: numbers that the optimizer keeps.
+        kept: activations of an image that wait for the backward pass.
+        back: temporary memory of the two passes.
+        is_block: whether the layer can be recomputed.
         sizes: elements of each parameter.
     """
 
@@ -198,11 +198,11 @@ class MemoryRules:
     """The settings of a run that its memory and its time depend on, in addition to its layers.
 
     Args:
-        json: that DeepSpeed gets, without "auto".
-        layout: degrees.
+        json: DeepSpeed's, without "auto".
+        layout: the degrees.
         precision: of the JSON.
         optimizer: its class; None for evaluation only.
-        average: the weights have one.
+        average: whether there is a moving average of the weights.
         checkpointing: of activations.
         rates: share of the trained weights with separate rates, which are applied to a copy of them.
         inputs: bytes of a sample, where all micro-batches of a step are held at once (coupled tasks); else 0.

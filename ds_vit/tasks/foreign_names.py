@@ -151,7 +151,7 @@ class ForeignNames:
         translate: the tensors of a file under the names here, and under their own those without a counterpart; None
             for a file of another kind.
         differences: of a task's model, the shapes of a file's tensors under the names here, and a function that gives
-            the contents of a JSON file beside it (empty if there is none): where the tool's config says what no tensor
+            the contents of a JSON file next to it (empty if there is none): where the tool's config says what no tensor
             shows and the model has otherwise, for people, each with the way out.
         files: of weights in a folder that the tool writes, if they are not called model.safetensors.
         tower: whose tensors they are, among those of several in a file.

@@ -140,7 +140,7 @@ def _text(path: str | Path) -> str:
 
 
 def _other_versions() -> dict[str, str]:
-    """Of what is no Python package, "" where it is not there; torch's CUDA is read without importing torch."""
+    """Versions of other software, "" where it is missing; torch's CUDA is read without importing torch."""
     spec = util.find_spec("torch")
     torch = _text(Path(spec.origin).parent / "version.py") if spec and spec.origin else ""
     built_for = re.search(r"^cuda.*=\s*'([\d.]+)'", torch, re.MULTILINE)
