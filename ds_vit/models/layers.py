@@ -16,10 +16,10 @@ Shapes: B samples, S tokens, D width, H heads, K head width, N patches.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, singledispatch
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from timm.layers import RotaryEmbeddingMixed, apply_keep_indices_nlc, get_mixed_freqs
@@ -342,15 +342,8 @@ def _ends_of(model: TimmViT) -> tuple[type[EmbedLayer], type[HeadLayer]]:
     return next(ends for kind, ends in _ENDS.items() if isinstance(model, kind))
 
 
-def copy_to_take_apart(model: nn.Module) -> nn.Module:
-    """A copy whose modules may go into layers, timm's random ones replaced by keyed ones."""
-    model = copy.deepcopy(model)
-    replace_drops(model)
-    return model
-
-
 def encoder_layers(model: TimmViT) -> list[Layer]:
-    """The embedding and the blocks of a `copy_to_take_apart`, which is used up."""
+    """The embedding and the blocks of a copy that `take_apart` made; they take its modules."""
     rope = _rope_of_blocks(model)
     random_patches = model.patch_drop if isinstance(model.patch_drop, KeyedPatchDropout) else None
     layers = [
@@ -365,17 +358,10 @@ def encoder_layers(model: TimmViT) -> list[Layer]:
 
 
 def head_layer(model: TimmViT) -> HeadLayer:
-    """The head of a `copy_to_take_apart`."""
+    """The head of a copy that `take_apart` made."""
     head = _part(model, _ends_of(model)[1], _HEAD)
     assert isinstance(head, HeadLayer)
     return head
-
-
-def check_complete(layers: list[Layer], model: nn.Module) -> list[Layer]:
-    """The layers, which must hold each parameter of the model once."""
-    names, held = set(model.state_dict()), [name for layer in layers for name in layer.state_dict()]
-    assert sorted(held) == sorted(names), f"lost or doubled: {names.symmetric_difference(held) or held}"
-    return layers
 
 
 def tower_names(model: nn.Module) -> tuple[str, ...]:
@@ -427,24 +413,42 @@ def chain_towers(towers: Iterable[Sequence[Layer]]) -> list[Layer]:
 
 
 @singledispatch
-def take_apart(model: TimmViT) -> list[Layer]:
-    """The layers of a timm model: an `EmbedLayer`, a `BlockLayer` for each block, a `HeadLayer`.
-
-    A kind of model that is more than timm's registers a separate function.
-
-    The layers are copies with timm's random modules replaced by keyed ones (`keyed_drop`); `model` stays as it is, to
-    describe the run.
-
-    Args:
-        model: from `create_model`, on any device.
-
-    Returns:
-        depth + 2 layers on the model's device, whose parameter names together are exactly the model's.
-    """
-    own = copy_to_take_apart(model)
-    layers = encoder_layers(own)
-    head = head_layer(own)
+def _layers_of(model: TimmViT) -> list[Layer]:
+    """Of a model of timm's: an `EmbedLayer`, a `BlockLayer` for each block, a `HeadLayer`; depth + 2 layers."""
+    layers, head = encoder_layers(model), head_layer(model)
     head.num_tokens = layers[-1].num_tokens
-    reads_one = own.global_pool == "token" and own.attn_pool is None
-    layers[-1].head_reads_only_class_token = reads_one and not isinstance(own, VisionTransformerDistilled)
-    return check_complete([*layers, head], model)
+    reads_one = model.global_pool == "token" and model.attn_pool is None
+    layers[-1].head_reads_only_class_token = reads_one and not isinstance(model, VisionTransformerDistilled)
+    return [*layers, head]
+
+
+class _TakeApart:
+    """Makes the layers of a model, by the function of its class.
+
+    A kind of model that is more than timm's registers a function. It receives a copy of the model, timm's random
+    modules replaced by keyed ones (`keyed_drop`), whose modules go into the layers. The model itself stays as it is, to
+    describe the run.
+    """
+
+    dispatch = staticmethod(_layers_of.dispatch)
+
+    @staticmethod
+    def register(function: Callable[[Any], list[Layer]]) -> Callable[[Any], list[Layer]]:
+        """Use a function for models of the class with which its argument is annotated."""
+        return _layers_of.register(function)
+
+    def __call__(self, model: nn.Module) -> list[Layer]:
+        """The layers, on the model's device; together they hold each of its parameters once, under its name.
+
+        Args:
+            model: the description, as from `create_model`, on any device.
+        """
+        own = copy.deepcopy(model)
+        replace_drops(own)
+        layers = _layers_of(own)
+        names, held = set(model.state_dict()), [name for layer in layers for name in layer.state_dict()]
+        assert sorted(held) == sorted(names), f"lost or doubled: {names.symmetric_difference(held) or held}"
+        return layers
+
+
+take_apart = _TakeApart()

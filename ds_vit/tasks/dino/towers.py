@@ -29,17 +29,7 @@ from torch import nn
 from ds_vit.config.schema import RunConfig
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.keyed_drop import mix_in
-from ds_vit.models.layers import (
-    EmbedLayer,
-    HeadLayer,
-    Layer,
-    TokenCount,
-    check_complete,
-    copy_to_take_apart,
-    encoder_layers,
-    head_layer,
-    take_apart,
-)
+from ds_vit.models.layers import EmbedLayer, HeadLayer, Layer, TokenCount, encoder_layers, head_layer, take_apart
 from ds_vit.models.sequential import check_sizes
 from ds_vit.models.zoo import ModelSpec, TimmViT, create_model
 from ds_vit.parallel.tensor.plans import PLANS, ShardingPlan
@@ -122,7 +112,7 @@ class ProjectionHeadLayer(Layer):
     """The one layer of a head's tower."""
 
     def __init__(self, head: ProjectionHead) -> None:
-        """Args: a `copy_to_take_apart`."""
+        """Args: a copy that `take_apart` made."""
         super().__init__()
         self.mlp, self.last_layer = head.mlp, head.last_layer
         self.num_tokens = TokenCount(1, 0)
@@ -341,26 +331,25 @@ class TokensHead(HeadLayer):
 @take_apart.register
 def _(model: TokenViT) -> list[Layer]:
     """As timm's: depth + 2 layers."""
-    own = copy_to_take_apart(model)
-    layers = encoder_layers(own)
-    embed, head = layers[0], head_layer(own)
+    layers = encoder_layers(model)
+    embed, head = layers[0], head_layer(model)
     head.num_tokens = embed.num_tokens
     layers[-1].head_reads_only_class_token = not model.reads_patches
     mix_in(embed, MaskedEmbed)
-    norms = {name: getattr(own, name, None) for name in (PATCH_NORM, LOCAL_NORM)}
-    mix_in(head, TokensHead, num_global_patches=own.patch_embed.num_patches, **norms)
+    norms = {name: getattr(model, name, None) for name in (PATCH_NORM, LOCAL_NORM)}
+    mix_in(head, TokensHead, num_global_patches=model.patch_embed.num_patches, **norms)
     if isinstance(model, SelfDistillationViT):
-        embed.mask_token = own.mask_token
+        embed.mask_token = model.mask_token
         if model.draws_coordinates:
             draw_coordinates(embed, layers[1:])
     for layer in (*layers, head):
         layer.images_per_sample = model.images_per_sample
-    return check_complete([*layers, head], model)
+    return [*layers, head]
 
 
 @take_apart.register
 def _(model: ProjectionHead) -> list[Layer]:
     """One layer."""
-    layer = ProjectionHeadLayer(copy_to_take_apart(model))
+    layer = ProjectionHeadLayer(model)
     layer.images_per_sample = model.images_per_sample
-    return check_complete([layer], model)
+    return [layer]

@@ -19,7 +19,7 @@ from timm.models import VisionTransformerDistilled
 from torch import nn
 
 from ds_vit.config.schema import RunConfig
-from ds_vit.models.layers import MAIN_TOWER, Layer, TokenCount, copy_to_take_apart, take_apart
+from ds_vit.models.layers import MAIN_TOWER, Layer, TokenCount, take_apart
 from ds_vit.models.zoo import ModelSpec, create_model, image_size
 from ds_vit.parallel.tensor.class_parallel import SoftmaxCrossEntropy, SoftmaxDivergence, gather_logits, own_classes
 from ds_vit.parallel.tensor.collectives import TensorParallel
@@ -239,4 +239,4 @@ class ProjectionLayer(Layer):
 
 @take_apart.register
 def _(model: Projection) -> list[Layer]:
-    return [ProjectionLayer(copy_to_take_apart(model).linear)]
+    return [ProjectionLayer(model.linear)]

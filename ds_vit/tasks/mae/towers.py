@@ -24,15 +24,7 @@ from torch import nn
 
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.keyed_drop import KeyedPatchDropout, mix_in, sample_keys
-from ds_vit.models.layers import (
-    BlockLayer,
-    Layer,
-    TokenCount,
-    check_complete,
-    copy_to_take_apart,
-    encoder_layers,
-    take_apart,
-)
+from ds_vit.models.layers import BlockLayer, Layer, TokenCount, encoder_layers, take_apart
 from ds_vit.models.zoo import ModelSpec, TimmViT, create_model, require_all_patches
 from ds_vit.parallel.tensor.collectives import TensorParallel, split_tokens
 from ds_vit.parallel.tensor.shard import Joining, share_tokens
@@ -201,7 +193,7 @@ class BridgeLayer(Layer):
     """
 
     def __init__(self, model: MaskedAutoencoder, masking: KeyedPatchDropout) -> None:
-        """Args: a `copy_to_take_apart`, and the mask that its embedding has too."""
+        """Args: a copy that `take_apart` made, and the mask that its embedding has too."""
         super().__init__()
         self.norm = model.norm
         self.attn_pool = model.attn_pool
@@ -256,7 +248,7 @@ class PixelHeadLayer(Layer):
     """The end of the decoder: tokens to the pixels of each patch."""
 
     def __init__(self, model: MaskedAutoencoder) -> None:
-        """Args: a `copy_to_take_apart`."""
+        """Args: a copy that `take_apart` made."""
         super().__init__()
         self.decoder_norm = model.decoder_norm
         self.decoder_pred = model.decoder_pred
@@ -294,15 +286,14 @@ def _(layer: BridgeLayer, tp: TensorParallel) -> None:
 def _(model: MaskedAutoencoder) -> list[Layer]:
     """An `EmbedLayer` that masks, a `BlockLayer` for each block, a `BridgeLayer`, a `DecoderBlockLayer` for each of the
     decoder's, a `PixelHeadLayer`; depth + decoder depth + 3 layers."""
-    own = copy_to_take_apart(model)
     masking = _masking(model.settings.mask_ratio, model.num_prefix_tokens, with_indices=isinstance(model, Eva))
-    own.patch_drop = masking
-    encoder, bridge = encoder_layers(own), BridgeLayer(own, masking)
+    model.patch_drop = masking
+    encoder, bridge = encoder_layers(model), BridgeLayer(model, masking)
     bridge.num_tokens = encoder[-1].num_tokens
     decoder = [
-        *(DecoderBlockLayer(index, block) for index, block in enumerate(own.decoder_blocks)),
-        PixelHeadLayer(own),
+        *(DecoderBlockLayer(index, block) for index, block in enumerate(model.decoder_blocks)),
+        PixelHeadLayer(model),
     ]
     for layer in decoder:
         layer.num_tokens = TokenCount(model.num_prefix_tokens, model.patch_embed.num_patches)
-    return check_complete([*encoder, bridge, *decoder], model)
+    return [*encoder, bridge, *decoder]

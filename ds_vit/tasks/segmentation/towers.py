@@ -18,15 +18,7 @@ from timm.layers import LayerNorm2d
 from torch import nn
 
 from ds_vit.models.keyed_drop import mix_in
-from ds_vit.models.layers import (
-    EmbedLayer,
-    HeadLayer,
-    Layer,
-    check_complete,
-    copy_to_take_apart,
-    encoder_layers,
-    take_apart,
-)
+from ds_vit.models.layers import EmbedLayer, HeadLayer, Layer, encoder_layers, take_apart
 from ds_vit.models.zoo import ModelSpec, TimmViT, create_model, require_all_patches
 
 HEAD = "seg_head."
@@ -114,7 +106,7 @@ class SegmentationHeadLayer(_PixelHead, HeadLayer):
     global_pool = "avg"  # it reads the patches
 
     def __init__(self, model: Segmenter) -> None:
-        """Args: a `copy_to_take_apart`."""
+        """Args: a copy that `take_apart` made."""
         super().__init__()
         self.norm, self.fc_norm, self.attn_pool = model.norm, model.fc_norm, model.attn_pool
         self.seg_head = model.seg_head
@@ -124,8 +116,7 @@ class SegmentationHeadLayer(_PixelHead, HeadLayer):
 @take_apart.register
 def _(model: Segmenter) -> list[Layer]:
     """An `EmbedLayer` that also takes windows, a `BlockLayer` for each block, a `SegmentationHeadLayer`."""
-    own = copy_to_take_apart(model)
-    layers, head = encoder_layers(own), SegmentationHeadLayer(own)
+    layers, head = encoder_layers(model), SegmentationHeadLayer(model)
     mix_in(layers[0], _WindowEmbed)
     head.num_tokens = layers[-1].num_tokens
-    return check_complete([*layers, head], model)
+    return [*layers, head]
