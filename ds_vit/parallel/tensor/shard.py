@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial, singledispatch
+from functools import partial
 
 import torch
 from torch import nn
@@ -196,31 +196,18 @@ def _shard_module(module: nn.Module, plan: ShardingPlan, region: Region) -> list
     return summed
 
 
-@singledispatch
+TOKEN_SHARING: dict[type[Layer], type[Layer]] = {EmbedLayer: _Splitting, HeadLayer: Joining}
+"""The class that is mixed in before a kind of layer under sequence parallelism, so that it takes and gives this rank's
+tokens. A task adds its own layers. Other layers stay as they are."""
+
+
 def share_tokens(layer: Layer, tp: TensorParallel) -> None:
-    """Sequence parallelism: change a layer so that it takes and gives this rank's tokens, in place.
-
-    By default a layer takes no tokens and stays as it is. Other kinds of layer register a separate function, those of a
-    task where it defines them.
-    """
-
-
-@share_tokens.register
-def _(layer: BlockLayer, tp: TensorParallel) -> None:
-    """Dropout outside the regions works on a share."""
-    for module in layer.modules():
-        if type(module) is KeyedDropout:
+    """Sequence parallelism: make a layer take and give this rank's tokens, in place."""
+    if mixins := [TOKEN_SHARING[kind] for kind in type(layer).__mro__ if kind in TOKEN_SHARING]:
+        mix_in(layer, mixins[0], tp=tp)
+    for module in layer.modules() if isinstance(layer, BlockLayer) else ():
+        if type(module) is KeyedDropout:  # outside the regions, where it works on a share
             convert(module, ShareDropout, dim=1, tp=tp)
-
-
-@share_tokens.register
-def _(layer: EmbedLayer, tp: TensorParallel) -> None:
-    mix_in(layer, _Splitting, tp=tp)
-
-
-@share_tokens.register
-def _(layer: HeadLayer, tp: TensorParallel) -> None:
-    mix_in(layer, Joining, tp=tp)
 
 
 def shard_layer(layer: Layer, tp: TensorParallel, *, class_parallel: bool = False) -> None:

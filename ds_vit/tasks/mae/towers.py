@@ -26,8 +26,8 @@ from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.keyed_drop import KeyedPatchDropout, mix_in, sample_keys
 from ds_vit.models.layers import BlockLayer, Layer, TokenCount, encoder_layers, take_apart
 from ds_vit.models.zoo import ModelSpec, TimmViT, create_model, require_all_patches
-from ds_vit.parallel.tensor.collectives import TensorParallel, split_tokens
-from ds_vit.parallel.tensor.shard import Joining, share_tokens
+from ds_vit.parallel.tensor.collectives import split_tokens
+from ds_vit.parallel.tensor.shard import TOKEN_SHARING, Joining
 from ds_vit.tasks.mae.flags import MaskedAutoencoderSettings
 
 
@@ -272,14 +272,8 @@ class _SharingBridge(Joining, BridgeLayer):
         return tokens if self.gives_features else split_tokens(tokens, self.tp), *rest
 
 
-@share_tokens.register
-def _(layer: PixelHeadLayer, tp: TensorParallel) -> None:
-    mix_in(layer, _JoiningPixelHead, tp=tp)
-
-
-@share_tokens.register
-def _(layer: BridgeLayer, tp: TensorParallel) -> None:
-    mix_in(layer, _SharingBridge, tp=tp)
+TOKEN_SHARING[PixelHeadLayer] = _JoiningPixelHead
+TOKEN_SHARING[BridgeLayer] = _SharingBridge
 
 
 @take_apart.register
