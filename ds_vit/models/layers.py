@@ -303,10 +303,10 @@ _ENDS: dict[type, tuple[type[EmbedLayer], type[HeadLayer]]] = {
 }
 
 
-def _part(model: nn.Module, kind: type[Layer], members: Collection[str]) -> Layer:
+def part_of_model(model: nn.Module, kind: type[Layer], members: Collection[str]) -> Layer:
     """A `kind` with the model's hyper-parameters and those of its direct members (modules, parameters) that are named.
 
-    It does not call timm's constructor, which would build the whole model again.
+    It does not call a constructor; timm's would build the whole model again.
     """
     part = kind.__new__(kind)
     nn.Module.__init__(part)
@@ -347,7 +347,7 @@ def encoder_layers(model: TimmViT) -> list[Layer]:
     rope = _rope_of_blocks(model)
     random_patches = model.patch_drop if isinstance(model.patch_drop, KeyedPatchDropout) else None
     layers = [
-        _part(model, _ends_of(model)[0], _EMBED),
+        part_of_model(model, _ends_of(model)[0], _EMBED),
         *(BlockLayer(index, block, rope, random_patches) for index, block in enumerate(model.blocks)),
     ]
     for layer in layers:
@@ -359,7 +359,7 @@ def encoder_layers(model: TimmViT) -> list[Layer]:
 
 def head_layer(model: TimmViT) -> HeadLayer:
     """The head of a copy that `take_apart` made."""
-    head = _part(model, _ends_of(model)[1], _HEAD)
+    head = part_of_model(model, _ends_of(model)[1], _HEAD)
     assert isinstance(head, HeadLayer)
     return head
 

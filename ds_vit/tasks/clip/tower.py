@@ -21,7 +21,7 @@ from torch import nn
 
 from ds_vit.fault_tolerance.errors import UserError, did_you_mean
 from ds_vit.models.keyed_drop import mix_in
-from ds_vit.models.layers import BlockLayer, EmbedLayer, HeadLayer, Layer, TokenCount, take_apart
+from ds_vit.models.layers import BlockLayer, EmbedLayer, HeadLayer, Layer, TokenCount, part_of_model, take_apart
 from ds_vit.models.zoo import ModelSpec, create_model
 
 
@@ -223,12 +223,7 @@ def create_contrastive_model(
 class TextEmbed(EmbedLayer):
     """Token ids to tokens. Where the head needs the place of the end token, it travels after everything else."""
 
-    def __init__(self, tower: TextTower) -> None:
-        """Args: a copy that `take_apart` made."""
-        super().__init__()
-        self.token_embed = tower.token_embed
-        self.pos_embed = tower.pos_embed
-        self.end_id = tower.settings.end_id if tower.settings.pool == "end" else None
+    settings: TextSettings
 
     def example(self, samples: int) -> tuple[torch.Tensor, ...]:
         """As `Layer.example`: ids of captions, int64 [B, L]."""
@@ -242,10 +237,10 @@ class TextEmbed(EmbedLayer):
         """(ids int64 [B, L], keys int64 [B], …) -> (tokens, keys, …), with places of the end tokens int64 [B]."""
         ids, keys, *carried = inputs
         tokens = self.embed(ids)
-        if self.end_id is None:
+        if self.settings.pool != "end":
             return (tokens, keys, *carried)
         # The first one: where the end token pads too, the others follow it.
-        return (tokens, keys, *carried, (ids == self.end_id).int().argmax(dim=1))
+        return (tokens, keys, *carried, (ids == self.settings.end_id).int().argmax(dim=1))
 
 
 class TextBlockLayer(BlockLayer):
@@ -271,13 +266,8 @@ class TextHead(HeadLayer):
     through the forward pass of their owner, around which ZeRO-3 gathers them, on the pipeline stage that has them.
     """
 
-    def __init__(self, tower: TextTower) -> None:
-        """Args: a copy that `take_apart` made."""
-        super().__init__()
-        self.norm, self.attn_pool, self.head = tower.norm, tower.attn_pool, tower.head
-        self.pool = tower.settings.pool
-        self.logit_scale = tower.logit_scale
-        self.logit_bias = getattr(tower, "logit_bias", None)
+    settings: TextSettings
+    initial_logits: tuple[float, ...]
 
     def pooled(self, tokens: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
         """Tokens [B, L, D] -> [B, D], normed."""
@@ -290,9 +280,9 @@ class TextHead(HeadLayer):
     def forward(self, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """(tokens [B, L, D], keys int64 [B], …) -> [B, E + 1 or 2]; at the end of a chain also the outputs so far."""
         tokens, keys, *carried = inputs
-        places = carried.pop() if self.pool == "end" else None
+        places = carried.pop() if self.settings.pool == "end" else None
         features = self.head(self.pooled(tokens, places))
-        logits = [p for p in (self.logit_scale, self.logit_bias) if p is not None]
+        logits = [self.logit_scale, self.logit_bias] if len(self.initial_logits) > 1 else [self.logit_scale]
         outputs = torch.cat((features, torch.cat(logits).expand(len(tokens), -1)), dim=1)
         return self.pass_on(outputs, keys, carried)
 
@@ -300,8 +290,11 @@ class TextHead(HeadLayer):
 @take_apart.register
 def _(model: TextTower) -> list[Layer]:
     """A `TextEmbed`, a `TextBlockLayer` for each block, a `TextHead`."""
-    blocks = (TextBlockLayer(index, block) for index, block in enumerate(model.blocks))
-    layers: list[Layer] = [TextEmbed(model), *blocks, TextHead(model)]
+    layers: list[Layer] = [
+        part_of_model(model, TextEmbed, ("token_embed", "pos_embed")),
+        *(TextBlockLayer(index, block) for index, block in enumerate(model.blocks)),
+        part_of_model(model, TextHead, ("norm", "attn_pool", "head", "logit_scale", "logit_bias")),
+    ]
     for layer in layers:
         layer.num_tokens = TokenCount(model.settings.context_length, 0)
         if isinstance(layer, TextBlockLayer):

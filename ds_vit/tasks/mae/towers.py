@@ -24,7 +24,7 @@ from torch import nn
 
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.keyed_drop import KeyedPatchDropout, mix_in, sample_keys
-from ds_vit.models.layers import BlockLayer, Layer, TokenCount, encoder_layers, take_apart
+from ds_vit.models.layers import BlockLayer, Layer, TokenCount, encoder_layers, part_of_model, take_apart
 from ds_vit.models.zoo import ModelSpec, TimmViT, create_model, require_all_patches
 from ds_vit.parallel.tensor.collectives import split_tokens
 from ds_vit.parallel.tensor.shard import TOKEN_SHARING, Joining
@@ -247,13 +247,6 @@ class DecoderBlockLayer(BlockLayer):
 class PixelHeadLayer(Layer):
     """The end of the decoder: tokens to the pixels of each patch."""
 
-    def __init__(self, model: MaskedAutoencoder) -> None:
-        """Args: a copy that `take_apart` made."""
-        super().__init__()
-        self.decoder_norm = model.decoder_norm
-        self.decoder_pred = model.decoder_pred
-        self.num_prefix_tokens = model.num_prefix_tokens
-
     def forward(self, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """(tokens [B, S, decoder D], keys int64 [B], ...) -> [B, N, P]; masked and kept patches alike."""
         if self.gives_features:
@@ -286,7 +279,7 @@ def _(model: MaskedAutoencoder) -> list[Layer]:
     bridge.num_tokens = encoder[-1].num_tokens
     decoder = [
         *(DecoderBlockLayer(index, block) for index, block in enumerate(model.decoder_blocks)),
-        PixelHeadLayer(model),
+        part_of_model(model, PixelHeadLayer, ("decoder_norm", "decoder_pred")),
     ]
     for layer in decoder:
         layer.num_tokens = TokenCount(model.num_prefix_tokens, model.patch_embed.num_patches)
