@@ -17,7 +17,7 @@ from ds_vit.config.schema import KEY_OF_FLAG
 from ds_vit.fault_tolerance.errors import written
 from ds_vit.monitoring.progress import format_seconds
 from ds_vit.monitoring.report.panels import curves, gradients, metric_label
-from ds_vit.monitoring.report.record import Launch, Record, ranks_in_words
+from ds_vit.monitoring.report.record import Record, ranks_in_words
 from ds_vit.tasks import panels as drawing
 from ds_vit.tasks.panels import NUM_COLOURS, Panel, Series, line_chart, pictures, sheet, table
 
@@ -244,12 +244,7 @@ def _launch_lines(records: Sequence[Record]) -> Iterator[tuple[str, ...]]:
         return
     yield ("launches (wall time is of all)", *(str(len(each) or "-") for each in found))
     for at in range(most):
-        yield (f"launch {at + 1}", *(_describe(each[at]) if at < len(each) else "-" for each in found))
-
-
-def _describe(launch: Launch) -> str:
-    seconds = "" if launch.seconds is None else f" in {launch.seconds:,.0f} s"
-    return f"steps {launch.steps}{seconds}: {launch.place}"
+        yield (f"launch {at + 1}", *(str(each[at]) if at < len(each) else "-" for each in found))
 
 
 def deviations(records: Sequence[Record]) -> list[list[tuple[int, float]]]:

@@ -55,10 +55,10 @@ class Launch:
         """The steps of this launch that remained."""
         return f"{self.done_before + 1:,} to {self.done:,}" if self.done > self.done_before else "none that stayed"
 
-    @property
-    def place(self) -> str:
-        """Layout, ranks and device."""
-        return ", ".join(filter(None, (self.layout, ranks_in_words(self.ranks), self.device)))
+    def __str__(self) -> str:
+        seconds = "" if self.seconds is None else f" in {self.seconds:,.0f} s"
+        place = ", ".join(filter(None, (self.layout, ranks_in_words(self.ranks), self.device)))
+        return f"steps {self.steps}{seconds}: {place}"
 
 
 @dataclass(frozen=True)
