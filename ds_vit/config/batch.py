@@ -61,7 +61,7 @@ def batch_sizes(json: DeepSpeedJson, path: str, config: RunConfig, *, dp: int, k
             share of it and does not exceed the requested one.
 
     Raises:
-        UserError: with the three numbers and two ways out.
+        UserError: the numbers do not fit; it names them and two remedies.
     """
     batch_size, grad_accum_steps = config.batch_size, config.grad_accum_steps
     total, micro = json.train_batch_size, json.train_micro_batch_size_per_gpu

@@ -37,9 +37,9 @@ from pathlib import Path
 from typing import Any
 
 BEST = "best"
-"""How the names of the files of the best checkpoint's weights begin."""
+"""Prefix of the files of the best checkpoint's weights."""
 WEIGHTS = {"raw": "model", "ema": "ema", "teacher": "teacher", BEST: BEST}
-"""Kind of weights → how the names of its files begin, here and in a checkpoint's folder."""
+"""Kind of weights → prefix of its files, here and in a checkpoint's folder."""
 
 
 class _Entry:

@@ -1,5 +1,5 @@
-"""Values as people write them: times (90s), intervals (500, epoch), steps (10:13), memory (8GiB), sizes of images
-(128:0,224:0.8) and KEY=VALUE.
+"""Readers of values as people write them: times (90s), intervals (500, epoch), steps (10:13), memory (8GiB), sizes of
+images (128:0,224:0.8) and KEY=VALUE.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 _BYTES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
-# Less than this in a number without a unit is a unit that was left out.
+# A smaller number without a unit is rejected: its unit was probably left out.
 _LEAST_SECONDS, _LEAST_BYTES = 60, 10**6
 
 
