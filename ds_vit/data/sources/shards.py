@@ -417,12 +417,8 @@ def _places(files: Sequence[_File | None]) -> np.ndarray:
 
 def _further(samples: Sequence[dict[str, _File]]) -> dict[str, np.ndarray]:
     """The places of `ShardIndex.further`."""
-    named = {suffix: posixpath.splitext(suffix) for files in samples for suffix in files}
-    return {
-        name[1:]: _places([files.get(suffix) for files in samples])
-        for suffix, (name, extension) in named.items()
-        if extension in listing.IMAGE_EXTENSIONS
-    }
+    images = dict.fromkeys(suffix[1:] for files in samples for suffix in files if listing.is_image(suffix[1:]))
+    return {posixpath.splitext(name)[0]: _places([files.get(f".{name}") for files in samples]) for name in images}
 
 
 def _files_of_samples(file: BinaryIO, shard: str) -> dict[str, dict[str, _File]]:
