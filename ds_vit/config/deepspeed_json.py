@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -70,7 +69,7 @@ def overlay(data: Mapping[str, Any], values: Mapping[str, Any], path: str) -> di
     Raises:
         UserError: a part of a name is not a block in the file.
     """
-    out = copy.deepcopy(dict(data))
+    out = without(data, ())
     for key, value in values.items():
         *blocks, last = key.split(".")
         inner: Any = out
