@@ -43,14 +43,6 @@ def _is_given(value: Any) -> bool:
     return True
 
 
-def _not_one(value: Any) -> bool:
-    return value != 1
-
-
-def _not_none(value: Any) -> bool:
-    return value != "none"
-
-
 def _scatters(json: DeepSpeedJson) -> bool:
     return json.zero_optimization.reduce_scatter and not json.flat_gradients
 
@@ -92,7 +84,7 @@ VERDICTS = (
         lambda v: not isinstance(v, Mapping),
     ),
     Verdict("tensor_parallel", "is AutoTP, which replaces ds_vit's sharding of the model; use --tp"),
-    Verdict("sequence_parallel_size", "is Ulysses, which does not shard a ViT; delete the key", _not_one),
+    Verdict("sequence_parallel_size", "is Ulysses, which does not shard a ViT; delete the key", lambda v: v != 1),
     Verdict("data_parallel_size", "follows from the number of ranks, --pp and --tp; delete the key", _is_given),
     Verdict("weight_quantization", "changes the weights during training; delete the block"),
     Verdict("managed_gradient_accumulation", "leaves accumulation to the caller; delete it", lambda v: v is False),
@@ -107,8 +99,8 @@ VERDICTS = (
         lambda v: not isinstance(v, Mapping) or v.get("deepcompile") not in (None, False),
     ),
     Verdict("prescale_gradients", _SCATTER, bool, (2, 3), _scatters),
-    Verdict("gradient_predivide_factor", _SCATTER, _not_one, (2, 3), _scatters),
-    Verdict("gradient_predivide_factor", _DIVIDES, _not_one, (3,)),
+    Verdict("gradient_predivide_factor", _SCATTER, lambda v: v != 1, (2, 3), _scatters),
+    Verdict("gradient_predivide_factor", _DIVIDES, lambda v: v != 1, (3,)),
     Verdict(
         ".compute_grad_norm",
         "false does not work with offload_optimizer in DeepSpeed 0.19.8; delete one of them",
@@ -119,17 +111,19 @@ VERDICTS = (
     Verdict(".round_robin_gradients", "makes DeepSpeed 0.19.8 mix up parameters; delete it"),
     Verdict(".zenflow", _ZENFLOW, _is_given),
     Verdict(".offload_param.device", f'"nvme" {_NVME_PARAM}; use "cpu"', lambda v: v == "nvme"),
-    Verdict(".offload_param.device", "needs stage 3; this file has stage {stage}", _not_none, (0, 1, 2)),
+    Verdict(".offload_param.device", "needs stage 3; this file has stage {stage}", lambda v: v != "none", (0, 1, 2)),
     Verdict(".offload_optimizer.device", f'"nvme" {_NVME_OPTIMIZER}', lambda v: v == "nvme"),
-    Verdict(".offload_optimizer.device", "needs stage 1, 2 or 3; this file has stage {stage}", _not_none, (0,)),
-    Verdict(".offload_optimizer.ratio", _RATIO, _not_one),
+    Verdict(
+        ".offload_optimizer.device", "needs stage 1, 2 or 3; this file has stage {stage}", lambda v: v != "none", (0,)
+    ),
+    Verdict(".offload_optimizer.ratio", _RATIO, lambda v: v != 1),
     Verdict(".offload_optimizer.super_offload", _SUPER_OFFLOAD),
     Verdict(
         ".zero_quantized_weights .zero_quantized_nontrainable_weights .zero_quantized_gradients",
         _QUANTIZED,
         stages=(3,),
     ),
-    Verdict(".zero_hpz_partition_size", _SECONDARY, _not_one, (3,)),
+    Verdict(".zero_hpz_partition_size", _SECONDARY, lambda v: v != 1, (3,)),
     Verdict(".leaf_module .stage3_module_granularity_threshold", _LEAVES, stages=(3,)),
     Verdict("fp16.fp16_master_weights_and_grads", f'{_CPU_ADAM}, or use "{MASTERS_IN_BF16}" and "{_STATES}"'),
     *(
