@@ -266,16 +266,13 @@ class _Run(NamedTuple):
         waiting: bytes of an image that wait for the backward pass.
         again: additional bytes of an image, of what is recomputed.
         layers: one, or a group.
+        trained: parameters that are trained.
     """
 
     waiting: float
     again: float
     layers: Sequence[LayerMemory]
-
-    @property
-    def trained(self) -> int:
-        """Parameters that are trained."""
-        return sum(layer.trained for layer in self.layers)
+    trained: int
 
 
 @dataclass(frozen=True)
@@ -312,7 +309,7 @@ class StageMemory:
                     if recomputing.selective:
                         waiting += of_expensive * first.expensive
                         again -= of_expensive * first.expensive_saved
-                runs.append(_Run(waiting, again, group))
+                runs.append(_Run(waiting, again, group, sum(layer.trained for layer in group)))
         return runs
 
     @cached_property
