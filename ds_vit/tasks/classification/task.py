@@ -203,7 +203,7 @@ def class_panels(predictions: Sequence[Mapping[str, str]], classes: Sequence[str
     pairs = Counter(numbers)
     shown, predicted = (Counter(side) for side in zip(*numbers, strict=True))
     num_classes = max(len(classes), 1 + max(map(max, pairs)))
-    names = [*classes, *(f"class {at}" for at in range(len(classes), num_classes))]
+    names = [class_name(at, classes) for at in range(num_classes)]
     panels: list[Panel | None] = []
     if num_classes <= MAX_CLASSES_IN_MATRIX:
         shares = np.zeros((num_classes, num_classes))
