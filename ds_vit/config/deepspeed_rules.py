@@ -138,10 +138,8 @@ def check_types(json: DeepSpeedJson, selected: Precision, path: str) -> None:
     from deepspeed.runtime.config import DtypeEnum
 
     model_type, stage = f"torch.{selected.compute}", json.zero_stage
-    have_to_match = {"param_dtype": json.data_types.param_dtype}
-    if stage == 0:
-        have_to_match["grad_accum_dtype"] = json.data_types.grad_accum_dtype
-    for key, name in have_to_match.items():
+    for key in ("param_dtype", "grad_accum_dtype") if stage == 0 else ("param_dtype",):
+        name = getattr(json.data_types, key)
         if name is not None and str(DtypeEnum(name).value) != model_type:
             raise UserError(
                 f"{path}: data_types.{key} {name!r} must be the model's type, {selected.compute}, at ZeRO stage "
@@ -197,12 +195,9 @@ def for_evaluation(json: DeepSpeedJson, *, pp: int) -> DeepSpeedJson:
         json: the file.
         pp: pipeline stages.
     """
-    partitioned = json.zero_stage == 3 and pp == 1
-    kept = _FOR_EVALUATION | ({"zero_optimization"} if partitioned else set())
+    kept = _FOR_EVALUATION | ({"zero_optimization"} if json.zero_stage == 3 and pp == 1 else set())
     dropped = [key for key in json.dump() if key not in kept]
-    if partitioned and json.zero_optimization.offload_optimizer is not None:
-        dropped.append("zero_optimization.offload_optimizer")
-    return json.replace({}, dropped)
+    return json.replace({}, [*dropped, "zero_optimization.offload_optimizer"])
 
 
 # "auto" in optimizer.params, except lr and weight_decay, which come from flags: the first two as in Hugging Face's
