@@ -26,8 +26,9 @@ from ds_vit.parallel.zero_map import ZeroMap
 
 _TORCH = ("AdamW", "Adam", "SGD", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop")
 # Not torch's: Lion is timm's, the others are this package's.
-_OTHERS: dict[str, type[torch.optim.Optimizer]] = {cls.__name__: cls for cls in (Lion, Adagrad, Lamb, Lars, Muon)}
-OPTIMIZERS = (*_TORCH, *_OTHERS)
+_OTHERS: tuple[type[torch.optim.Optimizer], ...] = (Lion, Adagrad, Lamb, Lars, Muon)
+_CLASSES = {cls.__name__.lower(): cls for cls in (*(getattr(torch.optim, name) for name in _TORCH), *_OTHERS)}
+OPTIMIZERS = tuple(cls.__name__ for cls in _CLASSES.values())
 """The names that an `optimizer` block may have, in upper or lower case."""
 # DeepSpeed's arguments that only choose an implementation; `build_optimizer` takes torch's fused or foreach one.
 _IMPLEMENTATION_ARGUMENTS = ("torch_adam", "adam_w_mode", "fp32_optimizer_states", "fused", "foreach")
@@ -86,13 +87,10 @@ def _class_named(name: str, *, adam_w: bool, path: str) -> type[torch.optim.Opti
         raise UserError(f"{path}: optimizer {name} is unsupported: {_UNSUPPORTED[lowered]}; the nearest is AdamW")
     if lowered in _REMOVED:
         raise UserError(f"{path}: optimizer {name} was removed; use AdamW (its runs still predict and export)")
-    known = {n.lower(): n for n in OPTIMIZERS}
-    if lowered not in known:
-        near = did_you_mean(lowered, known, 0.3) or "; AdamW is the usual one"
+    if lowered not in _CLASSES:
+        near = did_you_mean(lowered, _CLASSES, 0.3) or "; AdamW is the usual one"
         raise UserError(f"{path}: there is no optimizer {name!r} here{near}")
-    if known[lowered] in _OTHERS:
-        return _OTHERS[known[lowered]]
-    return getattr(torch.optim, known["adamw" if lowered == "adam" and adam_w else lowered])
+    return _CLASSES["adamw" if lowered == "adam" and adam_w else lowered]
 
 
 def _check_arguments(cls: type[torch.optim.Optimizer], params: dict[str, Any], path: str) -> None:
