@@ -351,7 +351,11 @@ def resolve_layouts(
 
 
 def resolve_layout(
-    options: argparse.Namespace, values: Mapping[str, Any], layout: LayoutRun, reference: Run | None, folder: Path
+    options: argparse.Namespace,
+    values: Mapping[str, Any],
+    layout: LayoutRun,
+    reference: Run | None,
+    folder: Path,
 ) -> Run:
     """One layout: the user's flags and JSON with what this layout changes, written to files and checked.
 
