@@ -99,6 +99,7 @@ def test_none_is_left_out():
     assert [name for name in OPTIMIZERS if name not in text and name.upper() not in text] == []
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_the_reference_moves(plain, kind):
     """A reference that stands still, or whose clipping does nothing, proves nothing."""
@@ -137,13 +138,14 @@ def test_counts_come_back_where_the_optimizer_keeps_them(kind):
 
 
 def cases():
-    """Each optimizer in a layout and on to another, the layouts in turn; every third one is quick."""
+    """Each optimizer in a layout and on to another, the layouts in turn."""
     names = [*LAYOUTS]
     for number, kind in enumerate(BLOCKS):
         first, other = names[number % len(names)], names[(number + 3) % len(names)]
-        yield pytest.param(kind, first, other, marks=pytest.mark.slow if number % 3 else ())
+        yield kind, first, other
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("kind", "layout", "other"), list(cases()))
 def test_equals_one_process_and_resumes_in_another_layout(ranks, cifar, plain, kind, layout, other, tmp_path):
     """States of the wrong shape, groups that are lost under ZeRO, a state or count that a checkpoint leaves behind."""

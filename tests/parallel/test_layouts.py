@@ -398,7 +398,7 @@ def evals(rows):
 # ---- the matrix ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(24)
+@pytest.mark.sampled(48)
 def test_same_curve(ranks, folders, reference, case, tmp_path):
     """A wrong average, norm, clip, decay, order, cast, draw, trust ratio, slice or state in any of these layouts.
 

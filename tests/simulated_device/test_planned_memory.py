@@ -91,7 +91,7 @@ def deviation(ranks, library: Path, case: Case, output: Path, *words: object) ->
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize(("trained", "case"), [(trained, case) for trained in TRAINED for case in TRAINED[trained][1]])
 def test_the_peak_of_a_task_is_what_was_planned(ranks, device_library, tmp_path, trained, case):
     """Catches: a teacher, its fp32 average, a decoder, a text tower, a head or the features of all ranks left out,

@@ -157,13 +157,8 @@ FEASIBLE = {"vit_base_patch16_224": 1, "vit_giant_patch14_224": 1} | {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        n if n in ("vit_22b_patch14_224", "vit_120b_patch14_224") else pytest.param(n, marks=pytest.mark.slow)
-        for n in FEASIBLE
-    ],
-)
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("name", FEASIBLE)
 def test_every_size_has_a_plan(capsys, name):
     # Catches: a size that nothing could train.
     found = planned(capsys, "--model", name, "--gpus", FEASIBLE[name], "--gpu", "h200")
