@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from micro_batches import load
-from picture_folders import made, smooth_photo
+from picture_folders import smooth_photo, write_photos
 from PIL import Image
 from timm.data.auto_augment import NAME_TO_OP, AugmentOp, AutoAugment
 from torchvision.transforms import InterpolationMode
@@ -209,9 +209,7 @@ MIX = MixConfig(mixup=0.8, cutmix=1.0)
 def folder(tmp_path_factory) -> Path:
     """29 images of different sizes as PNG and JPEG, in noise enough that none is like another; one is cut short."""
     root = tmp_path_factory.mktemp("images")
-    for number in range(29):
-        path = made(root / "train" / f"class{number % 3}" / f"{number}.{('png', 'jpg')[number % 2]}")
-        smooth_photo(18 + number % 9, 24 + number % 7, number).save(path)
+    path = write_photos(root, 29, "png", "jpg")
     path.write_bytes(path.read_bytes()[:200])
     return root
 

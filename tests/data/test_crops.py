@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from micro_batches import Loaded, load
-from picture_folders import made, smooth_photo
+from picture_folders import smooth_photo, write_photos
 from PIL import Image
 from torchvision import transforms
 from torchvision.transforms import InterpolationMode
@@ -36,9 +36,7 @@ PIPELINE_BOUND = 1.0
 def source(tmp_path_factory) -> Source:
     """41 images of different sizes, one of which is cut short."""
     root = tmp_path_factory.mktemp("images")
-    for number in range(NUM_IMAGES):
-        path = made(root / "train" / f"class{number % 3}" / f"{number}.{('png', 'jpg')[number % 2]}")
-        smooth_photo(30 + number % 7, 40 + number % 9, number).save(path)
+    path = write_photos(root, NUM_IMAGES, "png", "jpg", height=30, width=40)
     path.write_bytes(path.read_bytes()[:200])
     return open_source("", str(root), "train")
 

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 from micro_batches import Loaded, fields_of, load, loader_of
-from picture_folders import encoded, made, smooth_photo
+from picture_folders import encoded, made, write_photos
 from PIL import Image
 from torch.utils.data import _utils as torch_loading
 from torch.utils.data._utils.pin_memory import pin_memory
@@ -61,9 +61,7 @@ def impatient(monkeypatch) -> None:
 def folder(tmp_path_factory) -> Path:
     """41 images in 3 classes, of different sizes."""
     root = tmp_path_factory.mktemp("images")
-    for number in range(NUM_IMAGES):
-        path = made(root / "train" / f"class{number % 3}" / f"{number}.png")
-        smooth_photo(14 + number % 7, 18 + number % 9, number).save(path)
+    write_photos(root, NUM_IMAGES, "png")
     return root
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from micro_batches import load
-from picture_folders import made, smooth_photo
+from picture_folders import smooth_photo, write_photos
 from PIL import Image
 
 import simulated_device
@@ -36,14 +36,6 @@ from simulated_device import NAME, on_device
 IMAGE = ImageConfig(img_size=(16, 20))
 MIX = MixConfig(mixup=0.8, cutmix=1.0)
 AUGMENT = {"aa": "rand-m9-mstd0.5-inc1", "vflip": 0.3, "reprob": 0.5, "recount": 2}
-
-
-def photo_folder(root: Path, kind: str) -> Path:
-    """24 photos in three classes."""
-    for number in range(24):
-        path = made(root / "train" / f"class{number % 3}" / f"{number}.{kind}")
-        smooth_photo(18 + number % 9, 24 + number % 7, number).save(path)
-    return root
 
 
 # ---- Augmentation ----
@@ -70,7 +62,8 @@ def augment_everywhere(library: Path, folder: Path) -> dict[str, tuple[torch.Ten
 
 def test_augmentation_is_the_cpus(ranks, device_library, tmp_path):
     """Catches: other draws, pixels beyond the bound of docs/data.md, a copy whose source is filled anew too early."""
-    [found] = ranks.run(1, augment_everywhere, device_library, photo_folder(tmp_path, "png"))
+    write_photos(tmp_path, 24, "png")
+    [found] = ranks.run(1, augment_everywhere, device_library, tmp_path)
     (images, targets), (there, _) = found.pop("cpu"), found["device"]
     apart = (images - there).abs() * 255 * torch.tensor(IMAGE.std)[:, None, None]
     assert 0.0 < apart.mean() < 1.0, "grey levels of the mean over all images"

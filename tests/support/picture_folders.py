@@ -25,6 +25,17 @@ def smooth_photo(height: int = 40, width: int = 52, seed: int = 0) -> Image.Imag
     return Image.fromarray(image)
 
 
+def write_photos(root: Path, count: int, *kinds: str, height: int = 18, width: int = 24) -> Path:
+    """Smooth photos of different sizes, the least one of these sides, in `train/` and three classes.
+
+    They are files of each kind in turn. Returns the last one's path.
+    """
+    for number in range(count):
+        path = made(root / "train" / f"class{number % 3}" / f"{number}.{kinds[number % len(kinds)]}")
+        smooth_photo(height + number % 7, width + number % 9, number).save(path)
+    return path
+
+
 def noise(number: int) -> Image.Image:
     """Small, another image for each number."""
     return Image.fromarray(np.random.default_rng(number).integers(0, 256, (9, 7, 3), dtype=np.uint8))
