@@ -168,12 +168,12 @@ def train_model(
     return Curve(rows, model.state_dict(), ema.module.state_dict())
 
 
-def images_and_labels(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    """All training images of a folder, as a run with mean and std of 0.5 has them, and their labels."""
+def images_and_labels(folder: Path, split: str = "train") -> tuple[torch.Tensor, torch.Tensor]:
+    """All images of a split in a folder, as a run with mean and std of 0.5 has them, and their labels."""
     pixels = torchvision.transforms.Compose(
         [torchvision.transforms.ToTensor(), torchvision.transforms.Normalize([0.5] * 3, [0.5] * 3)]
     )
-    data = torchvision.datasets.ImageFolder(str(folder / "train"), pixels)
+    data = torchvision.datasets.ImageFolder(str(folder / split), pixels)
     return torch.stack([image for image, _ in data]), torch.tensor([label for _, label in data])
 
 

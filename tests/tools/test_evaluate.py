@@ -10,7 +10,6 @@ import oracle
 import pytest
 import timm
 import torch
-import torchvision
 import yaml
 from curves import train_in
 from project import ROOT
@@ -63,13 +62,7 @@ def run_folder(ranks, real_images, tmp_path_factory):
 @pytest.fixture(scope="module")
 def by_timm(run_folder):
     """Weights file → (right at 1, right at 5, mean loss) by timm and torchvision alone."""
-    mean = std = [0.5] * 3  # vit_tiny_patch16_224's own
-    pixels = torchvision.transforms.Compose(
-        [torchvision.transforms.ToTensor(), torchvision.transforms.Normalize(mean, std)]
-    )
-    data = torchvision.datasets.ImageFolder(str(run_folder.parent / "data" / "val"), pixels)
-    images = torch.stack([image for image, _ in data])
-    labels = torch.tensor([label for _, label in data])
+    images, labels = oracle.images_and_labels(run_folder.parent / "data", "val")
     assert len(labels) == IMAGES
 
     def count(file):
