@@ -59,17 +59,16 @@ class MeanIoU(Metrics):
 
     def update(self, outputs: torch.Tensor, batch: Batch) -> None:
         """Logits fp32 [B, K, C, gh, gw]; "masks" int32 [B, ...] and their "sizes" int64 [B, 2]."""
-        places = iter(self.places(batch).tolist())
-        for row, (height, width) in enumerate(batch["sizes"].tolist()):
-            if not batch["valid"][row]:
-                continue
+        rows = batch["valid"].nonzero().flatten().tolist()
+        for row, place in zip(rows, self.places(batch).tolist(), strict=True):
+            height, width = batch["sizes"][row].tolist()
             predicted = self._windows.classes(outputs[row], (height, width))
             mask = batch["masks"][row, :height, :width]
             known = mask != IGNORED
             pairs = mask[known].long() * self.num_classes + predicted[known]
             self.sums[:-1] += torch.bincount(pairs, minlength=self.num_classes**2)
             self.sums[-1] += 1
-            if (place := next(places)) in self._shown:
+            if place in self._shown:
                 self._show(place, mask, predicted)
 
     @property
