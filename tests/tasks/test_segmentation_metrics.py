@@ -21,7 +21,7 @@ from ds_vit.data.settings import ImageConfig
 from ds_vit.tasks.segmentation import windows as rating
 from ds_vit.tasks.segmentation.metrics import MeanIoU, iou_panels, write_iou
 from ds_vit.tasks.segmentation.task import Segmentation
-from ds_vit.tasks.segmentation.windows import Canvas, WholeMask, Windows, stitched
+from ds_vit.tasks.segmentation.windows import WholeMask, Windows, stitched
 
 IMAGE = ImageConfig(img_size=(24, 32), mean=(0.5,) * 3, std=(0.5,) * 3)
 PATCH, BAD = 8, 4
@@ -92,10 +92,10 @@ def test_mean_iou_is_a_plain_count(ranks, folder, plain, world):
         assert np.mean([own["miou"] for *_, own in found]) != pytest.approx(miou, abs=0.01)
 
 
-def doubled(logits, canvas, img_size):
+def doubled(logits, size, starts, img_size):
     """A planted error: at overlaps a window counts twice."""
-    starts = [start for start in canvas.starts for _ in range(2)][:-1]
-    return stitched(logits.repeat_interleave(2, 0)[:-1], Canvas(canvas.size, starts), img_size)
+    starts = [start for start in starts for _ in range(2)][:-1]
+    return stitched(logits.repeat_interleave(2, 0)[:-1], size, starts, img_size)
 
 
 def without_ignored(self, packed, rows, device, made=WholeMask.to_device):

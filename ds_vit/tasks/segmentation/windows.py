@@ -9,8 +9,8 @@ Shapes: K windows, C classes, h x w the model's size, gh x gw of its logits, rh 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,35 +25,22 @@ from ds_vit.data.settings import ImageConfig
 from ds_vit.data.sources.masks import IGNORED, require_same_size
 from ds_vit.fault_tolerance.errors import UserError
 
-# ---- windows of an image ---------------------------------------------------------------------------------------------
 
-
-class Canvas(NamedTuple):
-    """The place of an image's windows.
-
-    Attributes:
-        size: (rh, rw), to which the image is resized.
-        starts: (top, left) of each window, row by row.
-    """
-
-    size: Size
-    starts: list[tuple[int, int]]
-
-
-def stitched(logits: torch.Tensor, canvas: Canvas, img_size: Size) -> torch.Tensor:
+def stitched(logits: torch.Tensor, size: Size, starts: Sequence[Size], img_size: Size) -> torch.Tensor:
     """The mean logits of an image's windows on its canvas.
 
     Args:
         logits: of its windows, [K, C, gh, gw].
-        canvas: of the image.
+        size: (rh, rw) of the canvas.
+        starts: (top, left) of each window.
         img_size: (h, w).
 
     Returns:
         float32 [C, rh, rw].
     """
     (h, w), logits = img_size, logits.float()
-    scores, times = logits.new_zeros((logits.shape[1], *canvas.size)), logits.new_zeros(canvas.size)
-    for window, (top, left) in zip(logits, canvas.starts, strict=True):
+    scores, times = logits.new_zeros((logits.shape[1], *size)), logits.new_zeros(size)
+    for window, (top, left) in zip(logits, starts, strict=True):
         scores[:, top : top + h, left : left + w] += F.interpolate(window[None], img_size, mode="bilinear")[0]
         times[top : top + h, left : left + w] += 1
     return scores.div_(times)
@@ -80,13 +67,13 @@ class Windows(RaggedField, ImageField):
             raise UserError(f"--slide-stride {stride} must be at most {side}: windows of {side} would leave gaps")
         ImageField.__init__(self, name, image, None)
         self._stride = stride
-        self.shape = (max(len(self.canvas(size).starts) for size in (image.img_size, *sizes)), *self.shape)
+        self.shape = (max(len(self.canvas(size)[1]) for size in (image.img_size, *sizes)), *self.shape)
 
-    def canvas(self, size: Size) -> Canvas:
-        """The windows of an image of this size."""
+    def canvas(self, size: Size) -> tuple[Size, list[Size]]:
+        """The (rh, rw) to which an image of this size is resized, and (top, left) of its windows, row by row."""
         img_size = self.image.img_size
         if self._stride == 0:
-            return Canvas(img_size, [(0, 0)])
+            return img_size, [(0, 0)]
         cover = max(window / length for window, length in zip(img_size, size, strict=True))
         resized = [max(window, round(length * cover)) for window, length in zip(img_size, size, strict=True)]
 
@@ -96,7 +83,7 @@ class Windows(RaggedField, ImageField):
             return [min(number * step, room) for number in range(-(-room // step) + 1)]
 
         tops, lefts = (starts(*pair) for pair in zip(resized, img_size, strict=True))
-        return Canvas((resized[0], resized[1]), [(top, left) for top in tops for left in lefts])
+        return (resized[0], resized[1]), [(top, left) for top in tops for left in lefts]
 
     def cut(self, image: Image.Image) -> torch.Tensor:
         """The windows of an RGB image, uint8 [K, 3, h, w], in the order of `canvas`."""
@@ -116,8 +103,8 @@ class Windows(RaggedField, ImageField):
         Returns:
             int64 [H, W].
         """
-        canvas = self.canvas(size)
-        scores = stitched(logits[: len(canvas.starts)], canvas, self.image.img_size)
+        resized, starts = self.canvas(size)
+        scores = stitched(logits[: len(starts)], resized, starts, self.image.img_size)
         best = scores.new_full(size, -torch.inf)
         classes = torch.zeros(size, dtype=torch.int16, device=scores.device)
         for number, of_class in enumerate(scores):  # all classes of a photo at once would take gigabytes
