@@ -25,6 +25,7 @@ from curves import assert_same_curve, checkpoints_in_time, read_rows, train_rows
 from pairwise import cover, pairs
 from PIL import Image
 from project import write_config
+from runs import unpredicted
 from safetensors.torch import load_file
 from timm.models import save_for_hf
 from torchvision.transforms.functional import normalize, to_tensor
@@ -288,6 +289,12 @@ def train_on_rank(argv, breakage=None):
         return main([str(word) for word in argv])
 
 
+def resume_on_rank(argv, breakage=None):
+    """As above; the memory is predicted where the run begins."""
+    with unpredicted():
+        return train_on_rank(argv, breakage)
+
+
 def train(ranks, folders, case, output, *words, params=None, blocks=None, breakage=None):
     """A combination's rows and the tensors of all files that it writes, by file and name."""
     pp, dp, tp, flag = LAYOUTS[case["layout"]]
@@ -332,9 +339,9 @@ def offloads_parameters(case):
     return case["zero"] == "offloaded" and (case["stage"], case["optimizer"]) == (3, "adamw")
 
 
-def run(ranks, world, argv, breakage=None):
+def run(ranks, world, argv, breakage=None, main=train_on_rank):
     """Run a command line."""
-    assert ranks.run(world, train_on_rank, argv, breakage, timeout=400.0) == [0] * world, " ".join(map(str, argv))
+    assert ranks.run(world, main, argv, breakage, timeout=400.0) == [0] * world, " ".join(map(str, argv))
 
 
 def resume(ranks, output, case, breakage):
@@ -345,7 +352,8 @@ def resume(ranks, output, case, breakage):
     path.write_text(json.dumps(data | {"zero_optimization": {"stage": stage}}))
     argv = ["--recipe", output / "config.yaml", "--resume", "auto", "--output", output, "--deepspeed_config", path]
     argv += ["--pp", pp, "--tp", tp, *(["--no-sequence-parallel"] if tp == 1 else []), "--check-replicas", 0]
-    run(ranks, world, [*argv, "--max-steps", STEPS if case["row"] == "plain" else SMALL_STEPS], breakage)
+    argv += ["--max-steps", STEPS if case["row"] == "plain" else SMALL_STEPS]
+    run(ranks, world, argv, breakage, resume_on_rank)
 
 
 @pytest.fixture(scope="module")
