@@ -12,7 +12,7 @@ import pytest
 import torch
 from curves import assert_same_curve, read_rows
 from ranks import RankPool
-from runs import pretend_fp16, run_quietly
+from runs import pretend_fp16, run_quietly, unpredicted
 from safetensors.torch import load_file
 from zero_layouts import BF16, WRAPPER, words
 
@@ -51,6 +51,7 @@ def accident(what, step):
         return fn
 
     with contextlib.ExitStack() as stack:
+        stack.enter_context(unpredicted())
         if what.startswith("nan"):
             spoil_batches([step - 1])
         if what == "loss":

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from runs import DIGITS
+from runs import DIGITS, unpredicted
 
 from ds_vit.config.run_folder import RunFolder
 
@@ -120,7 +120,7 @@ def train_with(argv: list[str], output: str, rank: int, signum: int, when: dict[
     if dist.get_rank() == rank:
         threading.Thread(target=strike, daemon=True).start()
     out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), unpredicted():
         code = main(argv)
     ended.set()
     lock.close()
