@@ -284,7 +284,7 @@ def test_doctor_checks_masks(data, capsys):
     _add("val/masks/n.0.png", SMALL[:4])(data)
     Image.fromarray(mask_of(2).T.copy()).save(data / "train/masks/n.2.png")
     (data / "train/masks/n.4.png").write_bytes(b"nothing")
-    assert main(["doctor", "--images", str(data)]) == 65
+    assert main(["doctor", "--images", f"{data}/."]) == 65
     said = capsys.readouterr().out
     for part in ("11 images in", "4 need attention", "images: 1 of 6 files of", "masks/n.4.png: not an image",
                  "train/masks/n.2.png: ", "40x72 pixels", "val/masks/n.0.png: 32 of 32 pixels"):  # fmt: skip

@@ -58,6 +58,7 @@ def check_images(folder: str, console: Console) -> int:
     """
     if not Path(folder).is_dir():
         raise UserError(f"--images {folder}: there is no such folder")
+    folder = str(Path(folder))  # paths of images and of pairs are compared
     files = sorted(_files(folder))
     if not files:
         raise UserError(
