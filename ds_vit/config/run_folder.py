@@ -28,6 +28,7 @@ import contextlib
 import errno
 import io
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -171,8 +172,15 @@ class LineLog:
 
 def to_json(contents: Mapping[str, Any] | Sequence[Any], indent: int | None = None) -> str:
     """JSON text of plain data; JSON has no nan or infinity: they become null."""
-    text = json.dumps(contents, default=dict)  # a mapping that is no dict
-    return json.dumps(json.loads(text, parse_constant=lambda name: None), indent=indent)
+    return json.dumps(_without_nan(contents), indent=indent, allow_nan=False)
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_nan(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_nan(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @contextlib.contextmanager
