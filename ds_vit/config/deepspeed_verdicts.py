@@ -126,13 +126,10 @@ VERDICTS = (
     Verdict(".zero_hpz_partition_size", _SECONDARY, lambda v: v != 1, (3,)),
     Verdict(".leaf_module .stage3_module_granularity_threshold", _LEAVES, stages=(3,)),
     Verdict("fp16.fp16_master_weights_and_grads", f'{_CPU_ADAM}, or use "{MASTERS_IN_BF16}" and "{_STATES}"'),
-    *(
-        Verdict(
-            key,
-            f'works only together with "{other}"; set both, or delete it',
-            when=lambda json, other=other: not json.given(other),
-        )
-        for key, other in ((MASTERS_IN_BF16, _STATES), (_STATES, MASTERS_IN_BF16))
+    Verdict(
+        f"{MASTERS_IN_BF16} {_STATES}",
+        f'works only where "{MASTERS_IN_BF16}" and "{_STATES}" are true; set both, or delete it',
+        when=lambda json: not (json.given(MASTERS_IN_BF16) and json.given(_STATES)),
     ),
     Verdict(
         MASTERS_IN_BF16,
