@@ -99,8 +99,8 @@ def value_of(data: Mapping[str, Any], name: str) -> Any:
 
 
 def is_on(block: Any) -> bool:
-    """Whether a block of the file is enabled; "auto" counts as enabled."""
-    return isinstance(block, Mapping) and bool(block.get("enabled"))
+    """Whether a block of the file is enabled; "auto" counts as enabled, and so does true in place of a block."""
+    return bool(block.get("enabled") if isinstance(block, Mapping) else block)
 
 
 def without(data: Mapping[str, Any], names: Collection[str], block: str = "") -> dict[str, Any]:

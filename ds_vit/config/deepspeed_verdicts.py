@@ -78,11 +78,6 @@ VERDICTS = (
     Verdict("hybrid_engine", "is for generation during RLHF; delete the block", is_on),
     Verdict("data_efficiency", "replaces the data loader and its keyed order; delete the block", is_on),
     Verdict("expert_parallel", "needs a mixture of experts, which no ViT here has; delete the block", is_on),
-    Verdict(
-        "autotuning hybrid_engine data_efficiency expert_parallel",
-        'must be a block {"enabled": …}; delete it',
-        lambda v: not isinstance(v, Mapping),
-    ),
     Verdict("tensor_parallel", "is AutoTP, which replaces ds_vit's sharding of the model; use --tp"),
     Verdict("sequence_parallel_size", "is Ulysses, which does not shard a ViT; delete the key", lambda v: v != 1),
     Verdict("data_parallel_size", "follows from the number of ranks, --pp and --tp; delete the key", _is_given),
@@ -199,7 +194,7 @@ VERDICTS = (
     _idle(
         f"fp16 bf16 torch_autocast {' '.join(MONITORS)} flops_profiler "
         "autotuning hybrid_engine data_efficiency expert_parallel",
-        lambda block: isinstance(block, Mapping) and bool(block.keys() - {"enabled"}) and not is_on(block),
+        lambda block: not is_on(block) and block not in ({}, {"enabled": False}),
     ),
 )
 

@@ -138,6 +138,7 @@ REJECTED = [
     ({"zero_optimization": {"stage": 3, "compute_grad_norm": False}}, "supported only with ZeRO Stage 1 or 2"),
     ({"zero_optimization": {"stage": 1, "compute_grad_norm": False, **OFFLOADED}}, "does not work with offload_opt"),
     ({"autotuning": {"enabled": True}}, "delete the block"),
+    ({"autotuning": True}, "delete the block"),
     ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}, "gathers them by layer; delete it"),
     ({"zero_optimization": {"stage": 3}, "prescale_gradients": True}, 'stage 3 needs "reduce_scatter": false'),
     ({"gradient_predivide_factor": 0}, "must be greater than 0, not 0"),
@@ -336,8 +337,8 @@ def test_idle_keys_are_named_and_do_not_reach_deepspeed():
     """Each key without effect is named in one line; keys with an effect stay, and so does an empty block."""
     zero = {"stage": 3, "overlap_comm": True, "elastic_checkpoint": True, "allgather_bucket_size": 1}
     data = {"zero_optimization": zero, "aio": {"use_gds": True}, "activation_checkpointing": {"profile": True}}
-    data |= {"fp16": {"enabled": False, "loss_scale": 0}, "comms_logger": {"enabled": True}}
-    names = ["activation_checkpointing.profile", "aio", "comms_logger", "fp16"]
+    data |= {"fp16": {"enabled": False, "loss_scale": 0}, "comms_logger": {"enabled": True}, "autotuning": False}
+    names = ["activation_checkpointing.profile", "aio", "autotuning", "comms_logger", "fp16"]
     names += ["zero_optimization.allgather_bucket_size", "zero_optimization.elastic_checkpoint"]
     assert idle(data) == names
     told = DeepSpeedJson.of(data).replace({}, names)
