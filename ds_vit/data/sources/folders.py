@@ -83,9 +83,10 @@ def find_split(data_dir: str, split: str, *, or_whole: bool = False) -> str:
 
 
 def _holds_classes(folder: str) -> bool:
-    """Whether a folder without splits holds folders of images."""
+    """Whether a folder without splits holds folders of images; one of them may be called test."""
     inside = [path for path in Path(folder).iterdir() if path.is_dir() and not listing.hidden(path.name)]
-    return not listing.splits_in(folder) and any(listing.is_image(name) for path in inside for name in os.listdir(path))
+    has_splits = any(name != "test" for name in listing.splits_in(folder))
+    return not has_splits and any(listing.is_image(name) for path in inside for name in os.listdir(path))
 
 
 def walk(root: str) -> list[str]:
@@ -105,25 +106,26 @@ def walk(root: str) -> list[str]:
         relative, around = pending.pop()
         folder = os.path.join(root, relative)
         try:
-            entries, status = os.scandir(folder), os.stat(folder)
+            status = os.stat(folder)
+            with os.scandir(folder) as listed:
+                entries = list(listed)
         except OSError as error:
             raise UserError(f"{folder} cannot be listed: {error.strerror}; make it readable or move it") from error
-        with entries:
-            if (status.st_dev, status.st_ino) in around:
+        if (status.st_dev, status.st_ino) in around:
+            continue
+        around |= {(status.st_dev, status.st_ino)}
+        for entry in entries:
+            path = posixpath.join(relative, entry.name)
+            if listing.hidden(entry.name):
+                paths.append(path)
                 continue
-            around |= {(status.st_dev, status.st_ino)}
-            for entry in entries:
-                path = posixpath.join(relative, entry.name)
-                if listing.hidden(entry.name):
-                    paths.append(path)
-                    continue
-                link = entry.is_symlink()  # only a link needs a stat, which is slow on a shared file system
-                if os.path.isdir(entry.path) if link else entry.is_dir():
-                    pending.append((path, around))
-                elif not os.path.exists(entry.path) or os.path.isfile(entry.path) if link else entry.is_file():
-                    paths.append(path)  # a broken link fails where it is read
-                elif listing.is_image(path):
-                    raise UserError(f"{entry.path} is a pipe, a socket or a device, not a file; remove or rename it")
+            link = entry.is_symlink()  # only a link needs a stat, which is slow on a shared file system
+            if os.path.isdir(entry.path) if link else entry.is_dir():
+                pending.append((path, around))
+            elif not os.path.exists(entry.path) or os.path.isfile(entry.path) if link else entry.is_file():
+                paths.append(path)  # a broken link fails where it is read
+            elif listing.is_image(path):
+                raise UserError(f"{entry.path} is a pipe, a socket or a device, not a file; remove or rename it")
     return paths
 
 
