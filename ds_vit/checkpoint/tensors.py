@@ -78,7 +78,8 @@ def split_files(stem: str, tensors: Sequence[TensorSpec], max_bytes: int) -> dic
         filename_pattern=f"{stem}{{suffix}}.safetensors",
         max_shard_size=max_bytes,
     )
-    return {file: tuple(named[name] for name in names) for file, names in split.filename_to_tensors.items()}
+    files = {file: tuple(named[name] for name in names) for file, names in split.filename_to_tensors.items()}
+    return files or {f"{stem}.safetensors": ()}
 
 
 def index_files(kinds: Mapping[str, Mapping[str, Sequence[TensorSpec]]]) -> dict[str, str]:
