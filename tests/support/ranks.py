@@ -71,6 +71,7 @@ _ENVIRONMENT = {
 # Imported once by the server. `muon_optimizer` stands for what `deepspeed.initialize` imports late: 600 modules of
 # torch's compiler, 0.8 s in every process. A name that is not there costs time, nothing else.
 _PRELOAD = [
+    "garbage_later",
     *("torch", "torchvision", "timm", "timm.loss", "timm.optim", "deepspeed", "pytest", "hypothesis", "simplejpeg"),
     *("deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.module_inject.auto_ep_layer"),
     *("deepspeed.ops.triton_ops", "deepspeed.runtime.superoffload.superoffload_stage3", "deepspeed.utils.pin_memory"),
@@ -265,6 +266,7 @@ def _rank_main(rank: int, world_size: int, folder: Path, port: int, job: bytes) 
     # What the server imported: DeepSpeed collects garbage at each start, at ZeRO-3 and for its memory breakdown, and to
     # search 600,000 objects takes 0.4 s each time. It stays frozen where the program under test would search it again.
     gc.freeze()
+    gc.enable()
     gc.unfreeze = _leave_frozen
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a session begun in the background has it ignored
     # For a loader's workers, as in a process of one's own; the pool's way would import everything anew in each.
