@@ -75,10 +75,10 @@ def split_files(stem: str, tensors: Sequence[TensorSpec], max_bytes: int) -> dic
     split = split_state_dict_into_shards_factory(
         named,
         get_storage_size=lambda tensor: tensor.num_bytes,
-        filename_pattern=f"{stem}{{suffix}}.safetensors",
+        filename_pattern="{suffix}.safetensors",  # a stem with braces is no part of the format
         max_shard_size=max_bytes,
     )
-    files = {file: tuple(named[name] for name in names) for file, names in split.filename_to_tensors.items()}
+    files = {stem + end: tuple(named[name] for name in names) for end, names in split.filename_to_tensors.items()}
     return files or {f"{stem}.safetensors": ()}
 
 
