@@ -7,6 +7,7 @@ and Muon are this package's and receive the map of parameters by `attach`. The o
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -88,8 +89,8 @@ def _class_named(name: str, *, adam_w: bool, path: str) -> type[torch.optim.Opti
     if lowered in _REMOVED:
         raise UserError(f"{path}: optimizer {name} was removed; use AdamW (its runs still predict and export)")
     if lowered not in _CLASSES:
-        near = did_you_mean(lowered, _CLASSES, 0.3) or "; AdamW is the usual one"
-        raise UserError(f"{path}: there is no optimizer {name!r} here{near}")
+        near = next(iter(difflib.get_close_matches(lowered, _CLASSES, cutoff=0.3)), "adamw")
+        raise UserError(f"{path}: there is no optimizer {name!r} here; the nearest is {_CLASSES[near].__name__}")
     return _CLASSES["adamw" if lowered == "adam" and adam_w else lowered]
 
 

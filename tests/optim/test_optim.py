@@ -85,7 +85,7 @@ def test_lion_is_elementwise():
         ({"type": "Muon", "params": {"adam_lr": 0.1}}, 'Muon here is timm\'s; write "fallback_lr_scale": adam_lr / lr'),
         ({"type": "Muon", "params": {"beta": 0.1}}, "Muon has no such argument; the nearest is betas"),
         ({"type": "AdamW", "params": {"betas": [0.9, 2]}}, "optimizer.params of AdamW: Invalid beta parameter"),
-        ({"type": "OneBitAdam"}, "there is no optimizer 'OneBitAdam' here; the nearest is"),
+        ({"type": "OneBitAdam"}, "there is no optimizer 'OneBitAdam' here; the nearest is NAdam"),
         ({"type": "AdamW", "params": {"beta": 1}}, "AdamW has no such argument; the nearest is betas"),
         ({"type": "AdamW", "params": {"max_grad_norm": 1}}, '"gradient_clipping"'),
         (
