@@ -267,7 +267,8 @@ def test_rows_and_shards_with_masks(tmp_path, form, name):
         with pytest.raises(UserError, match=r"has the images image, other and none named mask, .*: (rename_|name the)"):
             opened(f"{form}/{tmp_path}")
         return
-    for source in (opened(f"{form}/{tmp_path}"), opened("", dataset=f"{form}/{tmp_path}")):  # an index is read, loaded
+    given = (("", f"{form}/{tmp_path}"), (f"{form}/{tmp_path}", ""), (tmp_path, form))  # an index is read, loaded
+    for source in (opened(folder, dataset=dataset) for folder, dataset in given):
         assert source.left_out == {}
         for number, mask in enumerate(masks):
             assert np.array_equal(source.entry("mask", number), mask)

@@ -352,7 +352,7 @@ def open_masks(dataset: str, folder: str, split: str, classes: tuple[int | None,
     """
     form, _, path = (dataset or folder).partition("/")
     if form in _FORMS and (dataset or not os.path.exists(folder)):
-        source = open_source(dataset, folder, split, labels=False)
+        source = open_source(f"{form}/{path}" if dataset else "", folder, split, labels=False)
         folder = os.path.join(folder, path) if dataset else path
         key = next((name for name in _COLUMNS if source.has(name)), "")
         if not key:
