@@ -72,7 +72,6 @@ _NOTHING = "with --val-split '': nothing is evaluated"
 EVALUATES = ("eval_only or val_split or zeroshot", _NOTHING)
 RESIZES = ("no_aug or eval_only or val_split or zeroshot", _NOTHING)  # training without augmentation does, too
 NOT_ONLY_ZEROSHOT = (lambda c: c.val_split or not c.zeroshot, "with --val-split '': only --zeroshot is evaluated")
-SHAPES_VARY = ("grad_checkpointing=selective", "img_size_schedule", "train_img_sizes")
 
 
 class LayoutSettings(Settings, section="run", scope=FREE | EVALUATION):
@@ -219,7 +218,10 @@ class ComputationSettings(Settings, section="model", scope=FREE | EVALUATION):
     compile: bool = flag(
         False,
         "run the blocks through torch.compile",
-        excludes=dict.fromkeys(SHAPES_VARY, "--compile makes one graph of fixed shapes"),
+        excludes=dict.fromkeys(
+            ("grad_checkpointing=selective", "img_size_schedule", "train_img_sizes"),
+            "--compile makes one graph of fixed shapes",
+        ),
     )
     compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = flag(
         "default", "mode of torch.compile", needs="compile"
