@@ -186,22 +186,22 @@ def train(
 
         # ---- the loop ------------------------------------------------------------------------------------------------
         bad_steps = callbacks.BadSteps(run, engine, reporter)
-        around: list[callbacks.Callback] = [bad_steps]  # each step, in this order
+        step_callbacks: list[callbacks.Callback] = [bad_steps]  # in this order
         if ema is not None:
-            around.append(callbacks.AverageWeights(ema))
+            step_callbacks.append(callbacks.AverageWeights(ema))
         if run.data.sizes is not None:
-            around.append(callbacks.SetImageSize(run, engine))
+            step_callbacks.append(callbacks.SetImageSize(run, engine))
         if config.grad_stats_interval:
-            around.append(callbacks.GradientStatistics(run, engine, bad_steps, reporter))
-        around.append(clock)
+            step_callbacks.append(callbacks.GradientStatistics(run, engine, bad_steps, reporter))
+        step_callbacks.append(clock)
         if config.check_replicas:
-            around.append(callbacks.CheckReplicas(run, engine))
-        around.append(StepLog(engine, inputs, flops, peak, reporter))
+            step_callbacks.append(callbacks.CheckReplicas(run, engine))
+        step_callbacks.append(StepLog(engine, inputs, flops, peak, reporter))
         if profiled := parse_steps(config.profile_steps, "--profile-steps"):
-            around.append(callbacks.Profile(profiled, folder.profile, engine, throughput, watchdog, reporter))
+            step_callbacks.append(callbacks.Profile(profiled, folder.profile, engine, throughput, watchdog, reporter))
         average = engine.context.teachers or ema
         checkpoints = CheckpointManager(run, folder.checkpoints, engine, average, throughput, signals, reporter)
-        trainer = Trainer(run.schedule, engine, inputs, evaluations, around, checkpoints, watchdog, folder)
+        trainer = Trainer(run.schedule, engine, inputs, evaluations, step_callbacks, checkpoints, watchdog, folder)
         with phase("reading the checkpoint") if run.output.resume else contextlib.nullcontext():
             trainer.restore()
         if reporter:
