@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from ds_vit.data.sources.source import Source
-from ds_vit.fault_tolerance.errors import UserError, did_you_mean, first_line, needs, read_object
+from ds_vit.fault_tolerance.errors import UserError, did_you_mean, first_line, read_object, require_package
 
 _BYTES_CONTEXT_LENGTH = 256
 _MOST_COUNTED = 5_000
@@ -81,7 +81,7 @@ class ClipTokenizer(Tokenizer):
 
     def __init__(self, context_length: int) -> None:
         super().__init__(context_length)
-        with needs("open_clip_torch", "--tokenizer clip", ", or pass --tokenizer bytes"):
+        with require_package("open_clip_torch", "--tokenizer clip", ", or pass --tokenizer bytes"):
             from open_clip.tokenizer import SimpleTokenizer
         self._bpe = SimpleTokenizer()
         self.vocab_size = self._bpe.vocab_size
@@ -109,7 +109,7 @@ class FileTokenizer(Tokenizer):
 
     def __init__(self, path: str, context_length: int) -> None:
         super().__init__(context_length)
-        with needs("tokenizers", f"--tokenizer {path}"):
+        with require_package("tokenizers", f"--tokenizer {path}"):
             from tokenizers import Tokenizer as Library
         try:
             content = Path(path).read_bytes()

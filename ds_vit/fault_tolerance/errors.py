@@ -105,8 +105,8 @@ def memory_errors(advise: Callable[[bool], str]) -> Iterator[None]:
         asked = re.search(r"allocate ([\d.,]+ ?\w+)", str(error))
         of_loader = "DataLoader worker" in str(error)
         where = " in a loader process" if of_loader else ""
-        asked_for = f" (allocating {asked[1]})" if asked else ""
-        raise OutOfMemory(f"out of memory{where}{asked_for}: {advise(of_loader)}") from error
+        feature = f" (allocating {asked[1]})" if asked else ""
+        raise OutOfMemory(f"out of memory{where}{feature}: {advise(of_loader)}") from error
 
 
 @contextlib.contextmanager
@@ -123,12 +123,12 @@ def written(named: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def needs(package: str, what: str, otherwise: str = "") -> Iterator[None]:
+def require_package(package: str, feature: str, otherwise: str = "") -> Iterator[None]:
     """For the block, a package that cannot be imported is one line.
 
     Args:
         package: as pip names it.
-        what: that is asked for and needs it.
+        feature: what needs it, as in "--tokenizer clip".
         otherwise: the end of the message, after how to install it.
 
     Raises:
@@ -137,7 +137,7 @@ def needs(package: str, what: str, otherwise: str = "") -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        raise UserError(f"{what} needs {package} ({first_line(error)}): pip install {package}{otherwise}") from None
+        raise UserError(f"{feature} needs {package} ({first_line(error)}): pip install {package}{otherwise}") from None
 
 
 def read_text(path: str | Path, named_by: str) -> str:

@@ -20,7 +20,7 @@ from ds_vit.data.settings import ZeroShotData
 from ds_vit.data.sources.combined import mixed
 from ds_vit.data.sources.datasets import open_source
 from ds_vit.data.sources.source import Source
-from ds_vit.fault_tolerance.errors import UserError, did_you_mean, needs, read_text, stripped_lines
+from ds_vit.fault_tolerance.errors import UserError, did_you_mean, read_text, require_package, stripped_lines
 from ds_vit.tasks.metrics import Batch, Figure, Means
 from ds_vit.tasks.retrieval import places_of_partners
 
@@ -132,7 +132,7 @@ def read_templates(word: str) -> tuple[str, ...]:
 
 def _of_open_clip(name: str) -> Sequence:
     """A list of open_clip's zero-shot metadata."""
-    with needs("open_clip_torch", "--zeroshot with ImageNet's class names or --zeroshot-templates openai"):
+    with require_package("open_clip_torch", "--zeroshot with ImageNet's class names or --zeroshot-templates openai"):
         from open_clip import zero_shot_metadata
     return getattr(zero_shot_metadata, name)
 

@@ -20,7 +20,7 @@ from ds_vit.data.decode import undecodable
 from ds_vit.data.sources import listing
 from ds_vit.data.sources.captions import CaptionKeys, Captions, clean_captions
 from ds_vit.data.sources.source import ArraySource, below_common_folder, check_labels
-from ds_vit.fault_tolerance.errors import UserError, first_line, needs
+from ds_vit.fault_tolerance.errors import UserError, first_line, require_package
 
 _FORMS = ("{}/*.arrow", "{}/*.parquet", "{}-*.arrow", "{}-*.parquet", "data/{}-*.parquet", "{}.arrow", "{}.parquet")
 _OF_ONE_SPLIT = ("*.arrow", "*.parquet")
@@ -46,7 +46,7 @@ def open_hugging_face(
     Raises:
         UserError: datasets is not installed, no such folder or split, or what `HuggingFaceSource` refuses.
     """
-    with needs("datasets", "--dataset hfds/… or parquet/…"):
+    with require_package("datasets", "--dataset hfds/… or parquet/…"):
         import datasets  # noqa: F401
     if not os.path.isdir(folder):
         raise UserError(f"there is no folder {folder}; give hfds/FOLDER with what datasets' save_to_disk wrote")

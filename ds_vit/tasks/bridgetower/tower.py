@@ -18,7 +18,7 @@ import torch
 from timm.data import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from torch import nn
 
-from ds_vit.fault_tolerance.errors import UserError, first_line, needs, read_object
+from ds_vit.fault_tolerance.errors import UserError, first_line, read_object, require_package
 from ds_vit.models.keyed_drop import mix_in
 from ds_vit.models.layers import Layer, TokenCount, take_apart
 
@@ -108,7 +108,7 @@ def create_bridge_tower(name: str) -> BridgeTower:
         UserError: as `model_folder`; transformers is not installed, or does not take the config.json.
     """
     folder = model_folder(name)
-    with needs("transformers", "--task bridgetower", " (version 5 or later)"):
+    with require_package("transformers", "--task bridgetower", " (version 5 or later)"):
         from transformers import BridgeTowerConfig, BridgeTowerForContrastiveLearning
     try:
         config = BridgeTowerConfig.from_pretrained(str(folder))
