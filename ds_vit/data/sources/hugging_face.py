@@ -46,7 +46,7 @@ def open_hugging_face(
     Raises:
         UserError: datasets is not installed, no such folder or split, or what `HuggingFaceSource` refuses.
     """
-    with require_package("datasets", "--dataset hfds/… or parquet/…"):
+    with require_package("datasets", "data of hfds/… or parquet/…"):
         import datasets  # noqa: F401
     if not os.path.isdir(folder):
         raise UserError(f"there is no folder {folder}; give hfds/FOLDER with what datasets' save_to_disk wrote")
