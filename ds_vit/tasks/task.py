@@ -140,7 +140,10 @@ class StepContext(ABC):
         """
 
     def sum(self, own: torch.Tensor) -> torch.Tensor:
-        """The sum of a tensor over the data-parallel ranks (a collective)."""
+        """The sum of a tensor over the data-parallel ranks (a collective).
+
+        Not differentiable: pass values without a gradient, which would be of this rank's term only.
+        """
         total = own.clone()
         dist.all_reduce(total, group=self.groups.dp)
         return total
