@@ -215,7 +215,10 @@ class Settings(BaseModel):
 
     @classmethod
     def values_of(cls, name: str) -> str:
-        """The values that a flag takes, for messages: "a whole number or auto", "a word or words"."""
+        """The values that a flag takes, for messages: "a whole number or auto", "one word or several"."""
+        first, *others = cls.kinds(name)
+        if [(kind.item, kind.length) for kind in others] == [(first.item, 0)]:
+            return f"one {first.in_words.removeprefix('a ')} or several"
         return " or ".join(kind.in_words for kind in cls.kinds(name))
 
     @classmethod

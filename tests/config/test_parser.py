@@ -175,7 +175,7 @@ def test_neutral_values_are_never_without_effect(words):
 FROM_A_PROGRAM = {
     "--deepspeed_config takes a word or a block, not ['a']": {"deepspeed_config": ["a"]},
     "--deepspeed_config: a key must be text, not 1": {"deepspeed_config": {1: 2}},
-    "--data-dir takes a word or words, not {}": {"data_dir": {}},
+    "--data-dir takes one word or several, not {}": {"data_dir": {}},
     "--model-kwargs: a key must be text, not 1": {"model_kwargs": {1: 2}},
     "--augment-on takes cpu or device, not []": {"augment_on": []},
     "--augment-on takes cpu or device, not ['cpu']": {"augment_on": ["cpu"]},
