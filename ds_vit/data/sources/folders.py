@@ -130,10 +130,9 @@ def walk(root: str) -> list[str]:
 
 
 class FileSource(ArraySource):
-    """Images in separate files, below one folder.
+    """Images in separate files, below one folder. A broken link counts as damaged.
 
-    A file that is missing, such as a broken link, or may not be read counts as damaged: every rank finds it so. Other
-    errors of a storage may occur on one rank only, and end the run.
+    Another error may occur on one host only, where others have read the sample's label; so it ends the run.
     """
 
     class_names: tuple[str, ...] = ()
@@ -144,11 +143,14 @@ class FileSource(ArraySource):
         self._targets = targets
 
     def encoded(self, index: int) -> bytes:
+        path = self.describe(index)
         try:
-            with open(self.describe(index), "rb") as file:
+            with open(path, "rb") as file:
                 return file.read()
-        except (FileNotFoundError, PermissionError) as error:
-            raise undecodable(self.describe(index), OSError(error.strerror)) from error
+        except FileNotFoundError as error:
+            if not os.path.islink(path):
+                raise
+            raise undecodable(path, OSError(f"a broken link to {os.readlink(path)}")) from error
 
     def describe(self, index: int) -> str:
         return os.path.join(self._root, self.path(index))
