@@ -290,12 +290,13 @@ class Engine(ABC):
             out["lr_scheduler"] = int(self.engine.lr_scheduler.last_batch_iteration)
         return out
 
-    def restore_progress(self, progress: Mapping[str, Any], step: int) -> None:
+    def restore_progress(self, progress: Mapping[str, Any], step: int, saved_step: int) -> None:
         """Restore what `progress` gave; a loss scale is restored if both runs have one of the same kind.
 
         Args:
             progress: from a checkpoint.
-            step: optimizer steps that are done.
+            step: optimizer steps that are done, counted in this run's global batches.
+            saved_step: the same in the checkpoint's, which may be of another size.
         """
         engine = self.engine
         engine.global_steps = step
@@ -309,7 +310,8 @@ class Engine(ABC):
             vars(engine.optimizer.loss_scaler).update({key: saved[key] for key in _LOSS_SCALER if key in saved})
         # The JSON's scheduler gives the rate itself: where the checkpoint's had other settings or was the flags', the
         # saved rate is not this run's.
-        if engine.lr_scheduler is not None and (counted := progress.get("lr_scheduler", step - 1)) >= 0:
+        counted = progress.get("lr_scheduler", saved_step - 1) + step - saved_step
+        if engine.lr_scheduler is not None and counted >= 0:
             engine.lr_scheduler.step(counted)
         else:
             self.set_lr(progress["lr"])

@@ -178,7 +178,7 @@ class CheckpointManager:
         if isinstance(self.ema, TeacherAverage):
             self.ema.write()
         self.task.load_state_dict(tensors_of_json(state.get("task", {})))
-        self.engine.restore_progress(state["engine"], step)
+        self.engine.restore_progress(state["engine"], step, state["step"])
         self._say(f"resuming from {checkpoint.path} at step {step}")
         own = checkpoint.path.parent.resolve() == self.parent.resolve() and step == state["step"]
         self._saved_step = self._complete_step = step if own else None

@@ -372,7 +372,8 @@ def test_a_longer_run_with_another_schedule(ranks, run, tmp_path):
 
 
 def test_a_longer_scheduler_of_the_json(ranks, tmp_path):
-    # Catches: total_num_steps "auto" that follows another --max-steps in silence, and the old rate at the first step.
+    # Catches: total_num_steps "auto" that follows another --max-steps in silence, and the old rate at the first step,
+    # of steps that another batch counts anew too.
     output = tmp_path / "run"
     params = {"warmup_num_steps": 2, "warmup_max_lr": 1e-3, "warmup_min_lr": 0, "warmup_type": "linear"}
     block = {"type": "WarmupDecayLR", "params": params | {"total_num_steps": "auto"}}
@@ -388,6 +389,9 @@ def test_a_longer_scheduler_of_the_json(ranks, tmp_path):
     rows = train_in(ranks, 1, [*argv, "--allow-schedule-change"])
     rates = [row["lr"] for row in train_rows(rows)][4:]
     assert rates == pytest.approx([1e-3 * (12 - step) / 10 for step in range(3, 11)])
+    argv += ["--resume", output / "checkpoints" / "step-00000008", "--output", tmp_path / "halved", "-b", 8]
+    rows = train_in(ranks, 1, [*argv, "--max-steps", "24", "--allow-batch-change", "--allow-schedule-change"])
+    assert [row["lr"] for row in train_rows(rows)] == pytest.approx([1e-3 * (24 - step) / 22 for step in range(15, 23)])
 
 
 @pytest.fixture
