@@ -330,9 +330,7 @@ def _applied(images: torch.Tensor, order: list[int], operations: Sequence[Sequen
         orders.append(np.argsort(order)[rows])
         order = rows
     (indices,) = _sent(images.device, np.array([*orders, np.argsort(order)]))
-    geometric = [[one for one in of if one.name in _PLACES] for of in passes]
-    places = _geometry(images, geometric) if any(geometric) else itertools.repeat(())
-    for index, of, sources in zip(indices, passes, places, strict=False):
+    for index, of, sources in zip(indices, passes, _geometries(images, passes), strict=False):
         images, end = images[index], 0
         for family, run in itertools.groupby(of, lambda one: _FAMILIES[one.name]):
             group = list(run)
@@ -401,6 +399,13 @@ def _blend(images: torch.Tensor, operations: Sequence[Operation], a: np.ndarray)
 _TAPS = np.array(
     [[[0, 1, 0, 0]] * 2, [[0, -1, 1, 0], [-1, 0, 1, 0]], [[0] * 4, [2, -2, 1, -1]], [[0] * 4, [-1, 1, -1, 1]]]
 ) * (1 + 2.0**-19)  # fmt: skip
+
+
+def _geometries(images: torch.Tensor, passes: Sequence[Sequence[Operation]]) -> Iterator[tuple[torch.Tensor, ...]]:
+    """The arguments of `_sample` for each pass. Those of two passes are made together, which bounds their memory."""
+    for number in range(0, len(passes), 2):
+        geometric = [[one for one in of if one.name in _PLACES] for of in passes[number : number + 2]]
+        yield from _geometry(images, geometric) if any(geometric) else ((), ())
 
 
 def _geometry(images: torch.Tensor, passes: Sequence[Sequence[Operation]]) -> Iterator[tuple[torch.Tensor, ...]]:
