@@ -123,7 +123,7 @@ VERDICTS = (
     Verdict("fp16.fp16_master_weights_and_grads", f'{_CPU_ADAM}, or use "{MASTERS_IN_BF16}" and "{_STATES}"'),
     Verdict(
         f"{MASTERS_IN_BF16} {_STATES}",
-        f'works only where "{MASTERS_IN_BF16}" and "{_STATES}" are true; set both, or delete it',
+        f'works only together with the other of "{MASTERS_IN_BF16}" and "{_STATES}"; set both, or delete it',
         when=lambda json: not (json.given(MASTERS_IN_BF16) and json.given(_STATES)),
     ),
     Verdict(

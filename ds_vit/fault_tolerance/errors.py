@@ -105,8 +105,8 @@ def memory_errors(advise: Callable[[bool], str]) -> Iterator[None]:
         asked = re.search(r"allocate ([\d.,]+ ?\w+)", str(error))
         of_loader = "DataLoader worker" in str(error)
         where = " in a loader process" if of_loader else ""
-        feature = f" (allocating {asked[1]})" if asked else ""
-        raise OutOfMemory(f"out of memory{where}{feature}: {advise(of_loader)}") from error
+        size = f" (allocating {asked[1]})" if asked else ""
+        raise OutOfMemory(f"out of memory{where}{size}: {advise(of_loader)}") from error
 
 
 @contextlib.contextmanager
