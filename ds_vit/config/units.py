@@ -78,7 +78,7 @@ class Interval:
             return cls(steps=int(text))
         if text == "epoch":
             return cls(epochs=1)
-        if not text[-1:].isalpha():
+        if not re.fullmatch(r"\d+(?:\.\d+)?[smhd]", text):
             raise UserError(f"{flag} {text}: write a number of optimizer steps, a time such as 90s, 15m, 2h, or epoch")
         return cls(seconds=parse_seconds(text, flag))
 

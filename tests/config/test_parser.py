@@ -89,7 +89,7 @@ REFUSED = {
     "--drop-path-compute kept": "there is no flag --drop-path-compute; it was removed: each branch is computed for all",
     "--allow-batch-change": "--allow-batch-change has no effect without --resume",
     "--rollback 2 --checkpoint-interval 0": "--rollback has no effect with --checkpoint-interval 0",
-    "--checkpoint-interval often": "--checkpoint-interval often: write a number of seconds, or 90s, 15m, 2h, 1d",
+    "--checkpoint-interval 1h30m": "--checkpoint-interval 1h30m: write a number of optimizer steps, a time such",
     "--val-split= --eval-knn": "--eval-knn has no effect with --val-split ''",
     "--val-split test --val-fraction 0.5": "--val-split has no effect with --val-fraction",
     "--drop 0.1 --model-kwargs drop_rate=0.2": "--drop 0.1 and --model-kwargs drop_rate=0.2 are both given; keep one",
