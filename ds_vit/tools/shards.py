@@ -32,7 +32,7 @@ from ds_vit.data.sources.datasets import open_source
 from ds_vit.data.sources.folders import FolderSource
 from ds_vit.data.sources.listing import splits_in
 from ds_vit.data.sources.pairs import TextFileSource
-from ds_vit.data.sources.shards import CLASSES_FILE, DOT, DOT_OF_SUFFIX, PLAN_FILE, make_index, shard_name
+from ds_vit.data.sources.shards import CLASSES_FILE, DOT, DOT_OF_SUFFIX, PLAN_FILE, RESERVED, make_index, shard_name
 from ds_vit.data.sources.tars import TarSource
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.rank import begin_child
@@ -228,6 +228,8 @@ def _write_shard(first: int) -> Packed:
             key = posixpath.join(parent, stem.replace(".", DOT))
             if number in clashing:
                 key += DOT_OF_SUFFIX + suffix.removeprefix(".")
+            if RESERVED.match(key):
+                key = f"./{key}"
             try:
                 encoded = _reencode(data, name, packing)
             except ImageDecodeError:

@@ -108,15 +108,15 @@ def test_labels_of_json_and_by_name(tmp_path):
         "x/c.json": b'{"cls": "class10", "other": 1}',
         "__meta__.json": b"{}",
         "__info__/x.png": b"",
-        "x/__main.png": encoded(3),
-        "x/__main.cls": b"class9",
+        "x/__main__.png": encoded(3),
+        "x/__main__.cls": b"class9",
     }
     write_shard(tmp_path / "train.tar", files)
     source = open_source("wds/", str(tmp_path), "train")
     assert source.class_names == ("class9", "class10")
     assert _labels(source) == [1, 0, 1, 0]
     assert [source.image(number).tobytes() for number in (0, 3)] == [_bytes(0), _bytes(3)]
-    assert source.left_out == {".txt": 1, ".seg.png": 1}
+    assert source.left_out == {".txt": 1, ".seg.png": 1, ".json": 1, "__info__/": 1}
     (tmp_path / "classes.json").write_text('["class10", "class9", "class11"]')
     named = open_source("wds/", str(tmp_path), "train")
     assert named.class_names == ("class10", "class9", "class11")

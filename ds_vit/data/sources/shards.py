@@ -233,16 +233,17 @@ DOT = "%2E"
 """A dot in the name of a file that `ds-vit shards` packed; a bare one would end the sample's key there."""
 DOT_OF_SUFFIX = "%2e"
 """The last dot of a file that shares its stem with another one: `1.jpg` is packed as `1%2ejpg.jpg`."""
+RESERVED = re.compile(r"__[^/]*__(?:$|/)")
+"""How a name in a tar begins that WebDataset leaves out. `ds-vit shards` packs `__x__/1.jpg` as `./__x__/1.jpg`."""
 
 FIRST_DOT = "a sample's name ends at the first dot of a file's name, and the image's suffix is all that follows"
 """The rule of WebDataset by which `22.05.jpg` is no image."""
 
-_FORMATS = (4, 5)  # of labels, and of captions
+_FORMATS = (6, 7)  # of labels, and of captions
 _FURTHER = "further "
 _JSON_LABELS = ("label", "cls")
 _LABEL_SUFFIXES, _TEXT_SUFFIXES = (".cls", ".json"), (".txt", ".json")
 _MOST_PROCESSES = 16  # each rank of a machine may be at it
-_OF_WEBDATASET = re.compile(r"(?:^|/)__[^/]*__(?:$|[/.])")  # names that its writers reserve
 _KEY = re.compile(r"((?:.*/)?[^./]+)(\.[^/]*)")
 
 
@@ -253,7 +254,7 @@ class ShardIndex(NamedTuple):
         paths: the images' names, bytes [N].
         places: offsets and sizes of the images' bytes in the shard, int64 [2, N].
         labels: class numbers int64 [N], or class names in UTF-8, bytes [N], empty for a sample without a label.
-        left_out: how many files were found that are not read, by suffix.
+        left_out: how many files were found that are not read, by suffix, or by a folder that is `RESERVED`.
         state: the shard's size and time of change (`state_of`) when it was read.
         further: images of the samples whose files are named `KEY.NAME.png` or alike, by NAME: their places, int64
             [2, N], 0 where a sample has none.
@@ -432,10 +433,13 @@ def _files_of_samples(file: BinaryIO, shard: str) -> dict[str, dict[str, _File]]
                 if info.islnk():
                     link = f"{info.name} as a hard link, which has no bytes"
                     raise UserError(f"{shard} holds {link}; make the shard again with tar --hard-dereference")
-                if not info.isreg() or _OF_WEBDATASET.search(path) or listing.hidden(_unpacked_name(path)):
+                if not info.isreg() or listing.hidden(_unpacked_name(path)):
                     continue
-                named = _KEY.fullmatch(path)
-                key, suffix = (named[1], named[2].lower()) if named else (path, "")
+                if reserved := RESERVED.match(info.name):
+                    key, suffix = path, reserved[0]
+                else:
+                    named = _KEY.fullmatch(path)
+                    key, suffix = (named[1], named[2].lower()) if named else (path, "")
                 files = samples.setdefault(key, {})
                 if suffix in files:
                     raise UserError(f"{shard} holds {key}{suffix} twice; a sample's files must differ by their suffix")
@@ -464,7 +468,7 @@ def _unpacked_name(name: str) -> str:
     """The name that an image had before `ds-vit shards` packed it."""
     if DOT_OF_SUFFIX in name:
         name = posixpath.splitext(name)[0].replace(DOT_OF_SUFFIX, ".")
-    return name.replace(DOT, ".")
+    return name.replace(DOT, ".").removeprefix("./")
 
 
 def _label(files: dict[str, _File], shard: BinaryIO, shard_name: str) -> int | str | None:
