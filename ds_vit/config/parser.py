@@ -8,20 +8,22 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import json
 import math
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
 
 import ds_vit
+from ds_vit.config.deepspeed_json import without
 from ds_vit.config.flag import SECTIONS, spelling, texts_of
 from ds_vit.config.outside import config_class
-from ds_vit.config.rules import find_problems, idle_flags, replacements
+from ds_vit.config.rules import find_problems, flags_set_by, idle_flags, replacements
 from ds_vit.config.schema import KEY_OF_FLAG, RunConfig, tasks_of, what_is_wrong
 from ds_vit.config.timm_flags import Given, split_words, timm_answer
 from ds_vit.config.units import parse_set
@@ -443,10 +445,9 @@ def over_recipe(recipe: Mapping[str, Any], given: Mapping[str, Any], *, eval_onl
     dropped: set[str] = set()
     if "set" in values:
         pairs = valid.get("set", given.get("set", ()))
-        dropped |= {flag for flag, key in KEY_OF_FLAG.items() if key in parse_set(pairs)}
-        excluded = {KEY_OF_FLAG.get(name) for name in given}
-        kept = (pair for pair in recipe.get("set", ()) if pair.partition("=")[0] not in excluded)
-        values["set"] = (*kept, *pairs)
+        dropped |= flags_set_by(pairs)
+        excluded = [key for name, key in KEY_OF_FLAG.items() if name in given]
+        values["set"] = (*_set_without(recipe.get("set", ()), excluded), *pairs)
     if given.get("pp", recipe.get("pp")) != recipe.get("pp"):
         dropped.add("pp_partition")  # bounds for another number of stages
     own = {**recipe, **valid, **({"eval_only": True} if eval_only else {})}
@@ -454,6 +455,14 @@ def over_recipe(recipe: Mapping[str, Any], given: Mapping[str, Any], *, eval_onl
     chosen = {name for name, value in given.items() if value is not False}  # --no-pretrained excludes nothing
     dropped |= {other for name, other in replacements(kind) if name in chosen}
     return {name: value for name, value in values.items() if name in given or name not in dropped}
+
+
+def _set_without(pairs: Sequence[str], keys: Collection[str]) -> Iterator[str]:
+    """The pieces of --set without some keys of the JSON, also in a block."""
+    for pair in pairs:
+        given = parse_set([pair])
+        kept = without(given, keys)
+        yield from [pair] if kept == given else (f"{key}={json.dumps(value)}" for key, value in kept.items())
 
 
 def from_values(

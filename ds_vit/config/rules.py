@@ -6,9 +6,17 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
+from ds_vit.config.deepspeed_json import leaves
 from ds_vit.config.flag import Condition, Flag, Scope, spelling, texts_of
-from ds_vit.config.schema import RunConfig
+from ds_vit.config.schema import KEY_OF_FLAG, RunConfig
 from ds_vit.config.units import Interval, all_sizes, parse_set
+
+SCHEDULER_KEY_OF_FLAG: Mapping[str, str] = {
+    **dict.fromkeys(("sched", "min_lr", "wsd_decay_fraction"), "scheduler.type"),
+    **dict.fromkeys(("warmup_steps", "warmup_epochs"), "scheduler.params.warmup_num_steps"),
+    "warmup_lr": "scheduler.params.warmup_min_lr",
+}
+"""Flag → the key that replaces it in a DeepSpeed JSON with a scheduler, unless it is "auto"."""
 
 
 @functools.cache
@@ -17,6 +25,20 @@ def replacements(kind: type[RunConfig]) -> frozenset[tuple[str, str]]:
     pairs = [(name, other) for name, meta in kind.flags().items() for other, why in meta.excludes.items() if not why]
     pairs += [("val_fraction", "val_split"), ("memory", "batch_size"), ("memory", "grad_accum_steps")]
     return frozenset((*pairs, *((other, name) for name, other in pairs)))
+
+
+def flags_set_by(pairs: Sequence[str]) -> set[str]:
+    """The flags whose keys of the JSON --set gives a value, in a block too; an "auto" leaves a key to its flag.
+
+    A whole scheduler replaces the flags of the schedule.
+    """
+    values = parse_set(pairs)
+    keys = leaves(values)
+    of_flag = {**KEY_OF_FLAG, **SCHEDULER_KEY_OF_FLAG}
+    replaced = {name for name, key in of_flag.items() if keys.get(key, "auto") != "auto"}
+    if "scheduler" in values and "scheduler.type" in keys:
+        replaced |= {name for name, key in SCHEDULER_KEY_OF_FLAG.items() if keys.get(key) != "auto"}
+    return replaced
 
 
 # ---- conditions ------------------------------------------------------------------------------------------------------
@@ -88,9 +110,9 @@ def find_problems(config: RunConfig, invalid: Mapping[str, str]) -> Iterator[str
         yield f"--deepspeed_config FILE is missing; begin with {shipped}"
     if not asked.dataset and not asked.data_dir:
         yield "no data: give --data-dir DIR with train/ and val/ in it, or --dataset digits"
-    keys = parse_set(config.set)
+    by_set = flags_set_by(config.set)
     for name, meta in config.flags().items():
-        if meta.key in keys and name in config.model_fields_set:
+        if meta.key and name in by_set & config.model_fields_set:
             yield f"{written(name, config)} and --set {meta.key} are both given; keep one"
         if getattr(config, name) == config.default_of(name):
             continue

@@ -574,7 +574,10 @@ def test_set_values_have_the_types_of_a_file():
         (["--set", "zero_optimization.stage"], "--set takes KEY.PATH=VALUE, such as zero_optimization.stage=2"),
         (["--set", "zero_optimization.stage.x=1"], '"zero_optimization.stage" in'),
         (["--set", "zero_optimization.overlap_comm=perhaps"], "--set zero_optimization.overlap_comm=perhaps: zero"),
-        (["--set", "optimizer.params.lr=0.1", "--lr", "0.2"], "--lr 0.2 and --set optimizer.params.lr are both given"),
+        *(
+            (["--set", pair, "--lr", "0.2"], "--lr 0.2 and --set optimizer.params.lr are both given")
+            for pair in ("optimizer.params.lr=0.1", 'optimizer.params={"lr":0.1}', 'optimizer={"params":{"lr":0.1}}')
+        ),
     ],
 )
 def test_set_is_checked_like_the_file(words, message):
@@ -624,6 +627,37 @@ def test_set_on_the_command_line_overrides_a_recipes_flag(tmp_path):
     assert config.set == ("steps_per_print=7", "optimizer.params.lr=0.2")
     assert config.pp_partition == "0,2,3"
     assert parse(["--recipe", str(recipe), "--pp", "3"]).pp_partition == ""
+
+
+@pytest.mark.parametrize(
+    ("pair", "kept"),
+    [
+        ('optimizer={"type":"SGD","params":{"lr":0.1}}', {"weight_decay": 0.1, "sched": "linear", "warmup_steps": 3}),
+        ('optimizer.params={"lr":"auto","weight_decay":0.2}', {"lr": 0.5, "sched": "linear", "warmup_steps": 3}),
+        ('scheduler={"type":"OneCycle","params":{}}', {"lr": 0.5, "weight_decay": 0.1}),
+        (
+            'scheduler={"type":"WarmupLR","params":{"warmup_num_steps":"auto"}}',
+            {"lr": 0.5, "weight_decay": 0.1, "warmup_steps": 3},
+        ),
+        ("scheduler={}", {"lr": 0.5, "weight_decay": 0.1, "sched": "linear", "warmup_steps": 3}),
+    ],
+)
+def test_a_block_of_set_overrides_a_recipes_flags(tmp_path, pair, kept):
+    # Catches: the rate of a recipe that wins over the block's in silence, and a schedule that nobody asked for.
+    recipe = tmp_path / "r.yaml"
+    text = f"deepspeed_config: {CPU}\ndataset: digits\n"
+    recipe.write_text(f"{text}lr: 0.5\nweight_decay: 0.1\nsched: linear\nwarmup_steps: 3\n")
+    config = parse(["--recipe", str(recipe), "--set", pair])
+    flags = {"lr", "weight_decay", "sched", "warmup_steps"}
+    assert {name: getattr(config, name) for name in flags & config.model_fields_set} == kept
+
+
+def test_a_flag_overrides_a_value_in_a_block_of_a_recipes_set(tmp_path):
+    # Catches: a recipe whose rate no flag can change.
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(json.dumps({"set": ['optimizer={"type":"SGD","params":{"lr":0.1,"momentum":0.9}}']}))
+    params = resolved(CPU, "--recipe", recipe, "--lr", 0.2).engine.json.optimizer.params
+    assert (params["lr"], params["momentum"]) == (0.2, 0.9)
 
 
 ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}

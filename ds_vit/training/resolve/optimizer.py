@@ -9,6 +9,7 @@ from typing import Any
 from ds_vit.config.deepspeed_keys import DeepSpeedJson
 from ds_vit.config.deepspeed_rules import check_grad_norm
 from ds_vit.config.flag import spelling
+from ds_vit.config.rules import SCHEDULER_KEY_OF_FLAG
 from ds_vit.config.schema import KEY_OF_FLAG, RunConfig
 from ds_vit.config.units import parse_steps
 from ds_vit.data.sampler import SampleOrder
@@ -25,13 +26,6 @@ from ds_vit.training.run import Model
 DEFAULT_WEIGHT_DECAY = 2e-5  # timm's, for an "auto" in the JSON
 DEFAULT_EPOCHS = 300  # timm's
 DEFAULT_WARMUP_EPOCHS = 5  # timm's; at most a tenth of the run
-# Flags next to a scheduler of the JSON: those that it excludes, and those that fill an "auto" of its parameters.
-_EXCLUDED = ("sched", "min_lr", "wsd_decay_fraction")
-_FILLS = {
-    "warmup_steps": "warmup_num_steps",
-    "warmup_epochs": "warmup_num_steps",
-    "warmup_lr": "warmup_min_lr",
-}
 
 
 def resolve_update(
@@ -148,8 +142,7 @@ def _unreached(config: RunConfig, steps_per_epoch: int, run: int, of_task: Seque
 
 def _check_one_schedule(config: RunConfig, json: DeepSpeedJson, path: str) -> None:
     """Reject flags of a schedule next to the JSON's scheduler, except those that fill an "auto" of its parameters."""
-    fixed = (name for name, parameter in _FILLS.items() if f"scheduler.params.{parameter}" not in json.auto)
-    names = (*_EXCLUDED, *fixed)
+    names = [name for name, key in SCHEDULER_KEY_OF_FLAG.items() if key not in json.auto]
     both = [spelling(n) for n in names if n in config.model_fields_set and getattr(config, n) != config.default_of(n)]
     if both:
         kind = json.given("scheduler.type")
