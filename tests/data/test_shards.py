@@ -49,8 +49,10 @@ def _labels(source) -> list[int]:
 
 
 def test_a_field_reads_a_further_image_of_each_sample(tmp_path):
-    # Catches: an entry that only masks read, the pixels of the sample's image in its place.
+    # Catches: an entry that only masks read, the pixels of the sample's image in its place,
+    # and one suffix for the entry in the whole shard.
     files = {"a.png": encoded(0), "a.depth.png": encoded(7), "a.cls": b"0"}
+    files |= {"b.png": encoded(1), "b.depth.webp": b"of b", "b.cls": b"0"}
     write_shard(tmp_path / "train-0.tar", files)
     source, image = open_source("wds/", str(tmp_path), "train"), ImageConfig((8, 8), crop_pct=1.0)
     read = [ImageField(name, image, entry=name).read(Sample(source, 0, 0)) for name in ("image", "depth")]
@@ -58,6 +60,7 @@ def test_a_field_reads_a_further_image_of_each_sample(tmp_path):
     alone = ImageField("image", image).read(Sample(open_source("wds/", str(tmp_path), "val"), 0, 0))
     assert torch.equal(read[1], alone)
     assert not torch.equal(read[0], alone)
+    assert source.entry("depth", 1) == b"of b"
 
 
 @pytest.mark.parametrize(

@@ -239,7 +239,7 @@ RESERVED = re.compile(r"__[^/]*__(?:$|/)")
 FIRST_DOT = "a sample's name ends at the first dot of a file's name, and the image's suffix is all that follows"
 """The rule of WebDataset by which `22.05.jpg` is no image."""
 
-_FORMATS = (6, 7)  # of labels, and of captions
+_FORMATS = (8, 9)  # of labels, and of captions
 _FURTHER = "further "
 _JSON_LABELS = ("label", "cls")
 _LABEL_SUFFIXES, _TEXT_SUFFIXES = (".cls", ".json"), (".txt", ".json")
@@ -418,8 +418,12 @@ def _places(files: Sequence[_File | None]) -> np.ndarray:
 
 def _further(samples: Sequence[dict[str, _File]]) -> dict[str, np.ndarray]:
     """The places of `ShardIndex.further`."""
-    images = dict.fromkeys(suffix[1:] for files in samples for suffix in files if listing.is_image(suffix[1:]))
-    return {posixpath.splitext(name)[0]: _places([files.get(f".{name}") for files in samples]) for name in images}
+    found = [
+        {posixpath.splitext(suffix[1:])[0]: file for suffix, file in files.items() if listing.is_image(suffix[1:])}
+        for files in samples
+    ]
+    names = dict.fromkeys(itertools.chain.from_iterable(found))
+    return {name: _places([of_sample.get(name) for of_sample in found]) for name in names}
 
 
 def _files_of_samples(file: BinaryIO, shard: str) -> dict[str, dict[str, _File]]:
