@@ -313,8 +313,8 @@ def _wrong_leaves(data: Mapping[str, Any], path: str) -> dict[str, str]:
             whole = int(value) if isinstance(value, float) and value.is_integer() else value
             for problem in what_is_wrong({flag: whole})[1].get(flag, ()):
                 found[key] = f"{path}: {key}{problem.removeprefix(spelling(flag))}"
-        if value == "auto" and key not in _CAN_BE_AUTO:
-            found[key] = f'{path}: "{key}" cannot be "auto"; those that can are {", ".join(sorted(_CAN_BE_AUTO))}'
+        if value == "auto" and (problem := _why_not_auto(key)):
+            found[key] = f"{path}: {problem}"
         is_null = value is None and key in DeepSpeedJson.model_fields
         if is_null or (key == "zero_optimization.leaf_module" and value not in (None, {})):
             found[key] = f'{path}: "{key}" must be a block {{…}}, not {value!r}'
@@ -327,6 +327,17 @@ def _wrong_leaves(data: Mapping[str, Any], path: str) -> dict[str, str]:
             if is_number and key.startswith(("optimizer.params.", "scheduler.params.")):  # DeepSpeed passes text on
                 found[key] = f'{path}: {key}: "{item}" is text, not a number; write {item}'
     return found
+
+
+def _why_not_auto(key: str) -> str:
+    """Why a key cannot be "auto"; empty where it can, or where a verdict covers any value."""
+    if key in _CAN_BE_AUTO or any(f"{key}.".startswith(f"{name}.") for name in _ONLY_NAMED):
+        return ""
+    if key in ("optimizer.params", "scheduler.params") or _keys_of(key.split(".")):
+        return f"\"{key}\" must be a block {{…}}, not 'auto'"
+    block = key.rpartition(".")[0]
+    can = [name for name in _CAN_BE_AUTO if name.rpartition(".")[0] == block] or _CAN_BE_AUTO
+    return f'"{key}" cannot be "auto"; those that can are {", ".join(sorted(can))}'
 
 
 def _wrong_keys(error: ValidationError, path: str) -> dict[str, str]:

@@ -82,7 +82,11 @@ VERDICTS = (
     Verdict("sequence_parallel_size", "is Ulysses, which does not shard a ViT; delete the key", lambda v: v != 1),
     Verdict("data_parallel_size", "follows from the number of ranks, --pp and --tp; delete the key", _is_given),
     Verdict("weight_quantization", "changes the weights during training; delete the block"),
-    Verdict("managed_gradient_accumulation", "leaves accumulation to the caller; delete it", lambda v: v is False),
+    Verdict(
+        "managed_gradient_accumulation",
+        "leaves accumulation to the caller; delete it",
+        lambda v: v not in (True, "true"),
+    ),
     Verdict(
         "gradient_allreduce_op",
         'makes the loss curve depend on the number of ranks; delete the key (the default is "mean")',

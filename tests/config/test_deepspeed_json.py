@@ -151,8 +151,11 @@ REJECTED = [
     ),
     ({"zero_optimization": {"stage": 2, "zenflow": {}, **OFFLOADED}}, "updates most of each weight late"),
     ({"optimizer": {"params": {"lr": float("nan")}}}, "optimizer.params.lr must be a finite number, not nan"),
-    ({"optimizer": "auto"}, '"optimizer" cannot be "auto"; those that can are bf16.enabled, communication_data_type'),
-    ({"optimizer": {"params": {"amsgrad": "auto"}}}, '"optimizer.params.amsgrad" cannot be "auto"; those that can are'),
+    ({"optimizer": "auto"}, "\"optimizer\" must be a block {…}, not 'auto'"),
+    ({"scheduler": {"params": "auto"}}, "\"scheduler.params\" must be a block {…}, not 'auto'"),
+    ({"optimizer": {"params": {"amsgrad": "auto"}}}, 'cannot be "auto"; those that can are optimizer.params.betas'),
+    ({"tensor_parallel": {"autotp_size": "auto"}}, '"tensor_parallel" is AutoTP'),
+    ({"managed_gradient_accumulation": "auto"}, "leaves accumulation to the caller"),
     (
         {"data_types": {"grad_accum_dtype": "auto"}},
         '"data_types.grad_accum_dtype" cannot be "auto"; those that can are',
@@ -336,7 +339,7 @@ def idle(data: dict) -> list[str]:
 def test_idle_keys_are_named_and_do_not_reach_deepspeed():
     """Each key without effect is named in one line; keys with an effect stay, and so does an empty block."""
     zero = {"stage": 3, "overlap_comm": True, "elastic_checkpoint": True, "allgather_bucket_size": 1}
-    data = {"zero_optimization": zero, "aio": {"use_gds": True}, "activation_checkpointing": {"profile": True}}
+    data = {"zero_optimization": zero, "aio": {"use_gds": True}, "activation_checkpointing": {"profile": "auto"}}
     data |= {"fp16": {"enabled": False, "loss_scale": 0}, "comms_logger": {"enabled": True}, "autotuning": False}
     names = ["activation_checkpointing.profile", "aio", "autotuning", "comms_logger", "fp16"]
     names += ["zero_optimization.allgather_bucket_size", "zero_optimization.elastic_checkpoint"]
@@ -459,7 +462,7 @@ def test_every_auto_is_replaced(tmp_path):
     assert told.auto == frozenset()
     optimizer = {"type": "AdamW", "params": {"lr": 0.5, "eps": 1e-6}}
     assert told.dump() == {"optimizer": optimizer, "gradient_clipping": 1.0, **BatchSizes(16, 8, 1, 2).as_json()}
-    with pytest.raises(UserError, match=re.escape('"prescale_gradients" cannot be "auto"; those that can are bf16.')):
+    with pytest.raises(UserError, match=re.escape('"prescale_gradients" cannot be "auto"; those that can are comm')):
         resolved(write(tmp_path, {**data, "prescale_gradients": "auto"}), "--lr", 0.5)
 
 
