@@ -142,7 +142,7 @@ REJECTED = [
     ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}, "gathers them by layer; delete it"),
     ({"zero_optimization": {"stage": 3}, "prescale_gradients": True}, 'stage 3 needs "reduce_scatter": false'),
     ({"gradient_predivide_factor": 0}, "must be greater than 0, not 0"),
-    ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, '_states" works only where "bf16.bf16_master_weights'),
+    ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, '_states" works only together with the other of'),
     ({"zero_optimization": {"stage": 3, "offload_optimizer": NVME}}, 'files that checkpoints do not read; use "cpu"'),
     ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}, "its first learning"),
     (
