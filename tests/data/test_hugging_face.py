@@ -145,6 +145,24 @@ def test_broken_tables_are_refused_in_one_line(plain, tmp_path, what):
         assert open_source("hfds/", str(tmp_path), "train", labels=False).class_names == ()
 
 
+def test_files_that_name_their_classes_in_another_order(tmp_path):
+    """Would catch the numbers of one file read with another's names, and a refusal where no classes are needed."""
+
+    def write(file: str, names: list[str]) -> None:
+        features = datasets.Features({"label": datasets.ClassLabel(names=names), "img": datasets.Image()})
+        rows = {"label": ["cat", names[0]], "img": [{"bytes": encoded(1), "path": None}] * 2}
+        datasets.Dataset.from_dict(rows, features=features).to_parquet(str(tmp_path / file))
+
+    write("train-a.parquet", ["cat", "dog", "cow"])
+    write("train-b.parquet", ["dog", "cat"])
+    source = open_source("hfds/", str(tmp_path), "train")
+    assert [source.class_names[source.target(number)] for number in range(4)] == ["cat", "cat", "cat", "dog"]
+    write("train-c.parquet", ["cat", "elk"])
+    with pytest.raises(UserError, match=r"train-c\.parquet has 1 classes that are not among the 3 of .*: elk$"):
+        open_source("hfds/", str(tmp_path), "train")
+    assert len(open_source("hfds/", str(tmp_path), "train", labels=False)) == 6
+
+
 @pytest.mark.parametrize("null", ["row", "bytes", "binary"])
 def test_a_row_without_an_image_counts_as_damaged(tmp_path, null):
     """Would catch a run that one empty row ends, although it skips damaged images."""

@@ -11,7 +11,7 @@ import itertools
 import os
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from ds_vit.data.decode import undecodable
 from ds_vit.data.sources import listing
 from ds_vit.data.sources.captions import CaptionKeys, Captions, clean_captions
 from ds_vit.data.sources.source import ArraySource, below_common_folder, check_labels
-from ds_vit.fault_tolerance.errors import UserError, first_line, require_package
+from ds_vit.fault_tolerance.errors import UserError, enumerate_some, first_line, require_package
 
 _FORMS = ("{}/*.arrow", "{}/*.parquet", "{}-*.arrow", "{}-*.parquet", "data/{}-*.parquet", "{}.arrow", "{}.parquet")
 _OF_ONE_SPLIT = ("*.arrow", "*.parquet")
@@ -105,10 +105,20 @@ class HuggingFaceSource(ArraySource):
             label = _column(first, "ClassLabel", _LABELS, where)
         except UserError as error:
             return self.drop_classes(len(self), str(error))
-        self._targets = np.concatenate([_numbers(table.data[label], label, where) for table in self._tables])
-        known = getattr(first.features[label], "names", None) or classes
-        self.class_names = tuple(map(listing.class_name, known or map(str, range(int(self._targets.max()) + 1))))
-        check_labels(self, self._targets, self._targets, self.class_names)
+        labels = [_numbers(table.data[label], label, where) for table in self._tables]
+        named = [_class_names(table, label) for table in self._tables]
+        whole = np.concatenate(labels)
+        known = next(filter(None, named), classes or [str(number) for number in range(int(whole.max()) + 1)])
+        number_of = {name: number for number, name in enumerate(known)}
+        for path, names in zip(self._files, named, strict=True):
+            if unknown := [name for name in names if name not in number_of]:
+                others = f"{len(unknown)} classes that are not among the {len(known)} of the files before it"
+                return self.drop_classes(len(self), f"{path} has {others}: {enumerate_some(unknown)}")
+        self.class_names = tuple(known)
+        self._targets = np.concatenate(
+            [_number_over(number_of, names, part) if names else part for names, part in zip(named, labels, strict=True)]
+        )
+        check_labels(self, whole, self._targets, self.class_names)
 
     def __len__(self) -> int:
         return int(self._bounds[-1])
@@ -194,6 +204,17 @@ def _numbers(column: Any, name: str, where: str) -> np.ndarray:
         kind = f"the column {name} is of {column.type}, not of whole numbers"
         raise UserError(f"{where}: {kind}; datasets' class_encode_column makes numbers of names")
     return column.cast(pa.int64()).fill_null(-1).to_numpy()
+
+
+def _class_names(table: Any, label: str) -> list[str]:
+    """The names that a file gives its class numbers; empty if it gives none."""
+    return [listing.class_name(name) for name in getattr(table.features[label], "names", None) or ()]
+
+
+def _number_over(number_of: Mapping[str, int], names: Sequence[str], labels: np.ndarray) -> np.ndarray:
+    """Class numbers by these names in place of the file's own, int64 [N]; -1 for a label that has no name."""
+    numbers = np.array([*(number_of[name] for name in names), -1])
+    return numbers[np.where((labels >= 0) & (labels < len(names)), labels, -1)]
 
 
 def _captions(tables: Sequence[Any], keys: CaptionKeys, where: str) -> Captions:
