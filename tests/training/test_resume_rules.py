@@ -364,6 +364,17 @@ def test_the_same_command_on_more_ranks(run, tmp_path):
     assert [resolved(argv, world=world).batch.micro_batch for world in (1, 2)] == [16, 8]
 
 
+@pytest.mark.parametrize(
+    ("asked", "said"), [(64, "16 images × 1 micro-batch"), (8, "8 images × 2 micro-batches"), (16, "")]
+)
+def test_a_new_run_keeps_the_global_batch_of_a_runs_recipe(run, tmp_path, asked, said):
+    # Catches: a --batch-size above the global batch that is dropped in silence.
+    argv = ["--recipe", run[0] / "config.yaml", "--output", tmp_path / "new", "-b", asked]
+    kept = f"the global batch of {run[0] / 'deepspeed.json'} is kept: 16 = 1 rank × {said}"
+    notes = [note for note in resolved(argv).engine.notes if "global batch" in note]
+    assert notes == ([kept] if said else [])
+
+
 def test_a_longer_run_with_another_schedule(ranks, run, tmp_path):
     # Catches: the old rate at the first step of a new schedule.
     argv = words("--output", tmp_path / "new", "--resume", run[0], "--epochs", 2, "--max-steps", 9)

@@ -52,9 +52,9 @@ def resolve_batch(
                 f'"train_batch_size": {kept} or "auto", or say --allow-batch-change to resume with another batch'
             )
     batch = batch_sizes(json, path, config, dp=layout.dp, kept=kept)
-    micro, accumulation = json.train_micro_batch_size_per_gpu, json.gradient_accumulation_steps
+    micro, accumulation = config.batch_size or json.train_micro_batch_size_per_gpu, json.gradient_accumulation_steps
     if fixed is None:
-        micro = micro or config.batch_size or DEFAULT_MICRO_BATCH
+        micro = micro or DEFAULT_MICRO_BATCH
         accumulation = accumulation or config.grad_accum_steps or 1
     is_asked = micro in (None, batch.micro_batch) and accumulation in (None, batch.accumulation)
     if kept is not None and not is_asked:
