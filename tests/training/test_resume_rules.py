@@ -310,7 +310,14 @@ OTHER_SHAPES = ("--model-kwargs", "patch_size=4", "embed_dim=48", "depth=2", "nu
 SEVERAL = (("smoothing", 0.1, 0.0), ("reprob", 0.0, 0.25), ("drop-path", 0.2, 0.1), ("aa", "", "rand-m9"))
 REFUSED = {
     "shapes": (OTHER_SHAPES, ["cls_token is [1, 1, 32]"]),
-    "trained": (("--linear-probe",), ["trained: ", "here; give the same, or start a new run"]),
+    "trained": (
+        ("--freeze", "cls_token", "blocks.0.attn"),
+        [
+            "trained: cls_token, blocks.0.attn.qkv.weight, ",
+            "0.attn.proj.weight, blocks.0.attn.proj.bias only there; give "
+            "the same --freeze, --linear-probe, or start a new run",
+        ],
+    ),
     "optimizer": (("--deepspeed_config", "sgd.json"), ["AdamW there and SGD here"]),
     "schedule": (
         ("--epochs", 2),
