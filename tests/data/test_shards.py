@@ -126,6 +126,16 @@ def test_labels_of_json_and_by_name(tmp_path):
     assert _labels(named) == [0, 1, 0, 1]
 
 
+def test_digits_with_leading_zeros(tmp_path):
+    """Would catch two names that become one class, and numbers that WebDataset and timm read as 7 taken for names."""
+    write_shard(tmp_path / "train-0.tar", {"a.png": PNG, "a.cls": b"007", "b.png": PNG, "b.cls": b"3"})
+    numbered = open_source("wds/", str(tmp_path), "train")
+    assert (numbered.class_names, _labels(numbered)) == (tuple("01234567"), [7, 3])
+    write_shard(tmp_path / "train-1.tar", {"c.png": PNG, "c.cls": b"07", "d.png": PNG, "d.json": b'{"label": "x"}'})
+    named = open_source("wds/", str(tmp_path), "train")
+    assert (named.class_names, _labels(named)) == (("3", "007", "07", "x"), [1, 0, 2, 3])
+
+
 # The index
 
 

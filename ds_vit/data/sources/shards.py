@@ -183,10 +183,9 @@ class ShardSource(PackedSource):
             self.set_captions(Captions.joined(texts))
             return
         labels = [index.labels for index in indexes]
-        if any(part.dtype.kind == "S" for part in labels):
-            labels = [part.astype(np.bytes_) for part in labels]
-        whole = np.concatenate(labels)
-        if whole.dtype.kind == "S" and len(bare := np.flatnonzero(whole == b"")):
+        named = any(part.dtype.kind == "S" for part in labels)
+        whole = np.concatenate([part.astype(np.bytes_ if named else np.int64, copy=False) for part in labels])
+        if named and len(bare := np.flatnonzero(whole == b"")):
             counted = f"{len(bare)} of {len(whole)} samples have no label, the first is {self.describe(bare[0])}"
             self.drop_classes(len(whole), f'{counted}; give each a .cls file, or a .json file with "label"')
             return
@@ -239,11 +238,12 @@ RESERVED = re.compile(r"__[^/]*__(?:$|/)")
 FIRST_DOT = "a sample's name ends at the first dot of a file's name, and the image's suffix is all that follows"
 """The rule of WebDataset by which `22.05.jpg` is no image."""
 
-_FORMATS = (8, 9)  # of labels, and of captions
+_FORMATS = (10, 11)  # of labels, and of captions
 _FURTHER = "further "
 _JSON_LABELS = ("label", "cls")
 _LABEL_SUFFIXES, _TEXT_SUFFIXES = (".cls", ".json"), (".txt", ".json")
 _MOST_PROCESSES = 16  # each rank of a machine may be at it
+_NUMBER = re.compile(r"-?[0-9]{1,9}")
 _KEY = re.compile(r"((?:.*/)?[^./]+)(\.[^/]*)")
 
 
@@ -253,7 +253,8 @@ class ShardIndex(NamedTuple):
     Attributes:
         paths: the images' names, bytes [N].
         places: offsets and sizes of the images' bytes in the shard, int64 [2, N].
-        labels: class numbers int64 [N], or class names in UTF-8, bytes [N], empty for a sample without a label.
+        labels: class numbers int64 [N], or class names in UTF-8, bytes [N], empty for a sample without a label. Numbers
+            of which one has leading zeros are str [N]: 007 is the number 7, and next to names of other shards a name.
         left_out: how many files were found that are not read, by suffix, or by a folder that is `RESERVED`.
         state: the shard's size and time of change (`state_of`) when it was read.
         further: images of the samples whose files are named `KEY.NAME.png` or alike, by NAME: their places, int64
@@ -390,11 +391,11 @@ def read_index(shard: str, captions: CaptionKeys | None = None) -> ShardIndex:
             dotted = next((f"; {name}: {FIRST_DOT}" for name in map(_dotted_image, samples.values()) if name), "")
             raise UserError(f"{shard} holds no images ({listing.SUPPORTED}){dotted}")
         texts = None if captions is None else _captions(samples, images, captions.caption, file, shard)
-        labels = [_label(samples[key], file, shard) if texts is None else 0 for key in images]
-    if all(isinstance(label, int) for label in labels):
-        label_array = np.array(labels, dtype=np.int64)
-    else:
-        label_array = np.array([os.fsencode(str("" if label is None else label)) for label in labels], dtype=np.bytes_)
+        labels = [_label(samples[key], file, shard) if texts is None else ("0", True) for key in images]
+    label_array: np.ndarray = np.array([os.fsencode(label) for label, _ in labels], dtype=np.bytes_)
+    if all(is_number for _, is_number in labels):
+        numbers = label_array.astype(np.int64)
+        label_array = numbers if (numbers.astype(np.bytes_) == label_array).all() else label_array.astype(np.str_)
     left_out: Counter[str] = Counter()
     for files in samples.values():
         image = _image_suffix(files)
@@ -475,21 +476,23 @@ def _unpacked_name(name: str) -> str:
     return name.replace(DOT, ".").removeprefix("./")
 
 
-def _label(files: dict[str, _File], shard: BinaryIO, shard_name: str) -> int | str | None:
-    """A sample's class number or name, from its .cls file, else from its .json file."""
+def _label(files: dict[str, _File], shard: BinaryIO, shard_name: str) -> tuple[str, bool]:
+    """A sample's label, from its .cls file, else from its .json file, and whether it is a number; empty for none."""
     label_file = next((files[suffix] for suffix in _LABEL_SUFFIXES if suffix in files), None)
     if label_file is None:
-        return None
+        return "", False
     data = _content(label_file, shard)
     if ".cls" in files:
         text = os.fsdecode(data).strip()
-        return int(text) if re.fullmatch(r"-?[0-9]{1,9}", text) else text
+        return text, bool(_NUMBER.fullmatch(text))
     name = f"{shard_name}:{label_file.name}"
     fields = _fields(data, name)
     found = [fields[key] for key in _JSON_LABELS if key in fields]
     if found and (isinstance(found[0], bool) or not isinstance(found[0], (int, str))):
         raise UserError(f"{name}: the label {found[0]!r} is neither a class number nor a class name")
-    return found[0] if found else None
+    if not found:
+        return "", False
+    return str(found[0]), isinstance(found[0], int) and bool(_NUMBER.fullmatch(str(found[0])))
 
 
 def _content(file: _File, shard: BinaryIO) -> bytes:
