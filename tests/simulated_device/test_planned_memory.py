@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 import pytest
@@ -81,7 +81,7 @@ def deviation(ranks, library: Path, case: Case, output: Path, *words: object) ->
     lowest = float("inf")
     for attempt in ("first", "second"):
         argv = words_of(config, *words, *more, "--output", output / attempt)
-        done = ranks.run(world_size, train, library, argv)
+        done = ranks.run(world_size, train, library, argv, nullcontext)
         assert [code for code, _ in done] == [0] * world_size, done
         memory = json.loads((output / attempt / "summary.json").read_text())["memory"]
         lowest = min(lowest, memory["measured_bytes"] / memory["predicted_bytes"])
