@@ -118,7 +118,13 @@ def make_shards(
     classes, labels = None, _KEYS if captions else True
     sources: dict[str, _Packable] = {}
     for split in splits:  # all of them before the first is packed
-        source = open_source("", parent, split, classes=classes, allow_empty=allow_empty, labels=labels)
+        try:
+            source = open_source("", parent, split, classes=classes, allow_empty=allow_empty, labels=labels)
+        except UserError as error:
+            if len(splits) == 1:
+                raise
+            moved = f"to pack the other splits only, move {os.path.join(parent, split)} elsewhere"
+            raise UserError(f"{error}; {moved}") from None
         if not isinstance(source, _Packable):
             raise UserError(
                 f"{os.path.join(parent, split)} is no folder or tar of class folders; nothing else is packed"

@@ -179,7 +179,7 @@ REFUSED = {
     "quality": (["photos", "out", "--quality", "101"], "--quality lies between 1 and 100, not 101"),
     "size": (["photos", "out", "--resize", "0"], "--resize: must be at least 1, not 0"),
     "workers": (["photos", "out", "--workers", "0"], "--workers: must be at least 1, not 0"),
-    "split without classes": (["photos", "out"], "photos/val holds 1 images but no class folders"),
+    "split without classes": (["photos", "out"], "holds 1 images but no class .*; .* move photos/val elsewhere$"),
     "not empty": (["photos", "photos/val"], "photos/val exists and is not an empty folder; give another one"),
 }
 
