@@ -183,6 +183,7 @@ MISMATCHES = [
     ("csv", _table(b"image;text\ncat/00.png;caf\xe9\n"), f"train.csv, line 2, column 4 of its text: {LATIN_1}"),
     ("csv", _table(b"image;text;text\ncat/00.png;a;b\n"), "has two columns text"),
     ("csv", _table(b"image;text\n"), "lists no images"),
+    ("csv", _table(b"image; text\n"), "no column text; the columns .* are image, ' text'; give --csv-c"),
     ("csv", _table(b"filepath,title\n"), f"has no column image; {SEPARATED}"),
     ("txt", _shard("txt", {"b/c.txt": b"x", "b/c.cls": b"1"}), rf"{BARE} and 1 captions without an image \(b/c\)"),
     ("json key", _shard("key", {"a.json": b'{"said": 3}'}), "a.json: said is neither a text nor a list of texts"),

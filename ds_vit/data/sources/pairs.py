@@ -133,7 +133,8 @@ def _rows(table: str, keys: CaptionKeys) -> Iterator[tuple[str, str]]:
         if header.count(name) != 1:
             number = "two columns" if name in header else "no column"
             by = f" by the separator {keys.separator!r}" if keys.separator else ""
-            has = f"the columns{by} are {enumerate_some(header)}"
+            shown = [cell if cell == cell.strip() else repr(cell) for cell in header]
+            has = f"the columns{by} are {enumerate_some(shown)}"
             raise UserError(f"{table} has {number} {name}; {has}; give {flag}, or --csv-separator")
         columns.append(header.index(name))
     for where, cells in rows:
