@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from ds_vit.config.deepspeed_json import leaves
 from ds_vit.config.flag import Condition, Flag, Scope, spelling, texts_of
 from ds_vit.config.schema import KEY_OF_FLAG, RunConfig
-from ds_vit.config.units import Interval, all_sizes, parse_set
+from ds_vit.config.units import Interval, all_sizes, parse_seconds, parse_set
 
 SCHEDULER_KEY_OF_FLAG: Mapping[str, str] = {
     **dict.fromkeys(("sched", "min_lr", "wsd_decay_fraction"), "scheduler.type"),
@@ -137,6 +137,9 @@ def written(name: str, config: RunConfig) -> str:
 
 def _misfits(config: RunConfig) -> Iterator[str]:
     """Values of several flags that do not fit together."""
+    early, limit = config.stop_before_seconds, config.time_limit
+    if early is not None and limit and early >= parse_seconds(limit, "--time-limit"):
+        yield f"--stop-before-seconds {early:g} leaves nothing of --time-limit {limit}; give fewer seconds"
     if config.drop and "drop_rate" in config.model_kwargs:
         rate = config.model_kwargs["drop_rate"]
         yield f"--drop {config.drop} and --model-kwargs drop_rate={rate} are both given; keep one"

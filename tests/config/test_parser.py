@@ -90,6 +90,7 @@ REFUSED = {
     "--allow-batch-change": "--allow-batch-change has no effect without --resume",
     "--rollback 2 --checkpoint-interval 0": "--rollback has no effect with --checkpoint-interval 0",
     "--checkpoint-interval 1h30m": "--checkpoint-interval 1h30m: write a number of optimizer steps, a time such",
+    "--time-limit 60s --stop-before-seconds 80": "--stop-before-seconds 80 leaves nothing of --time-limit 60s; give",
     "--val-split= --eval-knn": "--eval-knn has no effect with --val-split ''",
     "--val-split test --val-fraction 0.5": "--val-split has no effect with --val-fraction",
     "--drop 0.1 --model-kwargs drop_rate=0.2": "--drop 0.1 and --model-kwargs drop_rate=0.2 are both given; keep one",

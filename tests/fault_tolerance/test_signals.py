@@ -129,7 +129,7 @@ with Signals().installed():
 def test_time_limit(ranks, tmp_path):
     # Catches: a limit that only one rank's clock has passed, or that is counted from somewhere else.
     output = tmp_path / "run"
-    argv = words("--max-steps", 80, "--output", output, "--time-limit", "1h", "--stop-before-seconds", 3600)
+    argv = words("--max-steps", 80, "--output", output, "--time-limit", "1h", "--stop-before-seconds", 3599.99)
     results = ranks.run(2, train_with, argv, str(output), 0, signal.SIGTERM, NEVER)
     assert [code for code, _, _ in results] == [exit_codes.INTERRUPTED] * 2
     assert "interrupted by the time limit after step 0; nothing was trained yet" in results[0][1]
