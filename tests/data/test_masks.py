@@ -154,7 +154,6 @@ ERRORS: dict[str, tuple[Callable[[Path], object], dict[str, object], str]] = {
     "listed": (_add("labels.csv", LABELS), {"ignore_index": 7}, r"value 7 is a class, .* --ignore-index -1 if"),
     "many": (lambda data: None, {"num_classes": 40000, "ignore_index": -1}, r"at most 32,767 classes, not 40,000$"),
     "empty": (_add("labels.csv", ""), {}, r"labels.csv must have the header 'index,name' or .*, then a row per class$"),
-    "header": (_add("labels.csv", "file,labels\na,b\n"), {}, r"labels.csv must have the header 'index,name' or"),
     "large": (_add("labels.csv", "index,name\n70000,a\n"), {}, r"line 2: a class has the pixel value \(0 to 65535\), "),
     "twice": (_add("labels.csv", "index,name\n1,a\n1,b\n"), {}, r"line 3: another row has the index 1 or the name b$"),
     "colour": (_add("labels.csv", "index,name,colour\n1,a,red\n"), {}, r"line 2: .* colour #rrggbb, not '1,a,red'$"),
