@@ -145,13 +145,15 @@ def check_same_run(resume: Resume, identity: Mapping[str, Any], config: Mapping[
     held = (fixed | {"interpolation"} if config.get("no_aug") else fixed) - identity.keys()
     if (broken := [name for name in changed if name in held or name not in known]) and not allow:
         spelled = {name: spelling(name) if name in known else name for name in broken}
-        differences = (f"{spelled[name]} is {before[name]} there and {config.get(name)} here" for name in broken)
+        differences = (
+            f"{spelled[name]} is {_shown(before[name])} there and {_shown(config.get(name))} here" for name in broken
+        )
         raise UserError(
             f"--resume {resume.checkpoint.path}: {'; '.join(differences)}; give the same, say --allow-schedule-change "
             "to resume with the new ones, or start a new run"
         )
     if changed:
-        shown = "; ".join(f"{name} {before[name]} → {config.get(name)}" for name in changed)
+        shown = "; ".join(f"{name} {_shown(before[name])} → {_shown(config.get(name))}" for name in changed)
         notes.append(f"settings that differ from the checkpoint's run: {shown}")
     has_average = "ema" in resume.checkpoint.kinds
     if config.get("model_ema") and not has_average:
@@ -179,10 +181,15 @@ def _difference(key: str, old: Any, new: Any) -> str:
     if key == "class_names":
         old, new = ({f"class {number}": name for number, name in enumerate(names)} for names in (old, new))
     if not isinstance(new, dict):
-        return f"{old} there and {new} here"
+        return f"{_shown(old)} there and {_shown(new)} here"
     old = old or {}
     name = next(n for n in [*new, *old] if old.get(n) != new.get(n))
     return f"{name} is {old.get(name, 'absent')} there and {new.get(name, 'absent')} here"
+
+
+def _shown(value: Any) -> Any:
+    """A value in a message: an empty one is none."""
+    return "none" if value in ("", [], {}, None) else value
 
 
 def check_same_schedule(resume: Resume, rates: Mapping[str, Any], global_batch: int, *, allow: bool) -> list[str]:
