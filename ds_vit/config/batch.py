@@ -58,7 +58,7 @@ def batch_sizes(json: DeepSpeedJson, path: str, config: RunConfig, *, dp: int, k
             `--grad-accum-steps` for an accumulation of "auto".
         dp: data-parallel degree.
         kept: the global batch of the run that is resumed. The micro-batch becomes the largest one that divides a rank's
-            share of it and does not exceed the requested one.
+            share of it and does not exceed the requested one, or that of the requested accumulation.
 
     Raises:
         UserError: the numbers do not fit; it names them and two remedies.
@@ -78,8 +78,9 @@ def batch_sizes(json: DeepSpeedJson, path: str, config: RunConfig, *, dp: int, k
         micro = wanted or micro or share // (accumulation or 1)
     micro, accumulation = micro or batch_size, accumulation or grad_accum_steps
     if kept is not None:
+        most = micro or min(DEFAULT_MICRO_BATCH, kept // dp // (accumulation or 1))
         if ways := ways_to_share(kept, dp):
-            return [way for way in ways if way.micro_batch <= max(1, micro or DEFAULT_MICRO_BATCH)][-1]
+            return [way for way in ways if way.micro_batch <= max(1, most)][-1]
         raise UserError(
             f"{path}: the run's global batch is {kept}, which {dp} data-parallel ranks cannot share; start "
             f"{nearest_dp(kept, dp)} data-parallel ranks, or give another batch by --set train_batch_size="

@@ -437,6 +437,10 @@ def test_batch_arithmetic():
     assert sizes_of(12, 5, 9, 1, kept=12) == (12, 4, 3)
     assert sizes_of(64, 8, 2, 1, b=16, kept=64) == (64, 16, 4)
     assert sizes_of(64, 8, 2, 2, a=2, kept=64) == (64, 16, 2)
+    assert sizes_of("auto", "auto", "auto", 1, a=4, kept=64) == (64, 16, 4)
+    assert sizes_of("auto", "auto", "auto", 2, b=8, a=4, kept=64) == (64, 8, 4)
+    assert sizes_of("auto", "auto", 4, 2, kept=64) == (64, 8, 4)
+    assert sizes_of("auto", "auto", "auto", 1, a=4, kept=1024) == (1024, 128, 8)
 
 
 @pytest.mark.parametrize(
