@@ -17,12 +17,10 @@ from ds_vit.config.schema import RunConfig
 from ds_vit.data.sampler import SampleOrder
 from ds_vit.fault_tolerance.errors import UserError, enumerate_some
 from ds_vit.optim.schedules import LearningRate
-from ds_vit.tasks.registry import idle_flags, task_of
+from ds_vit.tasks.registry import task_of
 
 # Where both runs have one, it may change with --allow-schedule-change or --allow-batch-change.
 _SCHEDULES = ("img_size_schedule", "train_img_sizes", "task_schedules")
-# They decide which parameters are trained.
-_FREEZE = ("freeze", "linear_probe", "freeze_backbone", "lock_image", "lock_image_unlocked_groups", "lock_text")
 
 
 @dataclass(frozen=True)
@@ -132,9 +130,7 @@ def check_same_run(resume: Resume, identity: Mapping[str, Any], config: Mapping[
         if (may_change and allow) or (is_schedule and config.get("allow_batch_change")):
             notes.append(f"{difference}; the curve changes with it")
             continue
-        named = known.keys() - idle_flags(task_of(config)).keys()
-        flags = [spelling(name) for name in (_FREEZE if key == "trained" else (key,)) if name in named]
-        same = f"give the same {', '.join(flags)}".rstrip()
+        same = f"give the same{f' {spelling(key)}' if key in known else ''}"
         allowed = ", say --allow-schedule-change" if may_change else ""
         raise UserError(f"--resume {resume.checkpoint.path}: {difference}; {same}{allowed}, or start a new run")
     config, old = json.loads(json.dumps(config)), saved["config"]  # through JSON, which has no tuples
@@ -177,7 +173,8 @@ def _difference(key: str, old: Any, new: Any) -> str:
     if key == "trained":
         old = old or []
         sides = {"there": [n for n in old if n not in new], "here": [n for n in new if n not in old]}
-        return " and ".join(f"{enumerate_some(names)} only {where}" for where, names in sides.items() if names)
+        found = " and ".join(f"{enumerate_some(names)} only {where}" for where, names in sides.items() if names)
+        return f"{found} (--freeze, --linear-probe and flags of the task decide it)"
     if key == "class_names":
         old, new = ({f"class {number}": name for number, name in enumerate(names)} for names in (old, new))
     if not isinstance(new, dict):

@@ -315,8 +315,8 @@ REFUSED = {
         ("--freeze", "cls_token", "blocks.0.attn"),
         [
             "trained: cls_token, blocks.0.attn.qkv.weight, ",
-            "0.attn.proj.weight, blocks.0.attn.proj.bias only there; give "
-            "the same --freeze, --linear-probe, or start a new run",
+            "0.attn.proj.weight, blocks.0.attn.proj.bias only there (--freeze, --linear-probe and ",
+            "decide it); give the same, or start a new run",
         ],
     ),
     "optimizer": (("--deepspeed_config", "sgd.json"), ["AdamW there and SGD here"]),
