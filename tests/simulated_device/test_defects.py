@@ -19,6 +19,7 @@ import pytest
 import torch
 from accidents import spoil_batches
 from curves import read_rows
+from picture_folders import write_photos
 
 import simulated_device
 from ds_vit.data import fields as inputs
@@ -28,7 +29,7 @@ from ds_vit.engine.step_guard import HostScalar
 from ds_vit.monitoring.metrics import Lagging
 from ds_vit.tasks.classification.task import Classification
 from simulated_device import NAME, on_device
-from simulated_device.test_inputs import photo_folder, stub_decoder
+from simulated_device.test_inputs import stub_decoder
 from simulated_device.test_whole_runs import MIXUP, Planted, buckets, train, words_of
 
 # ---- Defects that end a run ----
@@ -121,7 +122,8 @@ def test_a_defect_ends_the_run_on_the_device_only(ranks, device_library, tmp_pat
     (config, world_size, more), defect, message = DEFECTS[case]
     if "fast" in more:
         pytest.importorskip("simplejpeg")
-        more = (*more, "--dataset", "", "--data-dir", photo_folder(tmp_path / "photos", "jpg"))
+        write_photos(tmp_path / "photos", 24, "jpg")
+        more = (*more, "--dataset", "", "--data-dir", tmp_path / "photos")
     for library in (device_library, None):
         words = words_of(config, *MIXUP, "-b", 8, *more, "--log-interval", 100)
         words += ["--output", str(tmp_path / ("cpu" if library is None else "device"))]
