@@ -57,9 +57,9 @@ def test_a_field_reads_a_further_image_of_each_sample(tmp_path):
     source, image = open_source("wds/", str(tmp_path), "train"), ImageConfig((8, 8), crop_pct=1.0)
     read = [ImageField(name, image, entry=name).read(Sample(source, 0, 0)) for name in ("image", "depth")]
     write_shard(tmp_path / "val-0.tar", {"b.png": files["a.depth.png"], "b.cls": b"0"})
-    alone = ImageField("image", image).read(Sample(open_source("wds/", str(tmp_path), "val"), 0, 0))
-    assert torch.equal(read[1], alone)
-    assert not torch.equal(read[0], alone)
+    single = ImageField("image", image).read(Sample(open_source("wds/", str(tmp_path), "val"), 0, 0))
+    assert torch.equal(read[1], single)
+    assert not torch.equal(read[0], single)
     assert source.entry("depth", 1) == b"of b"
 
 

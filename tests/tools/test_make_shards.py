@@ -27,7 +27,7 @@ from ds_vit.tools import shards
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """12 training images in three classes and three of validation; two names that differ by their suffix alone, and
+    """12 training images in three classes and three of validation; two names that differ only by their suffix, and
     a folder that WebDataset would leave out."""
     for number in range(15):
         split = "train" if number < 12 else "val"
