@@ -91,7 +91,8 @@ def _shards(path: Path) -> list[Path]:
     """The files that a .safetensors or its index.json consists of.
 
     Averaged weights lack the frozen parameters: the raw weights in the same folder are read first. What a run
-    wrote next to its image tower follows: a text tower, a decoder, a projection head.
+    wrote next to its image tower follows: a text tower, a decoder, a projection head. A head that a JSON file describes
+    is no tower: it is the one that `ds-vit export` takes out of a segmenter.
     """
     files = [path]
     if path.suffix == ".json":
@@ -100,7 +101,8 @@ def _shards(path: Path) -> list[Path]:
         raw = weights_in(path.parent, "raw")
         files = [*(_shards(raw) if raw else []), *files]
     if (begin := _FILE_BEGINS.get(path.name.split(".")[0])) is not None:
-        towers = dict.fromkeys(tower for task in all_tasks() for tower in task.tower_files)
+        known = dict.fromkeys(tower for task in all_tasks() for tower in task.tower_files)
+        towers = [tower for tower in known if not path.with_name(f"{tower}.json").is_file()]
         names = (f"{begin}{tower}.safetensors{ending}" for tower in towers for ending in (".index.json", ""))
         files += [file for name in names if path.with_name(name).is_file() for file in _shards(path.with_name(name))]
     return files
