@@ -383,7 +383,8 @@ def test_the_command(capsys, tmp_path, monkeypatch):
         words = ["--no-collectives", "--master_port", port, "--data-dir", data, "--output", "new/run"]
         assert cli.main(["doctor", "--json", *words]) == 1
     result = json.loads(capsys.readouterr().out)
-    assert [finding["check"] for finding in result["findings"]] == ["port"]
+    checks = [finding["check"] for finding in result["findings"]]
+    assert [check for check in checks if check != "disk"] == ["port"]  # the machine's own disk may be full
     assert not result["healthy"]
     [host] = result["hosts"].values()
     assert host["facts"]["output_free_bytes"] > 0
