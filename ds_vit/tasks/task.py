@@ -315,9 +315,12 @@ class Task(Configurable, ABC):
         return ()
 
     @property
-    def added_kwargs(self) -> Mapping[str, Any]:
-        """What the task adds to --model-kwargs; config.yaml has it, so that readers of the weights build the same."""
-        return {}
+    def decided_flags(self) -> Mapping[str, Any]:
+        """Flags whose values the task decides, by their recipe names: config.yaml has these values."""
+        values: dict[str, Any] = {"num_classes": self.num_classes}
+        if not self.evaluators:
+            values |= {name: self.config.default_of(name) for name in ("eval_knn", "eval_linear_probe")}
+        return values
 
     # ---- the model -------------------------------------------------------------------------------------------------
 

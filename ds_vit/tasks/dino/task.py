@@ -146,7 +146,7 @@ class SelfDistillation(Task):
     @property
     def notes(self) -> tuple[str, ...]:
         """As `Task.notes`."""
-        added = tuple(f"--task dino adds {k}={value} to --model-kwargs" for k, value in self.added_kwargs.items())
+        added = tuple(f"--task dino adds {k}={value} to --model-kwargs" for k, value in self.model.added_kwargs.items())
         if self.figures[0].summed_up or not self.config.val_split:
             return added
         why = "no weights are marked as the best: the feature deviation of random weights is the largest"
@@ -155,9 +155,9 @@ class SelfDistillation(Task):
     # ---- the model -------------------------------------------------------------------------------------------------
 
     @property
-    def added_kwargs(self) -> Mapping[str, Any]:
-        """As `Task.added_kwargs`."""
-        return self.model.added_kwargs
+    def decided_flags(self) -> Mapping[str, Any]:
+        """As `Task.decided_flags`, with what the model adds to --model-kwargs."""
+        return {**super().decided_flags, "model_kwargs": {**self.config.model_kwargs, **self.model.added_kwargs}}
 
     @classmethod
     def create_model(cls, spec: ModelSpec, config: RunConfig, *, for_training: bool) -> SelfDistillationViT:

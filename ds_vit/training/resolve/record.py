@@ -21,12 +21,9 @@ from ds_vit.training.run import Run
 def flag_values(run: Run) -> dict[str, Any]:
     """The flags by their recipe names, with the numbers that the data and the length of the run decide."""
     values = {name: getattr(run.config, name) for name in run.config.flags()}
-    values |= {"num_classes": run.model.task.num_classes, "img_size": run.model.spec.img_size}
-    values["model_kwargs"] = {**values["model_kwargs"], **run.model.task.added_kwargs}
+    values |= {"img_size": run.model.spec.img_size, **run.model.task.decided_flags}
     if run.schedule is not None:
         values["log_interval"] = run.output.log_interval
-    if not run.model.task.evaluators:
-        values |= {name: run.config.default_of(name) for name in ("eval_knn", "eval_linear_probe")}
     return values
 
 
