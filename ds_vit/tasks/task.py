@@ -589,8 +589,8 @@ class Task(Configurable, ABC):
         """
         return None
 
-    def further_texts(self, source: Source) -> Sequence[tuple[int, str]]:
-        """Texts that the task's metrics take in addition to the batches of a split, each after the number of its
+    def further_texts(self) -> Sequence[tuple[int, str]]:
+        """Texts that the task's metrics take in addition to the batches of `validation`, each after the number of its
         sample, in the order of the samples."""
         return ()
 

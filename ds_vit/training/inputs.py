@@ -179,8 +179,8 @@ class InputPipeline:
 
     @cached_property
     def further_texts(self) -> tuple[torch.Tensor, list[str]]:
-        """`Task.further_texts` of the validation split: the sample of each, int64 [M], and the texts."""
-        found = self.task.further_texts(self.data.validation)
+        """`Task.further_texts`: the sample of each, int64 [M], and the texts."""
+        found = self.task.further_texts()
         return torch.tensor([sample for sample, _ in found], dtype=torch.int64), [text for _, text in found]
 
     def texts(self, texts: Sequence[str]) -> EvaluationInputs:

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from ds_vit.config.schema import RunConfig
-from ds_vit.data.sources.source import Source
 from ds_vit.data.text import Tokenizer, build_tokenizer
 from ds_vit.models.layers import MAIN_TOWER
 from ds_vit.models.zoo import ModelSpec
@@ -107,7 +106,7 @@ class BridgeTowerTask(Contrastive):
             return f"{length}: {config.model} takes captions of at most {longest} tokens"
         return super().supports(model)
 
-    def further_texts(self, source: Source) -> list[tuple[int, str]]:
+    def further_texts(self) -> list[tuple[int, str]]:
         """As `Task.further_texts`: none, for a caption has no features without its image."""
         return []
 

@@ -227,8 +227,10 @@ class Contrastive(Task):
         features = self._features(context, batch)
         return torch.cat((features["images"], features["texts"]), dim=1)
 
-    def further_texts(self, source: Source) -> list[tuple[int, str]]:
+    def further_texts(self) -> list[tuple[int, str]]:
         """As `Task.further_texts`: the captions after each image's first one, which is in the batches."""
+        source = self.validation
+        assert source is not None, "there is no evaluation split"
         return [(sample, text) for sample in range(len(source)) for text in source.captions(sample)[1:]]
 
     def metrics(self, device: torch.device) -> Metrics:
