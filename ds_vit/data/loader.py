@@ -90,19 +90,25 @@ class Loader:
         if workers:
             with contextlib.suppress(ValueError):  # this is not the main thread
                 signal.signal(signal.SIGCHLD, own_handler)  # torch's would raise an error anywhere in the run
-        while True:
-            self._check(workers)
-            try:
-                item = next(items)
-            except StopIteration:
-                return
-            except Exception:  # torch waits for a worker that has ended, or finds its end of a socket closed
-                multiprocessing.connection.wait([worker.sentinel for worker in workers], timeout=1)
+        try:
+            while True:
                 self._check(workers)
-                raise
-            if isinstance(item, Exception):
-                raise item
-            yield tree_map(_received, item)
+                try:
+                    item = next(items)
+                except StopIteration:
+                    return
+                except Exception:  # torch waits for a worker that has ended, or finds its end of a socket closed
+                    multiprocessing.connection.wait([worker.sentinel for worker in workers], timeout=1)
+                    self._check(workers)
+                    raise
+                if isinstance(item, Exception):
+                    raise item
+                yield tree_map(_received, item)
+        finally:
+            # An error or its reader ended the iteration early. In a reference cycle, torch's iterator waits 10 s for
+            # each worker and leaves it running: the garbage collector closes the workers' queues first.
+            for worker in workers:
+                worker.kill()
 
     def _check(self, workers: Sequence[BaseProcess]) -> None:
         """Raise WorkerLost if a worker has ended, which none does before the last batch is out."""

@@ -237,7 +237,9 @@ def test_multi_label_targets(tmp_path):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_bad_or_missing_image_ends_training_in_one_line(tmp_path, workers):
-    """Would catch a worker's traceback in place of the file's name, or a truncated image that is trained on."""
+    """Would catch a worker's traceback in place of the file's name, a truncated image that is trained on, or workers
+    that run on as long as the error is kept, whose traceback holds their iterator."""
+    others = set(multiprocessing.active_children())
     path, options = made(tmp_path / "train" / "a" / "0.png"), {"num_workers": workers, "mix": MixConfig()}
     path.write_bytes(encoded(0)[:200])
     source = open_source("", str(tmp_path), "train")
@@ -251,6 +253,9 @@ def test_a_bad_or_missing_image_ends_training_in_one_line(tmp_path, workers):
     path.symlink_to("nowhere")
     with pytest.raises(ImageDecodeError, match=r"^\S+/a/0\.png: .* \(a broken link to nowhere\); "):
         _load(source, Share(0, 1, 1), **options)
+    for worker in set(multiprocessing.active_children()) - others:
+        worker.join(5)
+        assert worker.exitcode == -signal.SIGKILL
 
 
 # Evaluation
