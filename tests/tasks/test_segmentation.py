@@ -287,13 +287,14 @@ def test_a_model_that_drops_patches_is_refused():
         create_segmenter(ModelSpec(NAME, CLASSES, model_kwargs={"patch_drop_rate": 0.5}), "linear")
 
 
-def test_weights_of_a_classifier_start_a_segmenter(folder, tmp_path):
-    """A classifier that is in the way; a head that is not drawn."""
+def test_weights_with_another_head_start_a_segmenter(folder, tmp_path):
+    """A classifier, or a segmenter's head of other classes or another kind, that is in the way; a head not drawn."""
     oracle.write_weights(tmp_path / "classifier.safetensors", img_size=SIDE, num_classes=10, **KWARGS)
     json = write_config(tmp_path / "1.json", **BLOCKS)
     argv = [*WORDS, "--data-dir", folder, "--deepspeed_config", json, "-b", 8, "--max-steps", 1]
-    found = resolved([*argv, "--initial-checkpoint", tmp_path / "classifier.safetensors"])
-    assert found.model.towers["image"].newly_initialised == ("seg_head.bias", "seg_head.weight")
+    for file, classes in ((tmp_path / "classifier", CLASSES), (folder / "conv", CLASSES), (folder / "linear", 6)):
+        found = resolved([*argv, "--num-classes", classes, "--initial-checkpoint", f"{file}.safetensors"])
+        assert found.model.towers["image"].newly_initialised == ("seg_head.bias", "seg_head.weight")
 
 
 # ---- flags -----------------------------------------------------------------------------------------------------------

@@ -102,6 +102,15 @@ class Segmentation(Task):
         return create_segmenter(spec, config.seg_head, for_training=for_training)
 
     @classmethod
+    def fit_tensors(cls, model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """As `Task.fit_tensors`: a head of another number of classes, or of another kind, is left out."""
+        ours, theirs = (
+            {name: tensor.shape for name, tensor in of.items() if name.startswith(HEAD)}
+            for of in (model.state_dict(), tensors)
+        )
+        return {name: tensor for name, tensor in tensors.items() if ours == theirs or not name.startswith(HEAD)}
+
+    @classmethod
     def locked_names(cls, model: nn.Module, config: RunConfig) -> Mapping[str, frozenset[str]]:
         """As `Task.locked_names`, for --freeze-backbone."""
         if not config.freeze_backbone:
