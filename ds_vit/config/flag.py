@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 import functools
 import inspect
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
@@ -262,7 +263,7 @@ def _convert(kind: type, value: Any) -> Any:
         return value
     try:
         if kind is str:
-            return str(value)
+            return os.path.expanduser(os.path.expandvars(str(value)))
         if kind is int and isinstance(value, (str, Integral)):
             return int(value)
         return float(value) if kind is float and isinstance(value, (str, Real)) else value

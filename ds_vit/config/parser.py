@@ -220,11 +220,33 @@ def print_once(line: str) -> None:
     print(line, file=sys.stderr)
 
 
+class _RecipeLoader(yaml.SafeLoader):
+    """YAML 1.1 in which a key that is given twice is an error, and a flag's number a word, as on the command line.
+
+    As numbers, 10:13 would be 613, 010 would be 8, and the folder 1128_2130 would be 11282130.
+    """
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        keys = [key for key, _ in node.value]
+        for number, key in enumerate(keys):
+            if any(key.value == before.value for before in keys[:number]):
+                raise yaml.composer.ComposerError(problem=f'"{key.value}" is given twice', problem_mark=key.start_mark)
+        return node
+
+    def get_single_node(self) -> yaml.Node | None:
+        root = super().get_single_node()
+        for _, value in root.value if isinstance(root, yaml.MappingNode) else ():
+            if value.tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float"):
+                value.tag = self.DEFAULT_SCALAR_TAG
+        return root
+
+
 def _read_recipe(path: str) -> dict[str, Any]:
     """The contents of a recipe by recipe names, as YAML has them; UserError if it is missing or malformed."""
     file = Path(or_shipped(path))
     try:
-        data = yaml.safe_load(read_text(file, "--recipe ")) or {}
+        data = yaml.load(read_text(file, "--recipe "), _RecipeLoader) or {}
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""

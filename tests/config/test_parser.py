@@ -320,10 +320,35 @@ def test_what_the_command_line_makes_idle_in_a_recipe_is_left_aside(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("profile_steps: 10:13", "10:13"),  # sexagesimal in YAML 1.1
+        ("output: 20261128_2130", "20261128_2130"),
+        ("output: 1.10", "1.10"),
+        ("seed: 010", 10),  # octal
+        ("output: ~/runs/$RUN", "/one/runs/seven"),
+        ("initial_checkpoint: ${RUN}/b~", "seven/b~"),
+        ("output: $OTHER", "$OTHER"),
+    ],
+)
+def test_a_recipe_means_what_the_command_line_means(tmp_path, monkeypatch, text, expected):
+    """A number of YAML that is another one, or a folder called ~."""
+    monkeypatch.setenv("HOME", "/one")
+    monkeypatch.setenv("RUN", "seven")
+    monkeypatch.delenv("OTHER", raising=False)
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(text)
+    assert getattr(parse(["--recipe", str(recipe), *BASE]), text.partition(":")[0]) == expected
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("a: [1\n", "line 2, column 1: malformed YAML"),
         ("- 1\n", "a recipe is a table of flags, not a list"),
+        ("lr: 1e-3\nmodel: x\nlr: 1e-4\n", 'line 3, column 1: malformed YAML: "lr" is given twice'),
+        ("model_kwargs: {depth: 2, depth: 3}\n", '"depth" is given twice'),
+        ("checkpoint_interval: 1:30\n", "--checkpoint-interval 1:30: write"),
     ],
 )
 def test_bad_recipes(tmp_path, text, message):
