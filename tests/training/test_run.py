@@ -266,13 +266,17 @@ WARMUPS = {
 
 
 def test_auto_warm_up_of_the_json(tmp_path):
-    """--warmup-epochs and the default warm-up, which a scheduler of the JSON ignored; flags that fill no "auto"."""
+    """--warmup-epochs and the default warm-up, which a scheduler of the JSON ignored; flags that fill no "auto", and a
+    rate that the JSON overrides in silence."""
     for flags, wanted in WARMUPS.items():
         steps, said = warm_up_of_the_json(tmp_path, flags, warmup_num_steps="auto")
         assert steps == wanted
         assert ("warming up for a tenth of 90 steps, 9" in said) == (flags == "--epochs 1")
     with pytest.raises(UserError, match='has a "scheduler" \\(WarmupLR\\) and --warmup-epochs asks for another'):
         warm_up_of_the_json(tmp_path, "--warmup-epochs 0.06", warmup_num_steps=4, warmup_max_lr="auto")
+    for flags, said_so in (("--lr 0.5", True), ("--lr 1", False), ("--epochs 1", False)):
+        assert ("--lr 0.5 has no effect" in warm_up_of_the_json(tmp_path, flags, warmup_num_steps=4)[1]) == said_so
+    assert "--lr" not in warm_up_of_the_json(tmp_path, "--lr 0.5", warmup_num_steps=4, warmup_max_lr="auto")[1]
     with pytest.raises(UserError, match="a warm-up of 3 steps does not fit into a run of 3"):
         warm_up_of_the_json(tmp_path, "--max-steps 3 --warmup-steps 3", warmup_num_steps="auto")
 

@@ -69,6 +69,10 @@ def resolve_update(
         _check_one_schedule(config, json, path)
         scheduler, notes = _fill_scheduler(config, json, per_epoch, scheduled_steps)
         scheduler = {"warmup_max_lr": lr, **scheduler}
+        for key in ("warmup_max_lr", "cycle_max_lr", "lr_range_test_min_lr"):
+            own = json.given(f"scheduler.params.{key}")
+            if own not in (None, "auto") and config.lr not in (None, own, json.given("optimizer.params.lr")):
+                notes.append(f"--lr {config.lr:g} has no effect: {path} has scheduler.params.{key} {own:g}")
     else:
         warmup, notes = _warmup_steps(config, per_epoch, scheduled_steps)
         rate = LearningRate(
