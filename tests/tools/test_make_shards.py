@@ -97,6 +97,15 @@ def test_captions_are_packed_with_their_images(folder, tmp_path, capsys):
     assert "12 without a caption" in capsys.readouterr().err
 
 
+def test_names_with_line_ends(tmp_path, capsys):
+    """Images that are left out of the shards' index, which finds the suffix behind the last line only."""
+    for number, label in enumerate(("a", "b\nc")):
+        Image.new("RGB", (8, 8)).save(made(tmp_path / "photos" / label / f"{number}\n.png"))
+    _told(capsys, tmp_path / "photos", tmp_path / "out")
+    packed = open_source("wds/", str(tmp_path / "out"), "photos")
+    assert packed.fingerprint == open_source("", str(tmp_path), "photos").fingerprint
+
+
 def test_class_folders_alone(folder, tmp_path, capsys):
     """Would catch class folders taken for splits, and shards next to a link in place of where it leads."""
     (tmp_path / "disk").mkdir()

@@ -244,7 +244,7 @@ _JSON_LABELS = ("label", "cls")
 _LABEL_SUFFIXES, _TEXT_SUFFIXES = (".cls", ".json"), (".txt", ".json")
 _MOST_PROCESSES = 16  # each rank of a machine may be at it
 _NUMBER = re.compile(r"-?[0-9]{1,9}")
-_KEY = re.compile(r"((?:.*/)?[^./]+)(\.[^/]*)")
+_KEY = re.compile(r"((?:.*/)?[^./]+)(\.[^/]*)", re.DOTALL)
 
 
 class ShardIndex(NamedTuple):
