@@ -120,6 +120,7 @@ def parse_set(pairs: Sequence[str], flag: str = "--set") -> dict[str, Any]:
         key, equals, text = pair.partition("=")
         if not equals or not all(key.split(".")):
             raise UserError(f"{flag} takes KEY.PATH=VALUE, such as zero_optimization.stage=2, not {pair!r}")
+        out.pop(key, None)  # a block replaces what was set in an earlier one
         try:
             out[key] = json.loads(text)
         except ValueError:

@@ -573,6 +573,8 @@ def test_set_values_have_the_types_of_a_file():
     file = {"a": {"b": 1, "z": 5}}
     assert overlay(file, parse_set(["a.b=2", "n.m.k=1"]), "c.json") == {"a": {"b": 2, "z": 5}, "n": {"m": {"k": 1}}}
     assert file == {"a": {"b": 1, "z": 5}}, "the file's own values were changed"
+    # A later block replaces what was set in an earlier one.
+    assert overlay({}, parse_set(['a={"b":1}', "a.b=2", 'a={"b":3}']), "c.json") == {"a": {"b": 3}}
 
 
 @pytest.mark.parametrize(
@@ -657,6 +659,16 @@ def test_a_block_of_set_overrides_a_recipes_flags(tmp_path, pair, kept):
     config = parse(["--recipe", str(recipe), "--set", pair])
     flags = {"lr", "weight_decay", "sched", "warmup_steps"}
     assert {name: getattr(config, name) for name in flags & config.model_fields_set} == kept
+
+
+def test_a_recipes_warm_up_next_to_the_type_of_a_scheduler(tmp_path):
+    # Catches: a message that asks for a flag to be dropped that only the recipe has.
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(json.dumps({"warmup_steps": 3, "sched": "linear"}))
+    with pytest.raises(UserError, match=r"--warmup-steps asks .*; keep one \(a block, --set '(.*)', overrides"):
+        resolved(CPU, "--recipe", recipe, "--set", "scheduler.type=WarmupLR")
+    block = 'scheduler={"type":"WarmupLR"}'
+    assert resolved(CPU, "--recipe", recipe, "--set", block).engine.json.given("scheduler.type") == "WarmupLR"
 
 
 def test_a_flag_overrides_a_value_in_a_block_of_a_recipes_set(tmp_path):

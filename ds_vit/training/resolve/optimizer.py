@@ -150,7 +150,8 @@ def _check_one_schedule(config: RunConfig, json: DeepSpeedJson, path: str) -> No
     both = [spelling(n) for n in names if n in config.model_fields_set and getattr(config, n) != config.default_of(n)]
     if both:
         kind = json.given("scheduler.type")
-        raise UserError(f'{path} has a "scheduler" ({kind}) and {", ".join(both)} asks for another; keep one')
+        way_out = f'keep one (a block, --set \'scheduler={{"type":"{kind}",…}}\', overrides those of a recipe)'
+        raise UserError(f'{path} has a "scheduler" ({kind}) and {", ".join(both)} asks for another; {way_out}')
 
 
 def _fill_scheduler(
