@@ -136,6 +136,17 @@ def test_digits_with_leading_zeros(tmp_path):
     assert (named.class_names, _labels(named)) == (("3", "007", "07", "x"), [1, 0, 2, 3])
 
 
+def test_a_validation_split_of_digits_only(tmp_path):
+    """Would catch digits that are names in training, because names stand among them, and numbers in validation."""
+    write_shard(
+        tmp_path / "train.tar", {"a.png": PNG, "a.cls": b"1", "b.png": PNG, "b.cls": b"2", "c.png": PNG, "c.cls": b"x"}
+    )
+    write_shard(tmp_path / "val.tar", {"a.png": PNG, "a.cls": b"1"})
+    for classes, label in {("1", "2", "x"): "1", ("0", "1", "2"): "1", ("cat", "dog", "x"): "dog"}.items():
+        source = open_source("wds/", str(tmp_path), "val", classes=classes, partly=True)
+        assert source.class_names[source.target(0)] == label
+
+
 # The index
 
 

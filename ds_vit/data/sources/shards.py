@@ -183,7 +183,7 @@ class ShardSource(PackedSource):
             self.set_captions(Captions.joined(texts))
             return
         labels = [index.labels for index in indexes]
-        named = any(part.dtype.kind == "S" for part in labels)
+        named = any(part.dtype.kind == "S" for part in labels) or (names is None and _some_are_digits(classes or ()))
         whole = np.concatenate([part.astype(np.bytes_ if named else np.int64, copy=False) for part in labels])
         if named and len(bare := np.flatnonzero(whole == b"")):
             counted = f"{len(bare)} of {len(whole)} samples have no label, the first is {self.describe(bare[0])}"
@@ -474,6 +474,11 @@ def _unpacked_name(name: str) -> str:
     if DOT_OF_SUFFIX in name:
         name = posixpath.splitext(name)[0].replace(DOT_OF_SUFFIX, ".")
     return name.replace(DOT, ".").removeprefix("./")
+
+
+def _some_are_digits(classes: Sequence[str]) -> bool:
+    """Whether digits are names of classes, other ones than their numbers."""
+    return any(map(_NUMBER.fullmatch, classes)) and [*classes] != [str(number) for number in range(len(classes))]
 
 
 def _label(files: dict[str, _File], shard: BinaryIO, shard_name: str) -> tuple[str, bool]:
