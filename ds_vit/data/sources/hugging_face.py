@@ -113,10 +113,14 @@ class HuggingFaceSource(ArraySource):
         for path, names in zip(self._files, named, strict=True):
             if unknown := [name for name in names if name not in number_of]:
                 others = f"{len(unknown)} classes that are not among the {len(known)} of the files before it"
-                return self.drop_classes(len(self), f"{path} has {others}: {enumerate_some(unknown)}")
+                way_out = "datasets' cast_column gives all files the same names"
+                return self.drop_classes(len(self), f"{path} has {others}: {enumerate_some(unknown)}; {way_out}")
         self.class_names = tuple(known)
         self._targets = np.concatenate(
-            [_number_over(number_of, names, part) if names else part for names, part in zip(named, labels, strict=True)]
+            [
+                part if names in ([], known) else _number_over(number_of, names, part)
+                for names, part in zip(named, labels, strict=True)
+            ]
         )
         check_labels(self, whole, self._targets, self.class_names)
 
