@@ -227,7 +227,10 @@ def _write_shard(first: int) -> Packed:
     with tarfile.open(shard, "w") as tar:
         for number in numbers:
             name = source.describe(number)
-            data = source.encoded(number)
+            try:
+                data = source.encoded(number)
+            except ImageDecodeError as error:
+                raise UserError(f"{name}: {error.reason}; remove it; nothing was written") from None
             file_bytes += len(data)
             stem, suffix = posixpath.splitext(source.path(number))
             parent, stem = posixpath.split(stem)

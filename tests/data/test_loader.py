@@ -250,9 +250,12 @@ def test_a_bad_or_missing_image_ends_training_in_one_line(tmp_path, workers):
     with pytest.raises(FileNotFoundError) as missing:
         _load(source, Share(0, 1, 1), **options)
     assert missing.value.filename.endswith("0.png")
-    path.symlink_to("nowhere")
-    with pytest.raises(ImageDecodeError, match=r"^\S+/a/0\.png: .* \(a broken link to nowhere\); "):
-        _load(source, Share(0, 1, 1), **options)
+    for target in ("nowhere", "0.png", "../../test_file/x"):  # nothing, itself, and below a file
+        (tmp_path / "test_file").touch()
+        path.unlink(missing_ok=True)
+        path.symlink_to(target)
+        with pytest.raises(ImageDecodeError, match=rf"^\S+/a/0\.png: .* \(a broken link to {target}\); "):
+            _load(source, Share(0, 1, 1), **options)
     for worker in set(multiprocessing.active_children()) - others:
         worker.join(5)
         assert worker.exitcode == -signal.SIGKILL

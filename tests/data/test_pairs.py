@@ -261,6 +261,8 @@ def test_missing_captions_are_damaged_pairs(tmp_path, form):
     if form in ("folder", "csv"):
         for name, data in files.items():
             made(tmp_path / "train" / name).write_bytes(data)
+    if form == "folder":  # the caption that has no file gets a broken link
+        (tmp_path / "train" / "2.txt").symlink_to("nowhere")
     if form == "csv":
         write_rows(tmp_path / "train" / "train.csv", ("filepath", "title"), [*zip(names, captions, strict=True)])
     if form in ("txt", "json"):

@@ -189,6 +189,7 @@ REFUSED = {
     "size": (["photos", "out", "--resize", "0"], "--resize: must be at least 1, not 0"),
     "workers": (["photos", "out", "--workers", "0"], "--workers: must be at least 1, not 0"),
     "split without classes": (["photos", "out"], "holds 1 images but no class .*; .* move photos/val elsewhere$"),
+    "a broken link": (["photos", "out"], r"train/\S+: a broken link to nowhere; remove it; nothing was written$"),
     "not empty": (["photos", "photos/val"], "photos/val exists and is not an empty folder; give another one"),
 }
 
@@ -201,7 +202,10 @@ def test_bad_input_is_rejected(folder, tmp_path, capsys, monkeypatch, what):
     if what == "split without classes":
         shutil.rmtree(folder / "val")
         made(folder / "val" / "0.png").write_bytes(next((folder / "train").rglob("*.png")).read_bytes())
-    monkeypatch.setattr(shards, "_pack_split", lambda *_: pytest.fail("a split is packed first"))
+    if what == "a broken link":
+        next((folder / "train").rglob("*.png")).with_name("broken.png").symlink_to("nowhere")
+    else:
+        monkeypatch.setattr(shards, "_pack_split", lambda *_: pytest.fail("a split is packed first"))
     assert cli.main(["shards", *words]) == 2
     error = capsys.readouterr().err
     assert len(error.splitlines()) == 1

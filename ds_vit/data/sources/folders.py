@@ -6,6 +6,7 @@ innermost folder. Folders that merge or nest by this rule are an error, and hidd
 
 from __future__ import annotations
 
+import errno
 import os
 import posixpath
 import re
@@ -129,6 +130,11 @@ def walk(root: str) -> list[str]:
     return paths
 
 
+def is_broken_link(path: str, error: OSError) -> bool:
+    """Whether a file cannot be opened because it is a link to nothing, or to itself."""
+    return error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP) and os.path.islink(path)
+
+
 class FileSource(ArraySource):
     """Images in separate files, below one folder. A broken link counts as damaged.
 
@@ -147,8 +153,8 @@ class FileSource(ArraySource):
         try:
             with open(path, "rb") as file:
                 return file.read()
-        except FileNotFoundError as error:
-            if not os.path.islink(path):
+        except OSError as error:
+            if not is_broken_link(path, error):
                 raise
             raise undecodable(path, OSError(f"a broken link to {os.readlink(path)}")) from error
 

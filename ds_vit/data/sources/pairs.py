@@ -11,7 +11,7 @@ import numpy as np
 
 from ds_vit.data.sources import listing
 from ds_vit.data.sources.captions import CaptionKeys, Captions, caption_lines, check_matches, clean_captions
-from ds_vit.data.sources.folders import FileSource, find_split, read_table, require_utf8, walk
+from ds_vit.data.sources.folders import FileSource, find_split, is_broken_link, read_table, require_utf8, walk
 from ds_vit.fault_tolerance.errors import UserError, enumerate_some
 
 _THREADS = 16  # files are small, and often on a network
@@ -57,8 +57,14 @@ class TextFileSource(FileSource):
         def read(stem: str) -> tuple[str, ...]:
             if stem not in texts:
                 return ()
-            with open(os.path.join(root, texts[stem]), "rb") as file:
-                return caption_lines(file.read())
+            path = os.path.join(root, texts[stem])
+            try:
+                with open(path, "rb") as file:
+                    return caption_lines(file.read())
+            except OSError as error:
+                if is_broken_link(path, error):
+                    return ()
+                raise
 
         with ThreadPoolExecutor(_THREADS) as pool:
             self.set_captions(Captions.of(pool.map(read, stems)))
