@@ -504,6 +504,24 @@ def test_a_folder_that_cannot_be_listed(tmp_path):
         open_source("", str(tmp_path), "train")
 
 
+@pytest.mark.parametrize("folder", ["", "train"])
+def test_a_split_that_cannot_be_listed(tmp_path, folder):
+    """Would catch a traceback where the folder of the data or of a split may not be read."""
+    write_images(tmp_path / "train", "ant/1.png")
+    refused, names = tmp_path / folder, os.listdir
+
+    def refuses(path):
+        if str(path) == str(refused):
+            raise PermissionError(13, "Permission denied", str(path))
+        return names(path)
+
+    with (
+        mock.patch.object(os, "listdir", refuses),
+        pytest.raises(UserError, match=rf"^{refused} cannot be listed: Permission denied; make"),
+    ):
+        open_source("", str(tmp_path), "train" if folder else "other")
+
+
 def test_links_to_folders(tmp_path):
     """Would catch the images of a folder listed 40 times for a link that leads back to it, or a link not followed."""
     write_images(tmp_path / "train", "ant/1.png", "deep/dee/2.png")

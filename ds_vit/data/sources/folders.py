@@ -32,7 +32,7 @@ def open_folder(data_dir: str, split: str, classes: Sequence[str] | None, allow_
         return TarSource(location, [location], labelled=labelled)
     if os.path.isfile(os.path.join(location, listing.LABELS_FILE)):
         return MultiLabelSource(location, classes)
-    entries = [os.path.join(location, name) for name in sorted(os.listdir(location)) if not listing.hidden(name)]
+    entries = [os.path.join(location, name) for name in sorted(listing.names_in(location)) if not listing.hidden(name)]
     tars = [path for path in entries if path.lower().endswith(".tar")]
     if tars and any(map(os.path.isdir, entries)):
         raise UserError(f"{location} holds class folders and {len(tars)} tar files; move one kind elsewhere")
@@ -62,7 +62,7 @@ def find_split(data_dir: str, split: str, *, or_whole: bool = False) -> str:
             return path
         if os.path.isfile(f"{path}.tar"):
             return f"{path}.tar"
-    inside = [name for name in os.listdir(data_dir) if not listing.hidden(name)]
+    inside = [name for name in listing.names_in(data_dir) if not listing.hidden(name)]
     if or_whole and split in listing.TRAIN_NAMES and not listing.splits_in(data_dir):
         return data_dir
     parent, own = os.path.split(os.path.normpath(data_dir))
@@ -87,7 +87,7 @@ def _holds_classes(folder: str) -> bool:
     """Whether a folder without splits holds folders of images; one of them may be called test."""
     inside = [path for path in Path(folder).iterdir() if path.is_dir() and not listing.hidden(path.name)]
     has_splits = any(name != "test" for name in listing.splits_in(folder))
-    return not has_splits and any(listing.is_image(name) for path in inside for name in os.listdir(path))
+    return not has_splits and any(listing.is_image(name) for path in inside for name in listing.names_in(str(path)))
 
 
 def walk(root: str) -> list[str]:
@@ -111,7 +111,7 @@ def walk(root: str) -> list[str]:
             with os.scandir(folder) as listed:
                 entries = list(listed)
         except OSError as error:
-            raise UserError(f"{folder} cannot be listed: {error.strerror}; make it readable or move it") from error
+            raise listing.unlistable(folder, error) from error
         if (status.st_dev, status.st_ino) in around:
             continue
         around |= {(status.st_dev, status.st_ino)}

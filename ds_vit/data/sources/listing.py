@@ -176,9 +176,26 @@ def synonyms_of(split: str) -> list[str]:
     return [split, *(name for name in synonyms if name != split)]
 
 
+def names_in(folder: str) -> list[str]:
+    """The names of what is in a folder.
+
+    Raises:
+        UserError: it cannot be listed.
+    """
+    try:
+        return os.listdir(folder)
+    except OSError as error:
+        raise unlistable(folder, error) from error
+
+
+def unlistable(folder: str, error: OSError) -> UserError:
+    """The error about a folder that cannot be listed."""
+    return UserError(f"{folder} cannot be listed: {error.strerror}; make it readable or move it")
+
+
 def splits_in(folder: str) -> list[str]:
     """The folders and tars of a folder that are named as splits, without `.tar`: of training first."""
-    names = {name.removesuffix(".tar") for name in os.listdir(folder)}
+    names = {name.removesuffix(".tar") for name in names_in(folder)}
     return [name for name in (*TRAIN_NAMES, *VAL_NAMES, "test") if name in names]
 
 
@@ -195,7 +212,7 @@ def is_training(dataset: str, split: str) -> bool:
 
 def no_such_split(folder: str, split: str, wanted: str, hint: str = "") -> NoSuchSplit:
     """The error about a folder without a split, `wanted` says in which forms."""
-    found = sorted(name for name in os.listdir(folder) if not hidden(name))
+    found = sorted(name for name in names_in(folder) if not hidden(name))
     synonyms = ", ".join(synonyms_of(split)[1:]) or "none"
     return NoSuchSplit(
         f"{folder} has no {wanted} (synonyms tried: {synonyms}); it holds {enumerate_some(found, 8)}{hint}"
