@@ -55,7 +55,9 @@ def find(config: RunConfig) -> Resume | None:
     parent = RunFolder(path).checkpoints
     if config.resume != "auto":
         if not path.is_dir():
-            raise UserError(f"--resume {path}: there is no such folder; give a checkpoint's folder or a run's --output")
+            run = next((folder for folder in path.parents if RunFolder(folder).checkpoints.is_dir()), None)
+            whose = "a run's --output" if run is None else f"its run's, {run}"
+            raise UserError(f"--resume {path}: there is no such folder; give a checkpoint's folder or {whose}")
         if step_of(path.name) is not None or (path / "manifest.json").exists():
             try:
                 return Resume(open_checkpoint(path), falls_back=False)

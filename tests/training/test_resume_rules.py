@@ -26,7 +26,7 @@ from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.optim.schedules import LearningRate
 from ds_vit.parallel.layout import Layout
 from ds_vit.training.resolve.data import resolve_batch
-from ds_vit.training.resume import Resume, can_resume_in, check_same_run, check_same_schedule, first_step
+from ds_vit.training.resume import Resume, can_resume_in, check_same_run, check_same_schedule, find, first_step
 
 
 def resume_of(global_batch: int = 16, **state: object) -> Resume:
@@ -132,6 +132,21 @@ def test_the_folder_of_the_same_run(tmp_path):
     ways = {"auto": True, "none": False, str(run): True, str(run / "checkpoints" / "step-00000007"): True}
     ways[str(tmp_path / "other" / "checkpoints" / "step-00000007")] = False
     assert {way: can_resume_in(str(run), way) for way in ways} == ways
+
+
+def test_a_mark_is_no_checkpoint(tmp_path):
+    # Catches: a message that does not say where the checkpoints are.
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "checkpoints" / "latest").write_text("step-00000007")
+    ways = {
+        run / "checkpoints" / "latest": f"; give a checkpoint's folder or its run's, {run}$",
+        run / "config.yaml": f"; give a checkpoint's folder or its run's, {run}$",
+        tmp_path / "other" / "checkpoints" / "latest": "; give a checkpoint's folder or a run's --output$",
+    }
+    for way, message in ways.items():
+        with pytest.raises(UserError, match=f"^--resume {way}: there is no such folder{message}"):
+            find(RunConfig(resume=str(way)))
 
 
 NAMES = {"class_names": ["cat", "dog"], "samples": "1234"}
