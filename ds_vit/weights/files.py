@@ -41,6 +41,8 @@ _FILE_BEGINS = {"model": "", "ema": "ema-", BEST: f"{BEST}-", "teacher": "teache
 _UNREADABLE = (AttributeError, EOFError, KeyError, OSError, RuntimeError, SafetensorError, TypeError, ValueError)
 _OF_TIMM = r"patch_embed\.proj\.weight$"  # a name that each of its models has
 _AVERAGES = ("teacher", "ema", "target")
+_ASKED = ("best", "last", "ema", "raw")
+"""The words of --weights."""
 
 
 def _foreign_names(tower: str = MAIN_TOWER) -> list[ForeignNames]:
@@ -333,9 +335,11 @@ def find_weights(source: str | Path, weights: str = "", checkpoint: str = "") ->
         checkpoint: of a run: "latest", "best", the name of a folder in checkpoints/ or a path.
 
     Raises:
-        UserError: there is nothing of that kind; names what there is.
+        UserError: `weights` is none of these, or there is nothing of that kind; names what there is.
     """
     source = Path(source)
+    if weights not in ("", *_ASKED):
+        raise UserError(f"--weights {weights}: give {', '.join(_ASKED[:-1])} or {_ASKED[-1]}")
     if not source.exists():
         raise UserError(f"{source} does not exist; give a run's folder, a checkpoint or a file of weights")
     is_run = source.is_dir() and RunFolder(source).holds_run
@@ -349,7 +353,8 @@ def find_weights(source: str | Path, weights: str = "", checkpoint: str = "") ->
         folder = source if source.is_dir() else source.parent
         recipe = recipe_of(source.parent)
         of_run = recipe is not None and RunFolder(recipe.parent).deepspeed.is_file()  # others write a config.yaml too
-        return StoredWeights(source, recipe if of_run else None, folder, "raw")
+        stem = source.name.partition(".")[0]
+        return StoredWeights(source, recipe if of_run else None, folder, "ema" if stem == "ema" else "raw")
     tried, note = [], ""
     for place, found in _places(RunFolder(source), weights, checkpoint):
         tried.append((place, found))
@@ -383,7 +388,7 @@ def add_weights_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="RUN", help="a run's folder, a checkpoint, or a file of weights")
     parser.add_argument(
         "--weights",
-        choices=("best", "last", "ema", "raw"),
+        choices=_ASKED,
         help="a run's best weights, its last (raw is the same), or their moving average [best, else last]",
     )
     parser.add_argument(

@@ -336,6 +336,9 @@ def test_which_weights_are_found(tmp_path):
             find_weights(run / "model.safetensors", weights)
     with pytest.raises(ValueError, match="is not a run's folder"):
         find_weights(run / "model.safetensors", "raw", "latest")
+    assert find_weights(run / "checkpoints" / "step-00000004" / "ema.safetensors").kind == "ema", "evaluated as such"
+    with pytest.raises(ValueError, match="--weights bset: give best, last, ema or raw"):
+        find_weights(run, "bset")
     with pytest.raises(ValueError, match="does not exist"):
         find_weights(tmp_path / "absent")
     (run / "checkpoints" / "latest").write_text("step-00000012")
