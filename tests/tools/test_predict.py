@@ -209,6 +209,9 @@ def test_from_python(run, data, by_timm):
     assert [image["image"] for image in predict(run, files[0])["images"]] == files[:1], "a path is no list of letters"
     with pytest.raises(ValueError, match="no images are given; give image files, or a folder of them"):
         predict(run, [])
+    for images in (Image.new("RGB", (8, 8)), [Image.new("RGB", (8, 8))], np.zeros((8, 8, 3), np.uint8)):
+        with pytest.raises(ValueError, match="images are given as paths of files and folders"):
+            predict(run, images)
 
 
 @pytest.mark.parametrize(

@@ -185,10 +185,14 @@ def find_images(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
         Paths in the order given, those of a folder in natural order.
 
     Raises:
-        UserError: no path is given, one does not exist, or a folder has no images in it.
+        UserError: no path is given, something else than a path, one does not exist, or a folder has no images in it.
     """
     found: list[str] = []
-    for path in [os.fspath(path) for path in paths]:
+    try:
+        names = [os.fspath(path) for path in paths]
+    except TypeError as error:
+        raise UserError(f"images are given as paths of files and folders ({error})") from None
+    for path in names:
         if not os.path.exists(path):
             raise UserError(f"{path} does not exist; give image files, or a folder of them")
         if not os.path.isdir(path):
