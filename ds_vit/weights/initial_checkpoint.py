@@ -32,6 +32,7 @@ from ds_vit.tasks.registry import part_of
 from ds_vit.tasks.task import Task
 from ds_vit.weights.files import class_names, config_beside, open_prefixed, tokenizer_name
 
+_PATCH_BIAS = "patch_embed.proj.bias"
 _RESAMPLED = ("pos_embed", "patch_embed.proj.weight")  # their shapes depend on the image or patch size
 
 
@@ -230,6 +231,8 @@ class InitialCheckpoint:
         require_tensors(values | of_parts)
         values = {name: tensor for name, tensor in values.items() if tensor.numel()}
         self._values = self._task.fit_tensors(model, values) | of_parts
+        if _PATCH_BIAS in wanted and self._of_timm:  # an export of such a model to another tool has it in the positions
+            self._values.setdefault(_PATCH_BIAS, torch.zeros(wanted[_PATCH_BIAS]))
         if not classifier_names(model):
             self._values = {name: tensor for name, tensor in self._values.items() if not name.startswith("head.")}
         given = {name: tensor.shape for name, tensor in self._values.items()}

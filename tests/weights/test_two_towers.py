@@ -251,8 +251,11 @@ def test_open_clip_computes_the_same(tmp_path, kind):
     close(given, logits)
     assert transform.transforms[0].size == run.model.patch_embed.img_size[0]
     assert ("timm_model_name" in (found.folder / "open_clip_config.json").read_text()) == kind.startswith("timm")
+    _, state = loaded(found.folder, RECIPES[kind])
     if kind != "plain ViT":  # where the bias of the patches is in the positions
-        assert_same(loaded(found.folder, RECIPES[kind])[1], run.model.state_dict())
+        assert_same(state, run.model.state_dict())
+    run.model.load_state_dict(state)
+    close(features(run)[0], images)
 
 
 def test_weights_of_open_clip_start_a_run(tmp_path):
