@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
-from ds_vit.config.deepspeed_json import load_json, overlay
+from ds_vit.config.deepspeed_json import load_json, overlay, without
 from ds_vit.config.flag import spelling
 from ds_vit.config.parser import Parser, build_parser, from_values, or_shipped, read_words
-from ds_vit.config.timm_flags import WARMUP_EPOCHS, Given, split_words, timm_answer
+from ds_vit.config.timm_flags import Given, split_words, timm_answer
 from ds_vit.fault_tolerance.errors import UserError
 
 
@@ -28,7 +28,6 @@ class Origin(NamedTuple):
         name: of its library.
         command: of `ds-vit` that translates from it.
         program: matches its word in a command.
-        trains: matches a word of each command that trains.
         defaults: those of its defaults that differ from ours, by its own names, with their words.
         differences: a flag, what is different here without it, and which flags, if any, the difference needs.
     """
@@ -36,25 +35,15 @@ class Origin(NamedTuple):
     name: str
     command: str
     program: re.Pattern[str]
-    trains: re.Pattern[str]
     defaults: Callable[[Given], dict[str, str]]
     differences: Sequence[tuple[str, str, str]]
-
-
-def _timm_defaults(given: Given) -> dict[str, str]:
-    epochs = "".join(given.get("epochs", ()))
-    # With other epochs the warm-up is timm's, or timm's takes the whole run.
-    is_short = epochs.isdecimal() and WARMUP_EPOCHS < int(epochs) < 50
-    warmup = {"warmup_epochs": str(WARMUP_EPOCHS)} if is_short else {}
-    return {"opt": "sgd", **({} if "lr" in given else {"lr_base": "0.1"}), **warmup}
 
 
 _TIMM = Origin(
     "timm",
     "from-timm",
     re.compile(r"(.*/)?(train\.py|distributed_train\.sh)"),
-    re.compile(""),
-    _timm_defaults,
+    lambda given: {"opt": "sgd", **({} if "lr" in given else {"lr_base": "0.1"})},
     (
         ("model", "timm's default is resnet50, which is no ViT; here it is vit_base_patch16_224", ""),
         ("num_classes", "the head has the data's classes; timm's has those of the model, often 1,000", ""),
@@ -64,14 +53,13 @@ _TIMM = Origin(
 )
 
 
-_OF_VITS = {"beta1": "0.9", "beta2": "0.98", "eps": "1e-6", "lr": "5e-4"}
 _OURS = {"scale": "0.9 1.0", "hflip": "0", "color_jitter": "0", "train_interpolation": "bicubic", "warmup_lr": "0"}
 
 
 def _open_clip_defaults(given: Given) -> dict[str, str]:
     defaults = {"model": "RN50", "train_data": "", "precision": "amp", "batch_size": "64", "epochs": "32", "wd": "0.2"}
     if not "".join(given.get("opt", ())).startswith("timm/"):
-        defaults |= {"opt": "adamw", **_OF_VITS}
+        defaults |= {"opt": "adamw", "beta1": "0.9", "beta2": "0.98", "eps": "1e-6", "lr": "5e-4"}  # a ViT's
     return {**defaults, "warmup": "0" if "skip_scheduler" in given else "10000", **_OURS}
 
 
@@ -79,7 +67,6 @@ _OPEN_CLIP = Origin(
     "open_clip",
     "from-open-clip",
     re.compile(r"open_clip_train\.main|training\.main|(.*/)?(open_clip_train|training)/main\.py"),
-    re.compile("--(train-data|dataset-type)"),
     _open_clip_defaults,
     (("seed", "open_clip's default is 0; here it is 42", ""),),
 )
@@ -89,9 +76,7 @@ ORIGINS = {origin.command: origin for origin in (_TIMM, _OPEN_CLIP)}
 
 
 _BASE = "ds_configs/zero1_bf16_auto.json"
-_REJECTED = "still rejected"
 _IDLE = re.compile(r"(--\S+) has no effect (.*); drop it")
-_OF_BF16 = ("bf16", "data_types", "communication_data_type")
 
 
 @dataclass(frozen=True)
@@ -103,16 +88,13 @@ class Translation:
         json: the contents of the file that it names by --deepspeed_config.
         notes: a line for each flag without an equivalent or with another meaning, and for each problem of the
             translated command.
+        is_rejected: whether it is still invalid.
     """
 
     words: tuple[str, ...]
     json: dict[str, Any]
     notes: tuple[str, ...]
-
-    @property
-    def is_rejected(self) -> bool:
-        """Whether the translated command is still invalid."""
-        return any(note.startswith(_REJECTED) for note in self.notes)
+    is_rejected: bool
 
     def __str__(self) -> str:
         """A script for the shell, the notes as comments. It replaces no file."""
@@ -133,11 +115,10 @@ def translate(command: Sequence[str], origin: Origin = ORIGINS["from-timm"]) -> 
         UserError: unbalanced quotes, or a command that does not start this trainer.
     """
     try:
-        words = shlex.split(command[0]) if len(command) == 1 else list(command)
+        # The part after `cd open_clip/src && `.
+        words = shlex.split(command[0].rpartition("&&")[2]) if len(command) == 1 else list(command)
     except ValueError as error:
         raise UserError(f"{command[0]!r} is not a shell command: {error}") from None
-    if "&&" in words:  # cd open_clip/src && torchrun …
-        words = words[len(words) - words[::-1].index("&&") :]
     launcher, words = _split_launcher([word for word in words if word.strip()], origin)
     parser = build_parser()
     actions = parser._option_string_actions
@@ -154,7 +135,7 @@ def translate(command: Sequence[str], origin: Origin = ORIGINS["from-timm"]) -> 
         for name, text, needed in origin.differences
         if name not in given and (not needed or given.keys() & {*needed.split()})
     ]
-    refusals = [f"{word!r} follows no flag" for word in stray]
+    rejected = [f"{word!r} follows no flag" for word in stray]
     for name, (spelled, own) in given.items():
         answer = timm_answer(name, own, typed, origin.name)
         if answer is None:
@@ -166,23 +147,21 @@ def translate(command: Sequence[str], origin: Origin = ORIGINS["from-timm"]) -> 
             out[ours] = [*(out.get(ours, ()) if ours == "--model-kwargs" else ()), *words]
         said = f"{shlex.join([spelled, *own])}: {answer.note.removesuffix('; drop it')}"
         if answer.is_refused:
-            refusals.append(said)
+            rejected.append(said)
         elif answer.note and said not in notes:
             notes.append(said if answer.words or answer.values else f"left out: {said}")
-    data = load_json(or_shipped(_BASE))
-    del data["optimizer"]
-    if not values.get("bf16.enabled"):
-        data = {key: value for key, value in data.items() if key not in _OF_BF16}
-    data = overlay(data, values, _BASE)
+    of_bf16 = () if values.get("bf16.enabled") else ("bf16", "data_types", "communication_data_type")
+    data = overlay(without(load_json(or_shipped(_BASE)), ("optimizer", *of_bf16)), values, _BASE)
     while problems := _problems(parser, out, data):
         idle = {found[1]: found[2] for it in problems if (found := _IDLE.fullmatch(it)) and found[1] in out}
         notes += [f"left out: {flag}: it has no effect {reason}" for flag, reason in idle.items()]
         out = {flag: own for flag, own in out.items() if flag not in idle}
         if not idle:
             break
-    notes += [f"{_REJECTED}: {problem}" for problem in (*refusals, *problems)]
+    rejected += problems
+    notes += [f"still rejected: {problem}" for problem in rejected]
     file = f"deepspeed-{hashlib.sha256(json.dumps(data).encode()).hexdigest()[:6]}.json"
-    return Translation((*launcher, "--deepspeed_config", file, *_flat(out)), data, tuple(notes))
+    return Translation((*launcher, "--deepspeed_config", file, *_flat(out)), data, tuple(notes), bool(rejected))
 
 
 def _quoted(word: str) -> str:
@@ -211,15 +190,12 @@ def _split_launcher(words: list[str], origin: Origin) -> tuple[list[str], list[s
     Raises:
         UserError: the trainer is another one.
     """
-    at, found = next(
-        ((at, it) for at, word in enumerate(words) for it in ORIGINS.values() if it.program.fullmatch(word)), (-1, None)
-    )
+    programs = ((at, it) for at, word in enumerate(words) for it in ORIGINS.values() if it.program.fullmatch(word))
+    at, found = next(programs, (-1, None))
     reason = f"is one of {found.name}'s: ds-vit {found.command}" if found and found is not origin else ""
     if found is None:
         instead = next((OTHERS[name] for name in (PurePath(word).name for word in words) if name in OTHERS), "")
         reason = f"is none: {instead} does its work" if instead else "starts another program"
-    elif not any(map(origin.trains.match, words)):
-        reason = reason or "only evaluates: ds-vit eval RUN|FILE, with --zeroshot DIR for --imagenet-val"
     if reason:
         start = " ".join(words[: max(at + 1, 3)]) or "an empty one"
         raise UserError(f"ds-vit {origin.command} takes a command of {origin.name}'s training, and {start} {reason}")

@@ -46,11 +46,9 @@ class Answer(NamedTuple):
     @property
     def text(self) -> str:
         """The clause that follows "there is no flag --x; "."""
-        parts = []
-        if self.values:
-            parts.append(f"it is decided by the DeepSpeed JSON: {json.dumps(overlay({}, self.values, ''))[1:-1]}")
-        if self.words:
-            parts.append(f"write {shlex.join(self.words)}")
+        block = json.dumps(overlay({}, self.values, ""))[1:-1]
+        parts = [f"it is decided by the DeepSpeed JSON: {block}"] if block else []
+        parts += [f"write {shlex.join(self.words)}"] if self.words else []
         return "; ".join([*parts, *([self.note] if self.note else [])])
 
 
@@ -62,7 +60,7 @@ of all flags of the command. An answer as text is
     ! note                              refused
     note                                there is no equivalent
 
-where {} is replaced by the words of the flag, and {-1} by the last one.
+where {} is replaced by the words of the flag.
 """
 
 
@@ -86,8 +84,6 @@ def _read(entry: Entry, words: Sequence[str], given: Given) -> Answer:
         key, is_value, value = piece.partition("=")
         if is_value and "." in key:
             values[key] = parse_literal(value.replace("{}", "".join(words)))
-        elif piece == "{-1}":
-            flags += words[-1:]
         else:
             flags += [piece.replace("{}", word) for word in words] if "{}" in piece else [piece]
     return Answer(note.replace("{}", " ".join(words)), tuple(flags), values)
@@ -175,15 +171,14 @@ def _base_rate(words: Sequence[str], given: Given) -> str:
     return f"= --lr {{}} --lr-scale-by-batch {scale}"
 
 
-WARMUP_EPOCHS = 5
-"""timm's default, of any run."""
-
-
 def _epochs(words: Sequence[str], given: Given) -> str:
+    """timm's default warm-up is 5 epochs of any run; ds_vit's is the same from 50 epochs on, and else a tenth."""
     epochs = "".join(words)
-    if epochs.isdecimal() and int(epochs) <= WARMUP_EPOCHS and not {"warmup_epochs", "sched"} & given.keys():
-        return f"= --epochs {{}}; timm warms up for {WARMUP_EPOCHS} epochs, here all of the run; ds_vit for a tenth"
-    return "= --epochs {}"
+    if "warmup_epochs" in given or not epochs.isdecimal() or int(epochs) >= 50:
+        return "= --epochs {}"
+    if int(epochs) > 5:
+        return "= --epochs {} --warmup-epochs 5"
+    return "= --epochs {}; timm warms up for 5 epochs, here all of the run; ds_vit for a tenth"
 
 
 def _cooldown(words: Sequence[str], given: Given) -> str:
@@ -262,7 +257,8 @@ def _tables_and_shards(words: Sequence[str], given: Given) -> str | Answer:
     named = _first(given, "dataset_type", "auto")
     kind = _KINDS.get(sources[0].rpartition(".")[2] if named == "auto" else named)
     if kind is None or any(":" in source for source in sources):
-        return "! a run trains on tar files or tables on disk, not on a pipe or a URL (docs/data.md)"
+        only = "ds-vit eval RUN|FILE only evaluates"
+        return f"! a run trains on tar files or tables on disk, not on a pipe or a URL (docs/data.md); {only}"
     paths = [f"{kind}/{source}" for source in sources]
     data = ("--dataset", *paths) if len(paths) == 1 else ("--data-dir", *paths)
     val = _first(given, "val_data")
@@ -279,13 +275,11 @@ def _upsampling(words: Sequence[str], given: Given) -> str:
         shares = [f"{float(factor) * number:g}" for factor, number in zip(factors, shards, strict=True)]
     except ValueError:
         return "! several --data-dir are mixed by --data-weights"
-    if len(shares) < 2:
-        return "there is one source; drop it"
     return f"= --data-weights {' '.join(shares)}; a factor times the number of shards, as there"
 
 
 def _weights(words: Sequence[str], given: Given) -> str:
-    return "--resume replaces it" if any(given.get("resume", ())) else "= --initial-checkpoint {}"
+    return "--resume replaces it" if _first(given, "resume") else "= --initial-checkpoint {}"
 
 
 def _timms_folder(words: Sequence[str], given: Given) -> Answer:
@@ -317,7 +311,7 @@ _RENAMED = """
     data=--data-dir torchcompile_mode=--compile-mode drop_connect=--drop-path val_interval=--eval-interval
     accum_freq=--grad-accum-steps force_context_length=--context-length wd=--weight-decay warmup=--warmup-steps
     image_mean+=--mean image_std+=--std grad_clip_norm=--clip-grad lr_cooldown_end=--min-lr
-    log_every_n_steps=--log-interval wandb_project_name=--wandb-project
+    log_every_n_steps=--log-interval wandb_project_name=--wandb-project num_steps=--max-steps
 """
 _OF_TIMM: Mapping[str, Entry] = {
     "dataset d": {
@@ -355,7 +349,6 @@ _UNKNOWN: Mapping[str, Entry] = {
     "imagenet_val": "= --zeroshot {} --zeroshot-templates openai",
     "gp": "= --model-kwargs global_pool={}",
     "force_patch_dropout": "= --model-kwargs patch_drop_rate={}",
-    "num_steps": "= --max-steps {}; the length in optimizer steps",
     # precision, optimizer, compilation
     "opt": _optimizer,
     "opt_eps eps": "= optimizer.params.eps={}",
@@ -379,8 +372,7 @@ _UNKNOWN: Mapping[str, Entry] = {
     "cache_dir": "weights are cached where HF_HOME in the environment says",
     # model
     "in_chans": {"3": "images are RGB here; drop it", "*": "! images are RGB here; drop it"},
-    "input_size+": "= --img-size {-1}; images are square RGB here",
-    "force_image_size+": "= --img-size {-1}",
+    "input_size+ force_image_size+": lambda words, _: f"= --img-size {''.join(words[-1:])}; images are square RGB here",
     "head_init_scale head_init_bias": "heads are initialised as in timm's models; drop it",
     "drop_block bn_momentum bn_eps sync_bn! dist_bn split_bn! use_bn_sync! lock_image_freeze_bn_stats!": _NO_LAYER,
     "model_ema_force_cpu!": "the average is sharded over ranks like the optimizer's state: --model-ema",
@@ -429,16 +421,15 @@ _UNKNOWN: Mapping[str, Entry] = {
         "*": "= --crop-mode {}",
     },
     "aug_cfg+": "! each setting has a flag: --scale, --ratio, --color-jitter, --reprob, --recount",
-    "train_data": "--data-dir DIR has images with .txt files; --dataset wds/DIR, csv/FILE, parquet/DIR (docs/data.md)",
+    "train_data dataset_type": "--data-dir DIR has images with .txt files; --dataset wds/DIR, csv/FILE, parquet/DIR, "
+    "hfds/DIR (docs/data.md)",
     "val_data": "the evaluation split is --val-split of the same data (docs/data.md)",
-    "dataset_type": "it is the first word of --dataset: wds/DIR, csv/FILE, parquet/DIR, hfds/DIR",
     "dataset_resampled!": "an epoch shows each sample once, without replacement",
     "train_data_upsampling_factors": _upsampling,
     "imagenet_v2": "a run evaluates one data set by --zeroshot; ds-vit eval RUN --zeroshot DIR evaluates others",
     "zeroshot_frequency val_frequency": _interval,
-    "local_loss! gather_with_grad!": "always so: each rank compares its rows with those of all ranks, and gradients "
-    "flow back to them; drop it",
-    "loss_dist_impl": "the gathered features are compared a few rows at a time in every layout; drop it",
+    "local_loss! gather_with_grad! loss_dist_impl": "always so: each rank compares its rows with those of all ranks, "
+    "a few at a time, and gradients flow back to them; drop it",
     "tta": "evaluation uses one crop; drop it",
     # output
     "experiment": _timms_folder,
@@ -450,9 +441,7 @@ _UNKNOWN: Mapping[str, Entry] = {
         "1": "= --checkpoint-interval epoch",
         "*": "= --checkpoint-interval epoch; open_clip saves every {} epochs",
     },
-    "num_saves": "--checkpoint-interval 500 (steps) or 30m (time)",
-    "num_evals": "--eval-interval N, in epochs",
-    "num_logs": "--log-interval N, in optimizer steps",
+    "num_saves num_evals num_logs": "--checkpoint-interval, --eval-interval and --log-interval say how often",
     "log_local! copy_codebase! remote_sync remote_sync_*": "rank 0 writes --output; drop it",
     "save_most_recent!": "checkpoints/latest names the newest; drop it",
     "delete_previous_checkpoint!": "= --keep-checkpoints 1; and the best one",
@@ -460,8 +449,7 @@ _UNKNOWN: Mapping[str, Entry] = {
         "*wandb* *all*": "= --wandb; TensorBoard's events are always written",
         "*": "TensorBoard's events are always written",
     },
-    "wandb_notes": "drop it",
-    "wandb_tags+ wandb_resume_id": 'the DeepSpeed JSON has "wandb": {"enabled": true, "group": …, "team": …}; drop it',
+    "wandb_notes wandb_tags+ wandb_resume_id": 'the DeepSpeed JSON has "wandb": {"group": …, "team": …}; drop it',
     "debug!": "--verbose shows DeepSpeed's log",
 }
 """Flags that ds_vit does not have."""
