@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import errno
 import io
 import json
 import re
@@ -84,7 +83,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     """Whether a library failed to allocate memory of the device or the host; each has its own class and words."""
     words = ("out of memory", "ALLOC_FAILED", "can't allocate memory", "not enough memory", "Cannot allocate memory")
     is_of_library = isinstance(error, (RuntimeError, OSError)) and any(word in str(error) for word in words)
-    return isinstance(error, MemoryError) or is_of_library or getattr(error, "errno", None) == errno.ENOMEM
+    return isinstance(error, MemoryError) or is_of_library
 
 
 @contextlib.contextmanager
@@ -100,7 +99,7 @@ def memory_errors(advise: Callable[[bool], str]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if isinstance(error, UserError) or not is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         asked = re.search(r"allocate ([\d.,]+ ?\w+)", str(error))
         of_loader = "DataLoader worker" in str(error)

@@ -106,10 +106,7 @@ def check_matches(where: str, without_text: Collection[str], without_image: Coll
         without_image: names of texts.
         num: how many images there are.
     """
-    problems: list[str] = []
     bare = without_text if len(without_text) == num else ()
-    for names, what in ((bare, "without a caption"), (without_image, "captions without an image")):
-        if names:
-            problems.append(f"{len(names):,} {what} ({enumerate_some(sorted(names))})")
-    if problems:
+    kinds = ((bare, "without a caption"), (without_image, "captions without an image"))
+    if problems := [f"{len(names):,} {what} ({enumerate_some(sorted(names))})" for names, what in kinds if names]:
         raise UserError(f"{where}: {num:,} images, {' and '.join(problems)}; add what is missing, or remove the rest")
