@@ -58,9 +58,9 @@ def plan(arguments: argparse.Namespace) -> int:
     """Carry the command out."""
     if arguments.gpus is None:
         raise UserError("--gpus is missing: how many there would be, for example --gpus 8")
-    with_recipe(arguments)
+    recipe = with_recipe(arguments)
     request = request_of(arguments)
-    found = Search(request, run_of(arguments, request), one_vit=not arguments.of_task)
+    found = Search(request, run_of(arguments, recipe, request), one_vit=not arguments.of_task)
     if not found.fitting:
         raise UserError(_nothing_fits(found))
     if arguments.json:
@@ -72,21 +72,20 @@ def plan(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def with_recipe(arguments: argparse.Namespace) -> None:
-    """Fill in, in place, what --recipe has and the command line does not."""
-    arguments.of_task = False
+def with_recipe(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Fill in, in place, what --recipe has and the command line does not; gives the recipe, empty without one."""
+    recipe = load_recipe(arguments.recipe) if arguments.recipe else {}
     if not arguments.recipe:
         arguments.images = arguments.images or _IMAGENET
-    else:
-        recipe = load_recipe(arguments.recipe)
-        has_teacher = any(recipe.get(name) for name in ("kd_model_name", "kd_checkpoint"))
-        arguments.of_task = has_teacher or not _trains_one_vit(task_of(recipe))
-        for key in _OF_RECIPE:
-            if key in recipe and not getattr(arguments, key):
-                setattr(arguments, key, recipe[key])
+    has_teacher = any(recipe.get(name) for name in ("kd_model_name", "kd_checkpoint"))
+    arguments.of_task = has_teacher or not _trains_one_vit(task_of(recipe))
+    for key in _OF_RECIPE:
+        if key in recipe and not getattr(arguments, key):
+            setattr(arguments, key, recipe[key])
     arguments.deepspeed_config = arguments.deepspeed_config and or_shipped(arguments.deepspeed_config)
     if not arguments.model:
         raise UserError("--model is missing, and no --recipe names one; for example --model vit_large_patch16_224")
+    return recipe
 
 
 def _trains_one_vit(task: type[Task]) -> bool:
@@ -120,13 +119,12 @@ def request_of(arguments: argparse.Namespace) -> PlanRequest:
     return PlanRequest(machine, arguments.global_batch, json, stage, pp=arguments.pp, tp=arguments.tp)
 
 
-def run_of(arguments: argparse.Namespace, request: PlanRequest) -> Run:
+def run_of(arguments: argparse.Namespace, recipe: Mapping[str, Any], request: PlanRequest) -> Run:
     """The run to plan, on one rank; of its data only the classes count."""
     from ds_vit.training.resolve import resolve  # which imports DeepSpeed
     from ds_vit.training.run import World
 
     json = json_at_stage(request.json, 1 if request.fixed_stage is None else request.fixed_stage)
-    recipe = load_recipe(arguments.recipe) if arguments.recipe else {}
     flags = config_class(recipe).flags()
     left_out = {name for name in recipe if flags[name].section in ("run", "data")}
     left_out |= {*BatchSettings.model_fields, *_OF_MACHINE}
@@ -150,9 +148,7 @@ def run_of(arguments: argparse.Namespace, request: PlanRequest) -> Run:
 def _row(found: Search, one: Candidate, arguments: argparse.Namespace) -> dict[str, Any]:
     """A layout for --json."""
     gpu = found.request.machine.accelerator
-    days = None
-    if arguments.images:
-        days = (arguments.epochs or _EPOCHS) * arguments.images / one.images_per_second / 86400
+    days = arguments.images and (arguments.epochs or _EPOCHS) * arguments.images / one.images_per_second / 86400
     gpu_hours = 24 * (days or 0.0) * arguments.gpus
     fullest = max(one.memory, key=lambda memory: memory.together)
     return {
