@@ -147,11 +147,10 @@ def _augmentation(task: Task) -> str:
         words = [own_crop or (random_size if crop == "rrc" else f"crop {crop}")]
         chances = {"flip": augment.hflip, "upside down": augment.vflip, "grey": augment.grayscale_prob}
         chances |= {"blur": augment.gaussian_blur_prob, "erased": augment.reprob}
-        colours = {augment.aa: bool(augment.aa), f"colour jitter {augment.color_jitter}": not augment.aa}
-        words += [word for word, used in colours.items() if used and (augment.aa or augment.color_jitter)]
+        words += [augment.aa or (f"colour jitter {augment.color_jitter}" if augment.color_jitter else "")]
         words += [f"{name} {chance:.0%}" for name, chance in chances.items() if chance]
     words += [f"{name} {alpha:g}" for name, alpha in (("mixup", augment.mixup), ("cutmix", augment.cutmix)) if alpha]
-    return ", ".join(words)
+    return ", ".join(filter(None, words))
 
 
 def _parameters(run: Run) -> str:
