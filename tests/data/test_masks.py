@@ -70,11 +70,10 @@ def test_both_layouts_hold_the_same_samples(tmp_path, monkeypatch):
         assert opened(both[0], **flags).fingerprint != one.fingerprint
 
 
-def _saved(mask: np.ndarray, kind: str, **options: object) -> bytes:
-    file = io.BytesIO()
-    image = Image.fromarray(mask)
-    if options.pop("palette", False):
-        image.putpalette(COLOURS.tobytes())
+def _saved(mask: np.ndarray, kind: str, palette: bytes = b"", **options: object) -> bytes:
+    file, image = io.BytesIO(), Image.fromarray(mask)
+    if palette:
+        image.putpalette(palette)
     image.save(file, kind, **options)
     return file.getvalue()
 
@@ -86,9 +85,9 @@ def _npy(mask: np.ndarray) -> bytes:
 
 
 FILES = {
-    "palette png of 2 bits": lambda mask: _saved(mask, "png", palette=True, bits=2),
+    "palette png of 2 bits": lambda mask: _saved(mask, "png", palette=COLOURS.tobytes(), bits=2),
     "16-bit png": lambda mask: _saved(mask.astype(np.uint16) * 300, "png"),
-    "palette tiff": lambda mask: _saved(mask, "tiff", palette=True, compression="tiff_lzw"),
+    "palette tiff": lambda mask: _saved(mask, "tiff", palette=COLOURS.tobytes(), compression="tiff_lzw"),
     "npy": lambda mask: _npy(mask.astype(np.int64) * 300),
 }
 
@@ -223,10 +222,9 @@ def test_a_mask_takes_the_nearest_pixel():
         top, left, height, width = box
         heights.append(height * max(24 / mask.shape[0], 32 / mask.shape[1]) / 24)
         found = crop_mask(mask, box, (24, 32))
-        for y, x in np.ndindex(24, 32):
-            row, column = int(np.floor(top + (y + 0.5) * height / 24)), int(np.floor(left + (x + 0.5) * width / 32))
-            inside = 0 <= row < mask.shape[0] and 0 <= column < mask.shape[1]
-            assert found[y, x] == (mask[row, column] if inside else -1)
+        rows, columns = top + (np.arange(24) + 0.5) * height / 24, left + (np.arange(32) + 0.5) * width / 32
+        places = np.ix_(*(np.floor(of).astype(int) + 100 for of in (rows, columns)))
+        assert np.array_equal(found, np.pad(mask, 100, constant_values=-1)[places])
     assert 0.5 <= min(heights) < 0.6 < 1.8 < max(heights) <= 2.05
     assert not {1, 3} & {*np.unique(found).tolist()}
     planted = Image.fromarray(mask_of(0) * 2).resize((32, 24), Image.Resampling.BILINEAR)

@@ -6,6 +6,7 @@ import numpy as np
 import timm
 import torch
 import torch.nn.functional as F
+from picture_folders import made
 from PIL import Image
 from timm.layers import LayerNorm2d
 from torch import nn
@@ -31,8 +32,7 @@ def write_split(folder, split, masks, form="{split}/{kind}", noise=40):
         pixels = 40 * (mask[..., None] % 7) + draw.integers(0, noise + 1, (*mask.shape, 3))
         for kind, picture in (("images", pixels.astype(np.uint8)), ("masks", mask)):
             path = folder / form.format(split=split, kind=kind) / f"{'ab' if number % 2 else '.'}/n.{number}.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(picture).save(path)
+            Image.fromarray(picture).save(made(path))
 
 
 def read_split(folder, split, skip=None):

@@ -101,17 +101,12 @@ def six(request, tmp_path, folder):
     return tmp_path
 
 
-def per_rank(context, own):
-    """A planted error: each rank's own mean."""
-    return own * torch.distributed.get_world_size(context.groups.dp)
-
-
-def counted(self, masks):
-    """A planted error: ignored pixels count in the denominator."""
-    return torch.tensor(float(masks.numel()))
-
-
-BREAKAGES = {"StepContext.sum": per_rank, "Segmentation._weight": counted}
+BREAKAGES = {
+    # Each rank's own mean.
+    "StepContext.sum": lambda context, own: own * torch.distributed.get_world_size(context.groups.dp),
+    # Ignored pixels count in the denominator.
+    "Segmentation._weight": lambda self, masks: torch.tensor(float(masks.numel())),
+}
 
 
 def train_broken(breakage, argv):
@@ -290,8 +285,7 @@ def test_a_model_that_drops_patches_is_refused():
 def test_weights_with_another_head_start_a_segmenter(folder, tmp_path):
     """A classifier, or a segmenter's head of other classes or another kind, that is in the way; a head not drawn."""
     oracle.write_weights(tmp_path / "classifier.safetensors", img_size=SIDE, num_classes=10, **KWARGS)
-    json = write_config(tmp_path / "1.json", **BLOCKS)
-    argv = [*WORDS, "--data-dir", folder, "--deepspeed_config", json, "-b", 8, "--max-steps", 1]
+    argv = words_of(folder, tmp_path / "run", Case())
     for file, classes in ((tmp_path / "classifier", CLASSES), (folder / "conv", CLASSES), (folder / "linear", 6)):
         found = resolved([*argv, "--num-classes", classes, "--initial-checkpoint", f"{file}.safetensors"])
         assert found.model.towers["image"].newly_initialised == ("seg_head.bias", "seg_head.weight")

@@ -115,16 +115,16 @@ def test_masks_hold_large_values_exactly():
     assert np.asarray(mask_picture(classes, np.array([300, 0, 65535]), colours)).tolist() == [[300, 0], [65535, 65535]]
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--slide-stride", "17"], "--slide-stride 17 must be at most 16"),
-        (["--crop-pct", "0.9"], "--crop-pct has no effect with --task segmentation: windows slide over whole images"),
-        (["--output", "table.csv"], "name the folder of the masks"),
-        (["--output", "full"], "full exists already; remove it"),
-        (["wide.png"], "wide.jpg and wide.png would have one mask, wide.png"),
-    ],
-)
+REFUSALS = [
+    (["--slide-stride", "17"], "--slide-stride 17 must be at most 16"),
+    (["--crop-pct", "0.9"], "--crop-pct has no effect with --task segmentation: windows slide over whole images"),
+    (["--output", "table.csv"], "name the folder of the masks"),
+    (["--output", "full"], "full exists already; remove it"),
+    (["wide.png"], "wide.jpg and wide.png would have one mask, wide.png"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), REFUSALS)
 def test_refusals(run, tmp_path, capsys, monkeypatch, words, message):
     """A flag that is ignored, masks of another run overwritten, a mask that overwrites another's."""
     monkeypatch.chdir(tmp_path)
