@@ -55,7 +55,7 @@ class MeanIoU(Metrics):
         if self._source is not None:
             self._shown = spread(self.num_shown, num_samples).tolist()
             # An image, its mask and the prediction.
-            self.pixels = torch.zeros(len(self._shown), 3, 3, _PANEL, _PANEL, device=self.sums.device)
+            self.pixels: torch.Tensor = torch.zeros(len(self._shown), 3, 3, _PANEL, _PANEL, device=self.sums.device)
 
     def update(self, outputs: torch.Tensor, batch: Batch) -> None:
         """Logits fp32 [B, K, C, gh, gw]; "masks" int32 [B, ...] and their "sizes" int64 [B, 2]."""
@@ -68,8 +68,8 @@ class MeanIoU(Metrics):
             pairs = mask[known].long() * self.num_classes + predicted[known]
             self.sums[:-1] += torch.bincount(pairs, minlength=self.num_classes**2)
             self.sums[-1] += 1
-            if place in self._shown:
-                self._show(place, mask, predicted)
+            if self._source is not None and place in self._shown:
+                self._show(self._source, place, mask, predicted)
 
     @property
     def counts(self) -> np.ndarray:
@@ -84,15 +84,13 @@ class MeanIoU(Metrics):
             accuracy = 100.0 * np.trace(self.counts) / self.counts.sum()
         return {"miou": float(miou), "pixel_accuracy": float(accuracy), "images": int(self.sums[-1])}
 
-    def _show(self, place: int, mask: torch.Tensor, predicted: torch.Tensor) -> None:
+    def _show(self, source: Source, place: int, mask: torch.Tensor, predicted: torch.Tensor) -> None:
         """Draw a sample; only the rank that counts it does."""
-        assert self._source is not None, "nothing is shown without a source"
-        assert self.pixels is not None, "expect() was not called"
         # The last colour is of pixels that are ignored.
         colours = np.full((self.num_classes + 1, 3), _OUTSIDE, dtype=np.uint8)
-        known = self._source.entry("colours", 0)  # of the data's classes, of which the model may have more
+        known = source.entry("colours", 0)  # of the data's classes, of which the model may have more
         colours[: len(known)] = known
-        image = self._source.image(place)
+        image = source.image(place)
         drawn = [(upright(image) if self._windows.image.exif_rotation else image, Image.Resampling.BILINEAR)]
         drawn += [(Image.fromarray(colours[of.cpu().numpy()]), Image.Resampling.NEAREST) for of in (mask, predicted)]
         # In the middle of a square.

@@ -33,7 +33,7 @@ from ds_vit.data.sources.masks import IGNORED, of_masks, open_masks, pixels_of_c
 from ds_vit.data.sources.source import Source
 from ds_vit.fault_tolerance.errors import EndedTogether, UserError, enumerate_some, read_text
 from ds_vit.models.layers import MAIN_TOWER, Layer
-from ds_vit.models.zoo import ModelSpec, TimmViT
+from ds_vit.models.zoo import ModelSpec, TimmViT, names_and_shapes
 from ds_vit.parallel.groups import gather_objects
 from ds_vit.tasks.exports import ArrayPredictor, Exported
 from ds_vit.tasks.metrics import Batch, Metrics
@@ -104,11 +104,10 @@ class Segmentation(Task):
     @classmethod
     def fit_tensors(cls, model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """As `Task.fit_tensors`: a head of another number of classes, or of another kind, is left out."""
-        ours, theirs = (
-            {name: tensor.shape for name, tensor in of.items() if name.startswith(HEAD)}
-            for of in (model.state_dict(), tensors)
-        )
-        return {name: tensor for name, tensor in tensors.items() if ours == theirs or not name.startswith(HEAD)}
+        head, shapes = [name for name in tensors if name.startswith(HEAD)], names_and_shapes(model)
+        if all(tensors[name].shape == shapes.get(name) for name in head):
+            return tensors
+        return {name: tensor for name, tensor in tensors.items() if name not in head}
 
     @classmethod
     def locked_names(cls, model: nn.Module, config: RunConfig) -> Mapping[str, frozenset[str]]:

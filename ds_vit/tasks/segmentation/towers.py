@@ -43,8 +43,11 @@ def grid_of_logits(head: nn.Module, patches: torch.Tensor, grid: Sequence[int]) 
     return head(patches.transpose(1, 2).unflatten(2, grid))
 
 
-class _PixelHead(nn.Module):
-    """The end of a segmenter, of the whole model and of its last layer.
+class Segmenter(nn.Module):
+    """Mixed in before the class of a timm ViT by `create_segmenter`, and before that of its last layer: called on
+    images [B, 3, h, w], it gives logits.
+
+    Attention pooling is kept so that files of the backbone fit, but nothing reaches it: it is not trained.
 
     Attributes:
         seg_head: see `make_head`.
@@ -60,13 +63,6 @@ class _PixelHead(nn.Module):
         """
         patches = self.fc_norm(x[:, self.num_prefix_tokens :])  # of a model that norms after pooling
         return patches.mean(dim=1) if pre_logits else grid_of_logits(self.seg_head, patches, self.grid_size)
-
-
-class Segmenter(_PixelHead):
-    """Mixed in before the class of a timm ViT by `create_segmenter`: called on images [B, 3, h, w], it gives logits.
-
-    Attention pooling is kept so that files of the backbone fit, but nothing reaches it: it is not trained.
-    """
 
 
 def create_segmenter(spec: ModelSpec, head: str, *, for_training: bool = True) -> TimmViT:
@@ -100,7 +96,7 @@ class _WindowEmbed(EmbedLayer):
         return super().embed(images.flatten(0, -4))
 
 
-class SegmentationHeadLayer(_PixelHead, HeadLayer):
+class SegmentationHeadLayer(Segmenter, HeadLayer):
     """The end of a `Segmenter`: final norm and head."""
 
     global_pool = "avg"  # it reads the patches
