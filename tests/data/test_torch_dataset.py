@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from ds_vit.api import _sources
 from ds_vit.data.sources.datasets import as_source
 from ds_vit.fault_tolerance.errors import UserError
 
@@ -44,6 +45,23 @@ def test_targets_and_classes_are_taken_at_their_word():
 
     source = as_source(Counting([(GREY, 1)] * 4, targets=[1, 1, 0, 1], classes=["a", "b"]))
     assert (source.class_names, source.target(2), seen) == (("a", "b"), 0, [0])
+
+
+@pytest.mark.parametrize(
+    ("of_training", "own", "names"),
+    [
+        (("a", "b"), {}, ("a", "b")),
+        (("0", "1"), {"classes": ["a", "b"]}, ("0", "1")),
+        (("a", "b"), {"classes": ["b", "a"]}, ("b", "a")),
+        (("a", "b", "c"), {"classes": ["b", "c"]}, ("b", "c")),
+    ],
+)
+def test_images_of_validation_with_other_classes(of_training, own, names):
+    # Catches: class numbers of other classes that count as those of training, as where a class has no folder.
+    assert as_source(Pairs([(GREY, 1)], **own), of_training).class_names == names
+    if names != of_training:
+        with pytest.raises(UserError, match="or others in another order"):
+            _sources(Pairs([(GREY, 1)], classes=of_training), Pairs([(GREY, 1)], **own), {})
 
 
 @pytest.mark.parametrize(

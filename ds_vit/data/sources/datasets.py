@@ -104,7 +104,7 @@ class DatasetSource(ArraySource):
     Args:
         dataset: has a length; an item's image is a PIL image, or a uint8 or uint16 array [H, W],
             [H, W, C] or [C, H, W].
-        class_names: in the order of their numbers; None for the data set's `classes`, else the numbers.
+        class_names: of the training images, for a data set without `classes`; numbers hold for any `classes`.
 
     Raises:
         UserError: an object that is no such data set.
@@ -118,7 +118,9 @@ class DatasetSource(ArraySource):
         self._targets = _targets_of(dataset)
         if self._targets.shape != (len(dataset),) or not len(dataset):
             raise UserError(f"{name} is not (image, class number) for each of its {len(dataset)} items")
-        names = class_names if class_names is not None else getattr(dataset, "classes", None)
+        names = getattr(dataset, "classes", None)
+        if names is None or class_names == tuple(map(str, range(len(class_names or ())))):
+            names = class_names
         largest = int(self._targets.max())
         self.class_names = tuple(map(str, names if names is not None else range(largest + 1)))
         if largest >= len(self.class_names) or (self._targets < 0).any():
