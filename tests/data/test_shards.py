@@ -15,6 +15,7 @@ import torch
 from picture_folders import encoded, noise
 from shards import write_shard
 
+from ds_vit.data.decode import ImageDecodeError
 from ds_vit.data.field import Sample
 from ds_vit.data.fields import ImageField
 from ds_vit.data.settings import ImageConfig
@@ -61,6 +62,12 @@ def test_a_field_reads_a_further_image_of_each_sample(tmp_path):
     assert torch.equal(read[1], single)
     assert not torch.equal(read[0], single)
     assert source.entry("depth", 1) == b"of b"
+    # How samples are divided into shards does not decide which entries they have.
+    write_shard(tmp_path / "train-1.tar", {"c.png": encoded(2), "c.cls": b"0"})
+    source = open_source("wds/", str(tmp_path), "train")
+    assert source.entry("depth", 1) == b"of b"
+    with pytest.raises(ImageDecodeError, match=r"c\.png\[depth\]: .*its sample has no depth"):
+        source.entry("depth", 2)
 
 
 @pytest.mark.parametrize(

@@ -175,9 +175,10 @@ class ShardSource(PackedSource):
         )
         self.left_out = dict(sum((Counter(index.left_out) for index in indexes), Counter()))
         self._states = [index.state for index in indexes]
-        further = [index.further for index in indexes]
-        shared = [name for name in further[0] if all(name in of_shard for of_shard in further)]
-        self._further = {name: np.concatenate([of_shard[name] for of_shard in further], axis=1) for name in shared}
+        self._further = {
+            name: np.concatenate([index.further.get(name, np.zeros_like(index.places)) for index in indexes], axis=1)
+            for name in dict.fromkeys(itertools.chain.from_iterable(index.further for index in indexes))
+        }
         self.entries = ("image", *self._further)
         if texts := [index.captions for index in indexes if index.captions is not None]:
             self.set_captions(Captions.joined(texts))
