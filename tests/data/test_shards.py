@@ -218,11 +218,14 @@ def test_a_folder_that_cannot_be_written_to(folder, monkeypatch):
 # What a person is told
 
 
-def _linked(shard: Path) -> None:
-    with tarfile.open(shard, "w") as tar:
-        link = tarfile.TarInfo("b.png")
-        link.type, link.linkname = tarfile.LNKTYPE, "a.png"
-        tar.addfile(link)
+def _linked(kind: bytes) -> Callable[[Path], None]:
+    def harm(folder: Path) -> None:
+        with tarfile.open(folder / "train-001.tar", "w") as tar:
+            link = tarfile.TarInfo("b.png")
+            link.type, link.linkname = kind, "a.png"
+            tar.addfile(link)
+
+    return harm
 
 
 def _without_end(shard: Path, size: int) -> None:
@@ -259,7 +262,12 @@ BROKEN = {
         lambda f: (f / "classes.json").write_text('["cat", "dog"]'),
         r"train-000\.tar:0002\.png has the label 2; the 2 classes are cat, dog, .*numbers 0 to 1; 4 of 12 samples",
     ),
-    "a hard link": (lambda f: _linked(f / "train-001.tar"), rf"{S} holds b\.png as a hard link"),
+    "a hard link": (_linked(tarfile.LNKTYPE), rf"{S} holds b\.png as a link, .* --hard-dereference$"),
+    "a symbolic link": (_linked(tarfile.SYMTYPE), rf"{S} holds b\.png as a link, .* tar --dereference "),
+    "a reserved folder only": (
+        _other({"__x__/a.png": PNG, "__x__/a.cls": b"1"}),
+        r"holds no images .*; __x__/ is left out, as by WebDataset: pack its files as \./__x__/",
+    ),
     "json that is none": (_other({"a.png": PNG, "a.json": b"{"}), rf"{S}:a\.json is not JSON"),
     "a label that is a list": (
         _other({"a.png": PNG, "a.json": b'{"label": [1]}'}),

@@ -442,6 +442,13 @@ def _files(root: Path) -> None:
             path.mkdir(parents=True) if file.endswith("/") else write_images(root / name, file)
     _tar(root / "packed" / "train.tar", root / "flat" / "train")
     _tar(root / "both" / "train" / "b.tar", root / "both" / "train" / "a")
+    (root / "links").mkdir()
+    for kind, name in ((tarfile.LNKTYPE, "train"), (tarfile.SYMTYPE, "val")):
+        with tarfile.open(root / "links" / f"{name}.tar", "w") as tar:
+            tar.add(root / "flat" / "train" / "1.png", "a/1.png")
+            link = tarfile.TarInfo("a/2.png")
+            link.type, link.linkname = kind, "a/1.png"
+            tar.addfile(link)
     (root / "text").mkdir()
     (root / "text" / "train.tar").write_bytes(b"this is no tar file at all" * 100)
 
@@ -467,6 +474,10 @@ REFUSED = [
     ("", "pets/ant", "val", r"no val.tar .*; its images are in no folders; ds-vit predict, --task dino"),
     ("", "packed", "train", "holds 2 images but no class folders"),
     ("", "both", "train", "holds class folders and 1 tar files"),
+    *(
+        ("", "links", split, rf"{split}\.tar holds a/2\.png as a link, which has no bytes")
+        for split in ("train", "val")
+    ),
 ]
 
 

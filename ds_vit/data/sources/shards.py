@@ -29,7 +29,7 @@ from ds_vit.data.decode import undecodable
 from ds_vit.data.sources import listing
 from ds_vit.data.sources.captions import CaptionKeys, Captions, caption_lines, check_matches, clean_captions
 from ds_vit.data.sources.source import check_labels
-from ds_vit.data.sources.tars import PackedSource
+from ds_vit.data.sources.tars import PackedSource, refuse_link
 from ds_vit.fault_tolerance.errors import UserError, parse_json, read_object, read_text
 
 CLASSES_FILE = "classes.json"
@@ -390,7 +390,9 @@ def read_index(shard: str, captions: CaptionKeys | None = None) -> ShardIndex:
         images = {key: files[suffix] for key, files in samples.items() if (suffix := _image_suffix(files))}
         if not images:
             dotted = next((f"; {name}: {FIRST_DOT}" for name in map(_dotted_image, samples.values()) if name), "")
-            raise UserError(f"{shard} holds no images ({listing.SUPPORTED}){dotted}")
+            reserved = next((suffix for files in samples.values() for suffix in files if RESERVED.match(suffix)), "")
+            packed = f"; {reserved} is left out, as by WebDataset: pack its files as ./{reserved}" if reserved else ""
+            raise UserError(f"{shard} holds no images ({listing.SUPPORTED}){dotted}{packed}")
         texts = None if captions is None else _captions(samples, images, captions.caption, file, shard)
         labels = [_label(samples[key], file, shard) if texts is None else ("0", True) for key in images]
     label_array: np.ndarray = np.array([os.fsencode(label) for label, _ in labels], dtype=np.bytes_)
@@ -436,9 +438,7 @@ def _files_of_samples(file: BinaryIO, shard: str) -> dict[str, dict[str, _File]]
             for info in tar:
                 vars(tar)["members"] = []  # of a million, tarfile would keep each
                 path = posixpath.normpath(info.name)
-                if info.islnk():
-                    link = f"{info.name} as a hard link, which has no bytes"
-                    raise UserError(f"{shard} holds {link}; make the shard again with tar --hard-dereference")
+                refuse_link(info, shard)
                 if not info.isreg() or listing.hidden(_unpacked_name(path)):
                     continue
                 if reserved := RESERVED.match(info.name):

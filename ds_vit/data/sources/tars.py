@@ -10,7 +10,7 @@ from typing import IO, BinaryIO
 
 import numpy as np
 
-from ds_vit.data.sources.listing import hidden, list_images, number_classes
+from ds_vit.data.sources.listing import hidden, is_image, list_images, number_classes
 from ds_vit.data.sources.source import ArraySource
 from ds_vit.fault_tolerance.errors import UserError
 
@@ -92,6 +92,13 @@ class TarSource(PackedSource):
         self.class_names, self._targets = number_classes(classes)
 
 
+def refuse_link(info: tarfile.TarInfo, where: str) -> None:
+    """Raise UserError for a hard link in a tar, and for an image that is a symbolic one."""
+    if info.islnk() or (info.issym() and is_image(info.name)):
+        way_out = "make the tar again with tar --dereference --hard-dereference"
+        raise UserError(f"{where} holds {info.name} as a link, which has no bytes; {way_out}")
+
+
 def members_of(file: IO[bytes], where: str, prefix: str = "", base: int = 0) -> Iterator[tuple[str, str, int, int]]:
     """(path, class folder, offset, size) of the regular files of a tar, and of tars in it.
 
@@ -102,6 +109,7 @@ def members_of(file: IO[bytes], where: str, prefix: str = "", base: int = 0) -> 
     try:
         with tarfile.open(fileobj=file, mode="r:") as tar:
             for info in tar:
+                refuse_link(info, where)
                 if not info.isreg():
                     continue
                 path, start = posixpath.normpath(info.name), base + info.offset_data
