@@ -25,8 +25,9 @@ hypothesis.settings.load_profile("untimed")
 
 
 def pytest_collection_finish() -> None:
-    """Look for garbage again, among what tests make."""
+    """Look for garbage again, among what tests make; rarely, which saves a tenth of the tests' time."""
     gc.freeze()
+    gc.set_threshold(10_000)
     gc.enable()
 
 
