@@ -123,6 +123,7 @@ REFUSED = {
 NUMBERS = [name for name in RunConfig.flags() if RunConfig.kinds(name)[0].item in (int, float)]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", NUMBERS)
 def test_every_flag_of_numbers_has_a_finite_range(name):
     """A number that is none, or one that no machine can serve, from a program, a recipe or the command line."""

@@ -65,6 +65,7 @@ def test_what_is_computed_twice(kind):
         assert torch.equal(gradient, found["none"][1])
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_waits_is_what_was_counted(kind):
     """An estimate by another policy than the run's; what expensive operations give, not kept, or kept twice."""

@@ -43,7 +43,7 @@ def outputs(model, pixels, step):
         return logits.detach(), *(g for g in gradients if g is not None), model.eval()(pixels[:3], keys[:3])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("kind", NAMES)
 def test_one_graph_a_kind(kind):
     """A block that breaks the graph, or has one of its own; a mask of another block; weights of another block."""

@@ -153,6 +153,7 @@ def test_the_mask_is_a_function_of_the_key():
         assert int((~masked_patches(keys[:1], patches, ratio)).sum()) == int(patches * (1 - ratio))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", ENCODERS)
 def test_every_kind_of_encoder(kind):
     """Shapes between the layers, gradients to all that is trained, and an encoder that timm does not load as it is."""

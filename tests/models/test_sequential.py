@@ -69,6 +69,7 @@ def test_what_crosses_a_stage_can_cross_a_pipeline(kind):
     assert len(stream) == (3 if kind == "learned rotary frequencies" else 2)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_bfloat16(kind):
     """An image, a table or a frequency of another type than the weights."""

@@ -99,7 +99,7 @@ def test_none_is_left_out():
     assert [name for name in OPTIMIZERS if name not in text and name.upper() not in text] == []
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_the_reference_moves(plain, kind):
     """A reference that stands still, or whose clipping does nothing, proves nothing."""
@@ -145,7 +145,7 @@ def cases():
         yield kind, first, other
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(("kind", "layout", "other"), list(cases()))
 def test_equals_one_process_and_resumes_in_another_layout(ranks, cifar, plain, kind, layout, other, tmp_path):
     """States of the wrong shape, groups that are lost under ZeRO, a state or count that a checkpoint leaves behind."""
