@@ -192,11 +192,10 @@ def _split_launcher(words: list[str], origin: Origin) -> tuple[list[str], list[s
     """
     programs = ((at, it) for at, word in enumerate(words) for it in ORIGINS.values() if it.program.fullmatch(word))
     at, found = next(programs, (-1, None))
-    reason = f"is one of {found.name}'s: ds-vit {found.command}" if found and found is not origin else ""
-    if found is None:
+    if found is not origin:
         instead = next((OTHERS[name] for name in (PurePath(word).name for word in words) if name in OTHERS), "")
         reason = f"is none: {instead} does its work" if instead else "starts another program"
-    if reason:
+        reason = f"is one of {found.name}'s: ds-vit {found.command}" if found else reason
         start = " ".join(words[: max(at + 1, 3)]) or "an empty one"
         raise UserError(f"ds-vit {origin.command} takes a command of {origin.name}'s training, and {start} {reason}")
     launcher, rest = words[: at - 1 if words[at - 1 : at] == ["-m"] else at], words[at + 1 :]

@@ -136,11 +136,10 @@ def _momentum(words: Sequence[str], given: Given) -> str:
     return f"= {_params({'momentum': words[0] if words else 0.9})}"
 
 
-def _optimizer_arguments(words: Sequence[str], given: Given) -> str | Answer:
-    pairs = [word.split("=", 1) for word in words if "=" in word]
-    if not pairs:
-        return "arguments of the optimizer are in optimizer.params of the DeepSpeed JSON"
-    return Answer(values={f"optimizer.params.{key}": parse_literal(value) for key, value in pairs})
+def _optimizer_arguments(words: Sequence[str], given: Given) -> Answer:
+    pairs = (word.split("=", 1) for word in words if "=" in word)
+    values = {f"optimizer.params.{key}": parse_literal(value) for key, value in pairs}
+    return Answer("arguments of the optimizer are in optimizer.params of the DeepSpeed JSON", values=values)
 
 
 def _betas(words: Sequence[str], given: Given) -> str:
@@ -483,14 +482,18 @@ def timm_answer(
     return _read(entry, words, given) if pattern else None
 
 
-def words_of(name: str, origin: str = "") -> int | None:
-    """The number of words that a flag of timm's or open_clip's takes: 0, 1, or None for all up to the next flag.
+def words_of(name: str, origin: str = "", action: argparse.Action | None = None) -> int | None:
+    """The number of words that a flag takes: 0, 1 or more, or None for all up to the next flag.
 
     Args:
         name: by its recipe name.
         origin: as for `timm_answer`.
+        action: of a flag of ds_vit, as argparse has it; timm's or open_clip's of this name goes before it.
     """
     pattern, _ = _find(name, origin)
+    if action is not None and not pattern:
+        by_nargs: dict[Any, Any] = {None: 1, "?": 0, "+": None, "*": None}  # "?" is --grad-checkpointing, timm's switch
+        return by_nargs.get(action.nargs, action.nargs)
     return {"!": 0, "+": None, "": None}.get(pattern[-1:], 1)
 
 
@@ -516,11 +519,7 @@ def split_words(
             action = actions.get(flag)
             name = action.dest if action else flag.lstrip("-").replace("-", "_")
             flags[name] = last = (flag, [value] if equals else [])
-            # "?" is --grad-checkpointing, a switch of timm's.
-            by_nargs: dict[Any, Any] = {None: 1, "?": 0, "+": None, "*": None}
-            is_ours = action is not None and not _find(name, origin)[0]
-            room = by_nargs.get(action.nargs, action.nargs) if action and is_ours else words_of(name, origin)
-            room = 0 if equals else room
+            room = 0 if equals else words_of(name, origin, action)
         elif room is None or room > 0:
             last[1].append(word)
             room = None if room is None else room - 1
