@@ -112,7 +112,7 @@ def translate(command: Sequence[str], origin: Origin = ORIGINS["from-timm"]) -> 
         origin: the trainer that it starts.
 
     Raises:
-        UserError: unbalanced quotes, or a command that does not start this trainer.
+        UserError: unbalanced quotes, or a command that does not start this trainer, or that only evaluates.
     """
     try:
         # The part after `cd open_clip/src && `.
@@ -123,6 +123,9 @@ def translate(command: Sequence[str], origin: Origin = ORIGINS["from-timm"]) -> 
     parser = build_parser()
     actions = parser._option_string_actions
     given, stray = split_words(words, actions, origin.name)
+    if origin.name == "open_clip" and not {"train_data", "dataset_type"} & given.keys():
+        way_out = "ds-vit eval RUN|FILE, with --zeroshot DIR for --imagenet-val"
+        raise UserError(f"the command has no --train-data and only evaluates: {way_out}")
     if stray and origin.name == "timm":
         given, stray = {"data_dir": ("--data-dir", stray[:1]), **given}, stray[1:]
     for name, value in origin.defaults({name: own for name, (_, own) in given.items()}).items():

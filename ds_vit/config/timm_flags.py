@@ -256,8 +256,7 @@ def _tables_and_shards(words: Sequence[str], given: Given) -> str | Answer:
     named = _first(given, "dataset_type", "auto")
     kind = _KINDS.get(sources[0].rpartition(".")[2] if named == "auto" else named)
     if kind is None or any(":" in source for source in sources):
-        only = "ds-vit eval RUN|FILE only evaluates"
-        return f"! a run trains on tar files or tables on disk, not on a pipe or a URL (docs/data.md); {only}"
+        return "! a run trains on tar files or tables on disk, not on a pipe or a URL (docs/data.md)"
     paths = [f"{kind}/{source}" for source in sources]
     data = ("--dataset", *paths) if len(paths) == 1 else ("--data-dir", *paths)
     val = _first(given, "val_data")
@@ -448,7 +447,8 @@ _UNKNOWN: Mapping[str, Entry] = {
         "*wandb* *all*": "= --wandb; TensorBoard's events are always written",
         "*": "TensorBoard's events are always written",
     },
-    "wandb_notes wandb_tags+ wandb_resume_id": 'the DeepSpeed JSON has "wandb": {"group": …, "team": …}; drop it',
+    "wandb_notes": "drop it",
+    "wandb_tags+ wandb_resume_id": 'the DeepSpeed JSON has "wandb": {"enabled": true, "group": …, "team": …}; drop it',
     "debug!": "--verbose shows DeepSpeed's log",
 }
 """Flags that ds_vit does not have."""

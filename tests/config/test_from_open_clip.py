@@ -149,7 +149,6 @@ def test_defaults_are_open_clips():
     bf16, _, notes = from_open_clip(SMALL)
     assert bf16.json["torch_autocast"]["dtype"] == "bfloat16"
     assert "loss scale" not in notes
-    assert "RUN|FILE only evaluates" in from_open_clip(f"{START} --imagenet-val d --model ViT-B-16")[2]
     assert from_open_clip(SMALL.replace("amp_bf16", "fp32"))[0].json.keys().isdisjoint({"torch_autocast", "bf16"})
 
 
@@ -177,6 +176,12 @@ def test_what_would_train_something_else_is_rejected(words, reason):
     assert result.is_rejected
     assert f"still rejected: {'' if words == 'pairs.csv' else words.split()[0]}" in notes
     assert reason in notes
+
+
+def test_a_command_without_training_data_only_evaluates():
+    """A list of what such a command lacks for training, in place of the command that evaluates."""
+    with pytest.raises(ValueError, match=r"no --train-data and only evaluates: ds-vit eval RUN\|FILE, with --zeroshot"):
+        from_open_clip(f"{START} --imagenet-val d --model ViT-B-32 --pretrained x")
 
 
 def test_models_exist():
