@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.profiler import ProfilerActivity
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
@@ -35,6 +36,14 @@ def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if pins_memory(device) and tensor.device.type == "cpu" and not tensor.is_pinned():
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
+
+
+def send_all(device: torch.device, *arrays: np.ndarray | torch.Tensor) -> list[torch.Tensor]:
+    """Arrays of the host on the device, by one copy."""
+    known = [np.asarray(array) for array in arrays]
+    blocks = [np.frombuffer(array.tobytes() + bytes(-array.nbytes % 8), dtype=np.uint8) for array in known]
+    parts = send(torch.from_numpy(np.concatenate(blocks)), device).split([len(block) for block in blocks])
+    return [p[: a.nbytes].view(getattr(torch, a.dtype.name)).view(a.shape) for p, a in zip(parts, known, strict=True)]
 
 
 @contextlib.contextmanager

@@ -177,10 +177,9 @@ def normalised(pixels: torch.Tensor, image: ImageConfig) -> torch.Tensor:
     images = torch.empty(pixels.shape, dtype=torch.float32, device=pixels.device)
     # On a CPU a few rows at once: all four passes over them then find them in the cache.
     few = max(1, _IN_CACHE // pixels[0].numel()) if pixels.device.type == "cpu" else len(pixels)
-    rows = zip(images.split(few), pixels.split(few), strict=True)
     mean, std = (_channels(values, pixels.device) for values in (image.mean, image.std))
-    for out, row in rows:
-        out.copy_(row).div_(255.0).sub_(mean).div_(std)
+    for out, row in zip(images.split(few), pixels.split(few), strict=True):
+        torch.div(row, 255.0, out=out).sub_(mean).div_(std)
     return images
 
 

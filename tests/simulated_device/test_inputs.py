@@ -117,7 +117,7 @@ def test_launches_do_not_depend_on_the_number_of_images():
     assert found[1] == found[2]
     kinds, launches = found[1]
     assert kinds > 40
-    assert launches <= 50 + 3 * kinds
+    assert launches <= 75 + 2 * kinds
 
 
 # ---- Decoding ----

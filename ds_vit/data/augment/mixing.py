@@ -20,7 +20,7 @@ from timm.data.random_erasing import RandomErasing
 from ds_vit import randomness
 from ds_vit.config.augmentation import AugmentConfig, MixConfig
 from ds_vit.data.augment.steps import Size, seed_generators
-from ds_vit.device import send
+from ds_vit.device import send_all
 
 
 class _BoxRecorder:
@@ -52,22 +52,11 @@ class ErasingBoxes:
         return boxes
 
 
-def box_mask(boxes: torch.Tensor, size: Size, device: torch.device) -> torch.Tensor:
-    """Which pixels lie in a box.
-
-    Args:
-        boxes: (top, left, bottom, right), integers [B, 4] on the CPU, which compares the rows and columns.
-        size: height and width.
-        device: of the result.
-
-    Returns:
-        bool [B, 1, H, W].
-    """
-    top, left, bottom, right = (edge[:, None] for edge in boxes.unbind(1))
-    rows, columns = (torch.arange(length) for length in size)
-    inside = torch.cat([(rows >= top) & (rows < bottom), (columns >= left) & (columns < right)], dim=1)
-    inside_rows, inside_columns = send(inside, device).split(list(size), dim=1)
-    return (inside_rows[:, :, None] & inside_columns[:, None, :])[:, None]
+def lines_of(boxes: torch.Tensor, size: Size) -> list[torch.Tensor]:
+    """Which rows and columns lie in boxes, integers [..., 4]: bool [..., 1, H, 1] and [..., 1, 1, W]."""
+    top, left, bottom, right = boxes[..., None, None, None].unbind(-4)
+    rows, columns = torch.arange(size[0])[:, None], torch.arange(size[1])
+    return [(rows >= top) & (rows < bottom), (columns >= left) & (columns < right)]
 
 
 def erase(images: torch.Tensor, boxes: torch.Tensor, keys: torch.Tensor, mode: str) -> torch.Tensor:
@@ -86,16 +75,14 @@ def erase(images: torch.Tensor, boxes: torch.Tensor, keys: torch.Tensor, mode: s
     touched = torch.nonzero(boxes.flatten(1).any(dim=1)).flatten()
     if not len(touched):
         return images
-    rows = send(touched, device)
-    part = images[rows]
-    fill: float | torch.Tensor = 0.0
-    if mode == "pixel":
-        fill = randomness.normal(send(randomness.normal_bits(keys[touched], "erase/noise"), device), part.shape[1:])
+    names = [f"erase/color/{number}" for number in range(boxes.shape[1])] if mode == "rand" else ["erase/noise"]
+    draws = torch.stack([randomness.normal_bits(keys[touched], name) for name in names], dim=1)
+    rows, high, wide, bits = send_all(device, touched, *lines_of(boxes[touched], size), draws)
+    part, masks = images[rows], high & wide
+    shape = (3, 1, 1) if mode == "rand" else part.shape[1:]
+    fills = [0.0] if mode == "const" else list(randomness.normal(bits, shape))
     for number in range(boxes.shape[1]):
-        if mode == "rand":
-            bits = randomness.normal_bits(keys[touched], f"erase/color/{number}")
-            fill = randomness.normal(send(bits, device), (3, 1, 1))
-        part = torch.where(box_mask(boxes[touched, number], size, device), fill, part)
+        part = torch.where(masks[:, number], fills[number % len(fills)], part)
     images[rows] = part
     return images
 
@@ -153,16 +140,13 @@ def mix_images(images: torch.Tensor, num_rows: int, mix: PairMix) -> torch.Tenso
     own = images[:num_rows]
     if bool((mix.lam == 1.0).all()):
         return own
-    device = images.device
-    partner = images[mix.partner.to(device, non_blocking=True)]
     is_cutmix = mix.box.any(dim=1)
-    share = torch.where(is_cutmix, 1.0, mix.lam)
-    lam, rest = send(torch.stack([share, 1.0 - share]), device)[..., None, None, None]
+    share = torch.where(is_cutmix, 1.0, mix.lam)[:, None, None, None]
+    known = mix.partner, share, 1.0 - share, *lines_of(mix.box, (images.shape[2], images.shape[3]))
+    rows, lam, rest, high, wide = send_all(images.device, *known)
+    partner = images[rows]
     mixed = own * lam + partner * rest
-    if bool(is_cutmix.any()):
-        mask = box_mask(mix.box, (images.shape[2], images.shape[3]), device)
-        mixed = torch.where(mask, partner, mixed)
-    return mixed
+    return torch.where(high & wide, partner, mixed) if bool(is_cutmix.any()) else mixed
 
 
 def mix_targets(targets: torch.Tensor, num_rows: int, mix: PairMix, num_classes: int, smoothing: float) -> torch.Tensor:

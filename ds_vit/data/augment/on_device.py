@@ -17,10 +17,11 @@ order, and so not on the other images of the batch.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -34,7 +35,7 @@ from ds_vit.config.augmentation import AugmentConfig
 from ds_vit.data.augment.steps import Operation, RandomResizedCrop, Size
 from ds_vit.data.augment.transforms import FixedTransform, TrainTransform
 from ds_vit.data.decode import Box, File, Jpeg, decode_on
-from ds_vit.device import send
+from ds_vit.device import send_all
 
 _KERNEL = 23  # of timm's GaussianBlur
 _MOST_REACH = 5  # pixels of a box filter: of a deviation up to 5.4; timm's policies draw 2.0 at most
@@ -137,13 +138,6 @@ def augmented(crops: Crops, device: torch.device, tally: Counter[str] | None = N
     return images.unflatten(0, (-1, crops.num_views)) if crops.num_views else images
 
 
-def _sent(device: torch.device, *arrays: np.ndarray) -> list[torch.Tensor]:
-    """Arrays on the device, by one copy."""
-    blocks = [np.frombuffer(array.tobytes() + bytes(-array.nbytes % 8), dtype=np.uint8) for array in arrays]
-    parts = send(torch.from_numpy(np.concatenate(blocks)), device).split([len(block) for block in blocks])
-    return [p[: a.nbytes].view(getattr(torch, a.dtype.name)).view(a.shape) for p, a in zip(parts, arrays, strict=True)]
-
-
 _Place = tuple[int, int, int, int]
 """Row of a crop, and where the image that it is taken of is in memory: its first byte, height and width."""
 
@@ -225,12 +219,12 @@ def _resize(memory: torch.Tensor, is_planar: bool, places: Sequence[_Place], cro
     tops, lefts = np.array([crop.box[:2] if crop.file else (0, 0) for crop in own]).T
     across, between = (1, heights * widths) if is_planar else (3, np.ones(n, dtype=np.int64))
     starts = (begins + across * (tops * widths + lefts))[:, None] + between[:, None] * np.arange(3)
-    half, lines, first, steps = _sent(
-        memory.device, np.array(0.5), np.arange(height), starts[..., None], across * widths[:, None, None]
-    )
+    lines = np.minimum(np.arange(height), sizes[:, 1:] - 1)[:, None]  # the last one again has no weight
+    known = np.array(0.5), lines, starts[..., None], across * widths[:, None, None]
+    half, lines, first, steps = send_all(memory.device, *known)
     filters = _filters(memory.device, np.stack([sizes.T.ravel(), np.repeat([wide, high], n), cubic, flips.T.ravel()]))
     lines_of = memory.unfold(0, across * width, 1)[:, ::across]  # what is behind the end of a row has no weight
-    at = torch.addcmul(first, steps, lines).clamp_(max=len(lines_of) - 1)
+    at = torch.addcmul(first, steps, lines)
     pixels = _turned(lines_of[at], torch.float64).flatten(1, 2)  # [n, height * 3, width]
     pixels = _whole(torch.baddbmm(half, pixels, filters[:n, :wide, :width].mT, alpha=_UNIT))
     pixels = _whole(torch.baddbmm(half, filters[n:, :high, :height], pixels.view(n, height, -1), alpha=_UNIT))
@@ -250,27 +244,23 @@ def _filters(device: torch.device, resizes: np.ndarray) -> torch.Tensor:
         resizes: lengths before, up to L, and after; whether the filter is bicubic, else bilinear; whether the result
             is in reverse order: int64 [4, m].
     """
-    sizes, outputs, cubic, flipped = resizes
-    place = np.arange(outputs.max())
-    place = np.where(flipped[:, None] > 0, outputs[:, None] - 1 - place, place)
-    scale = (sizes / outputs)[:, None]
+    sizes, outputs, cubic, flipped = resizes[..., None]
+    place = np.abs(flipped * (outputs - 1) - np.arange(outputs.max()))
+    scale = sizes / outputs
     stretch = np.maximum(scale, 1.0)
-    reach, centre = (1 + cubic[:, None]) * stretch, (place + 0.5) * scale
-    begin, end = (np.clip((edge + 0.5).astype(int), 0, sizes[:, None]) for edge in (centre - reach, centre + reach))
-    steps = np.arange(max(1, (end - begin).max()))  # K of the pixels that one is made of
-    far, factors = ((begin - centre + 0.5) / stretch)[..., None], _FILTERS[:, cubic, None, None]
-    taps, first, number, distance, further, there, ends = _sent(
-        device,
-        *(steps, begin[..., None], (end - begin)[..., None], far, (steps / stretch)[:, None], factors),
-        np.array([2.0, 1.0]),
-    )
-    distance = (distance + further).abs_()  # [m, S, K]
-    sides = (ends - distance[..., None]).clamp_(min=0.0)
-    weights = torch.addcmul(there[0], torch.addcmul(there[1], there[2], sides), sides).mul_(sides).sum(-1)
-    weights *= taps < number
-    weights = weights.div_(weights.sum(-1, keepdim=True).mul_(_UNIT)).round_()
-    filters = weights.new_zeros((*weights.shape[:2], sizes.max() + len(taps)))
-    return filters.scatter_(2, first + taps, weights)
+    reach, centre = (1 + cubic) * stretch, (place + 0.5) * scale
+    steps = np.arange(int(2 * reach.max()) + 1)  # K of the pixels that one is made of
+    begin = np.clip((centre - reach + 0.5).astype(int), 0, np.maximum(sizes - len(steps), 0))
+    places = begin + (sizes.max() + len(steps)) * np.arange(begin.size).reshape(begin.shape)
+    far, nearer = (begin - centre + 0.5) / stretch, np.where(steps < sizes, -steps / stretch, np.inf)
+    known = far[..., None], nearer[..., None], _FILTERS[:, resizes[2], None, None], np.array([2.0, 1.0])
+    start, taps, factors, ends, at, unit = send_all(device, *known, places, np.full((len(steps), 1), _UNIT))
+    sides = (ends - torch.cdist(start, taps, p=1.0)[..., None]).clamp_(min=0.0)  # [m, S, K, 2]
+    weights = torch.addcmul(factors[0], torch.addcmul(factors[1], factors[2], sides), sides).mul_(sides).sum(-1)
+    weights = weights.div_(weights @ unit).round_()
+    filters = weights.new_zeros((*at.shape, sizes.max() + len(unit)))
+    filters.view(-1).unfold(0, len(unit), 1)[at] = weights
+    return filters
 
 
 def _whole(values: torch.Tensor) -> torch.Tensor:
@@ -329,43 +319,55 @@ def _applied(images: torch.Tensor, order: list[int], operations: Sequence[Sequen
         rows += [row for row in order if row not in drawn]
         orders.append(np.argsort(order)[rows])
         order = rows
-    (indices,) = _sent(images.device, np.array([*orders, np.argsort(order)]))
-    for index, of, sources in zip(indices, passes, _geometries(images, passes), strict=False):
+    size = (images.shape[2], images.shape[3])
+    runs = [[list(run) for _, run in itertools.groupby(of, lambda one: _FAMILIES[one.name])] for of in passes]
+    steps = [[(len(run), _FAMILIES[run[0].name](run, size)) for run in of] for of in runs]
+    known = [next(step) for of in steps for _, step in of]
+    indices, *tensors = send_all(images.device, np.array([*orders, np.argsort(order)]), *itertools.chain(*known))
+    sent, counts = iter(tensors), map(len, known)
+    for index, of, sources in zip(indices, steps, _geometries(images, passes), strict=False):
         images, end = images[index], 0
-        for family, run in itertools.groupby(of, lambda one: _FAMILIES[one.name]):
-            group = list(run)
-            begin, end = end, end + len(group)
-            family(images[begin:end], *(sources if family is _sample else (group, _arguments(group))))
+        for length, step in of:
+            begin, end = end, end + length
+            with contextlib.suppress(StopIteration):
+                step.send([images[begin:end], *(list(itertools.islice(sent, next(counts))) or sources)])
         images.clamp_(0.0, 255.0).floor_()  # Pillow cuts fractions off
     return images[indices[-1]]
 
 
-# Families change images in place by the operations that these drew, of the family's kinds in the order of `_FAMILIES`,
-# and their arguments. A fraction of a result is still to be cut off. The geometric ones get what `_geometry` computed.
+# A family is a generator of the operations that images drew, of the family's kinds in the order of `_FAMILIES`, and of
+# the images' size. It yields what the host knows, which one copy sends for all passes, and gets it from the device
+# behind the images, which it changes in place; `_sample` gets what `_geometry` made. A fraction of a result is still to
+# be cut off.
+_Step = Generator[Sequence[np.ndarray], Sequence[torch.Tensor], None]
 
 
 def _arguments(operations: Sequence[Operation]) -> np.ndarray:
     return np.array([float(one.arguments[0]) if one.arguments else 0.0 for one in operations])
 
 
-def _look_up(images: torch.Tensor, operations: Sequence[Operation], a: np.ndarray) -> None:
-    """Each value replaced by its table's."""
-    tables = [_TABLES[one.name](value) for one, value in zip(operations, a, strict=True) if one.name in _TABLES]
-    known, values = _sent(images.device, np.array(tables, dtype=np.float32).reshape(-1, 1, 256), _VALUES)
-    every, pixels = [known.expand(-1, 3, -1)], images.flatten(2).long()
-    auto, first = sum(one.name == "AutoContrast" for one in operations), len(tables)
-    if len(pixels) > first:
+def _look_up(operations: Sequence[Operation], size: Size) -> _Step:
+    """Each value replaced by its table's. A curve over its step is a table; without a step the values stay."""
+    arguments = zip(operations, _arguments(operations), strict=True)
+    tables = [_TABLES[one.name](value) if one.name in _TABLES else _VALUES for one, value in arguments]
+    equalized = np.array([one.name == "Equalize" for one in operations if one.name not in _TABLES], dtype=np.float32)
+    known = np.tile(np.array(tables, dtype=np.float32)[:, None], (1, 3, 1))
+    curves, auto = np.zeros((len(equalized), 3, 257), dtype=np.float32), int((equalized == 0).sum())
+    images, every, curve, values, half = yield known, curves, _VALUES, 0.5 * equalized[:, None, None]
+    pixels, first = images.flatten(2).long(), len(operations) - len(equalized)
+    if len(equalized):
         low, high = pixels[first:].aminmax(dim=2, keepdim=True)
-        curve = values - low[:auto]
-        if equalized := len(pixels) - first - auto:
-            counts = images.new_zeros((equalized, 3, 257))
-            counts[..., 1:].scatter_add_(2, pixels[-equalized:], values[1].expand_as(pixels[-equalized:]))
-            curve = torch.cat([curve, counts.cumsum(2)[..., :256]])
+        torch.sub(values, low[:auto], out=curve[:auto, :, :256])
+        if auto < len(equalized):
+            counted = pixels[first + auto :]
+            curve[auto:, :, 1:].scatter_add_(2, counted, values[1].expand_as(counted))
+            curve[auto:].cumsum_(2)
         step = curve.gather(2, high).div_(255.0)
-        if equalized:
-            curve[auto:].add_(step[auto:].floor_(), alpha=0.5)
-        every.append(torch.where(step > 0.0, curve / step, values))
-    torch.gather(torch.cat(every), 2, pixels, out=images.flatten(2))
+        if auto < len(equalized):
+            step[auto:].floor_()
+        found = torch.addcdiv(half, curve[..., :256], step)
+        torch.where(step > 0.0, found, every[first:], out=every[first:])
+    torch.gather(every, 2, pixels, out=images.flatten(2))
 
 
 # Weights of grey, exact in float32; what rounds it, Pillow's smoothing filter, and what rounds its result.
@@ -373,12 +375,13 @@ _GREY = np.array([19595, 38470, 7471], dtype=np.float32) / 2**16
 _SMOOTH = np.array([0.5, 0, 0, 1, 1, 1, 1, 5, 1, 1, 1, 1, 6.5], dtype=np.float32)
 
 
-def _blend(images: torch.Tensor, operations: Sequence[Operation], a: np.ndarray) -> None:
+def _blend(operations: Sequence[Operation], size: Size) -> _Step:
     """Image.blend of another image, which is of the mean grey, black, grey or smooth, and the image."""
     mean, smooth = (sum(one.name == kind for one in operations) for kind in ("Contrast", "Sharpness"))
     grey = len(operations) - smooth
-    weights = np.outer([one.name != "Brightness" for one in operations[:grey]], _GREY).astype(np.float32)
-    factors, weights, constants = _sent(images.device, a.astype(np.float32), weights[..., None, None], _SMOOTH)
+    greys = np.outer([one.name != "Brightness" for one in operations[:grey]], _GREY).astype(np.float32)
+    of_blends = _arguments(operations).astype(np.float32)[:, None, None, None]
+    images, factors, weights, constants = yield of_blends, greys[..., None, None], _SMOOTH
     half, smoothing, rounding = constants.split([3, 9, 1])
     # Whole numbers below 2^24, over 2^16: exact in any order.
     other = torch.addcmul(half[:, None, None], images[:grey], weights).sum(1, keepdim=True).to(torch.uint8)
@@ -386,11 +389,11 @@ def _blend(images: torch.Tensor, operations: Sequence[Operation], a: np.ndarray)
         other[:mean] = other[:mean].mean((1, 2, 3), keepdim=True, dtype=torch.float64).add_(0.5)
     if smooth:
         other = torch.cat([other.expand(-1, 3, -1, -1), images[grey:]])
-    if smooth and min(images.shape[2:]) > 2:
+    if smooth and min(size) > 2:
         around = conv2d(images[grey:].flatten(0, 1)[:, None], smoothing.view(1, 1, 3, 3), rounding)
         inner = other[grey:, :, 1:-1, 1:-1]
         torch.div(around.view(inner.shape), 13.0, rounding_mode="floor", out=inner)
-    images.sub_(other).mul_(factors[:, None, None, None]).add_(other)
+    images.sub_(other).mul_(factors).add_(other)
 
 
 # Of the four pixels around a place, at a distance d from the second, the factors of 1, d, d^2 and d^3, bilinear and
@@ -412,84 +415,81 @@ def _geometry(images: torch.Tensor, passes: Sequence[Sequence[Operation]]) -> It
     """The arguments of `_sample` for the operations of each pass, which depend on the size of images only."""
     height, width = images.shape[2:]
     operations = list(itertools.chain.from_iterable(passes))
-    arguments = zip(operations, _arguments(operations), strict=True)
-    numbers = np.array([_PLACES[one.name](value, width, height) for one, value in arguments], dtype=np.float64)
+    numbers = np.array([_PLACES[one.name](one.arguments[0], width, height) for one in operations], dtype=np.float64)
     by_x, by_y, by_one = numbers.reshape(-1, 2, 3).transpose(2, 0, 1)[..., None, None]
     cubic = [int(one.keywords.get("resample") == Image.Resampling.BICUBIC) for one in operations]
     colours = np.array([one.keywords.get("fillcolor", (0, 0, 0)) for one in operations], dtype=np.float32)
     size = np.array([width, height])[:, None, None]
-    across, down, size, factors, fill, (first, last), near = _sent(
+    across, down, size, factors, fill, (first, last), near = send_all(
         images.device,
         *(by_x * (np.arange(width) + 0.5), by_y * (np.arange(height)[:, None] + 0.5) + by_one, size),
         *(_TAPS[:, cubic, None, None, None], colours[..., None, None], np.stack([0 * size, size - 1])[..., None]),
-        np.arange(-1, 3),
+        np.arange(-3, 1),
     )
     place = across + down  # [n, 2, H, W]
-    inside = ((place >= 0.0) & (place < size)).all(dim=1, keepdim=True)
-    second = place.sub_(0.5).floor()
-    distance = place.sub_(second)[..., None]
+    outside = torch.div(place, size, rounding_mode="floor").any(dim=1, keepdim=True)
+    second = place.add_(1.5).long()  # two pixels on: positive, so that this cuts off as floor does
+    distance = place.sub_(second)[..., None]  # [n, 2, H, W, 1]
     weights = torch.addcmul(factors[1], torch.addcmul(factors[2], factors[3], distance), distance)
-    weights = torch.addcmul(factors[0], weights, distance).float()  # [n, 2, H, W, 4]
+    weights = torch.addcmul(factors[0], weights, distance, out=place.new_empty(weights.shape, dtype=torch.float32))
     weights = weights[:, 0, ..., None, :] * weights[:, 1, ..., None]  # [n, H, W, 4, 4]
-    places = (second.long()[..., None] + near).clamp_(first, last)  # columns and rows [n, 2, H, W, 4]
+    places = (second[..., None] + near).clamp_(first, last)  # columns and rows [n, 2, H, W, 4]
     places = torch.add(places[:, 0, ..., None, :], places[:, 1, ..., None], alpha=width).view(len(operations), 1, -1)
-    parts = [of_all.split([len(of) for of in passes]) for of_all in (places, weights[:, None], inside, fill)]
+    parts = [of_all.split([len(of) for of in passes]) for of_all in (places, weights[:, None], outside, fill)]
     return zip(*parts, strict=True)
 
 
-def _sample(
-    images: torch.Tensor, places: torch.Tensor, weights: torch.Tensor, inside: torch.Tensor, fill: torch.Tensor
-) -> None:
+def _sample(operations: Sequence[Operation], size: Size) -> _Step:
     """Image.transform with AFFINE: each pixel a weighted sum of 16. grid_sample has other bicubic weights."""
+    images, places, weights, outside, fill = yield ()
     taps = images.flatten(2).gather(2, places.expand(-1, 3, -1)).view(*images.shape, 4, 4)
-    torch.where(inside, taps.mul_(weights).sum((4, 5)), fill, out=images)
+    torch.where(outside, fill, taps.mul_(weights).sum((4, 5)), out=images)
 
 
-def _hue(images: torch.Tensor, operations: Sequence[Operation], a: np.ndarray) -> None:
+def _hue(operations: Sequence[Operation], size: Size) -> _Step:
     """As torchvision's adjust_hue, which computes in fractions where Pillow's hue is one of 256."""
-    (turns,) = _sent(images.device, 6.0 * a.astype(np.float32))
+    images, turns = yield (6.0 * _arguments(operations).astype(np.float32)[:, None, None],)
     red, green, blue = images.unbind(1)
     value = images.amax(dim=1)
     chroma = value - images.amin(dim=1)
     divisor = torch.where(chroma > 0, chroma, 1.0)
     below_red = torch.where(value == green, 2.0 + (blue - red) / divisor, 4.0 + (red - green) / divisor)
     sextant = torch.where(value == red, (green - blue) / divisor, below_red)  # the hue times 6
-    places = [(sextant + turns[:, None, None] + start).remainder(6.0) for start in (5.0, 3.0, 1.0)]
+    places = [(sextant + turns + start).remainder(6.0) for start in (5.0, 3.0, 1.0)]
     parts = [chroma * torch.minimum(place, 4.0 - place).clamp(0.0, 1.0) for place in places]
     torch.mul(value[:, None] - torch.stack(parts, dim=1), 255.999 / 255.0, out=images)
 
 
-def _kernel_blur(images: torch.Tensor, operations: Sequence[Operation], a: np.ndarray) -> None:
+def _kernel_blur(operations: Sequence[Operation], size: Size) -> _Step:
     """torchvision's gaussian_blur."""
     x = np.arange(-(_KERNEL // 2), _KERNEL // 2 + 1)
-    kernels = np.exp(-0.5 * (x / a[:, None]) ** 2)
-    _filter(images, kernels / kernels.sum(axis=1, keepdims=True), "reflect", 0)
+    kernels = np.exp(-0.5 * (x / _arguments(operations)[:, None]) ** 2)
+    return _filter(size, kernels / kernels.sum(axis=1, keepdims=True), "reflect", 0)
 
 
-def _box_blur(images: torch.Tensor, operations: Sequence[Operation], a: np.ndarray) -> None:
+def _box_blur(operations: Sequence[Operation], size: Size) -> _Step:
     """Pillow's GaussianBlur: three box filters of a fractional width along the rows, then three along the columns."""
-    variance = (a[:, None] ** 2) / 3.0
+    variance = (_arguments(operations)[:, None] ** 2) / 3.0
     reach = np.floor((np.sqrt(12.0 * variance + 1.0) - 1.0) / 2.0)
     part = (2 * reach + 1) * (reach * (reach + 1) - 3 * variance) / (6 * (variance - (reach + 1) ** 2))
     inner = 1.0 / (2.0 * (reach + part) + 1.0)
     far = np.abs(np.arange(-_MOST_REACH, _MOST_REACH + 1))
     outer = np.where(far == reach + 1, (1.0 - (2.0 * reach + 1.0) * inner) / 2.0, 0.0)
-    _filter(images, np.where(far <= reach, inner, outer), "edge", 3)
+    return _filter(size, np.where(far <= reach, inner, outer), "edge", 3)
 
 
-def _filter(images: torch.Tensor, kernels: np.ndarray, mode: Any, rounds: int) -> None:
+def _filter(size: Size, kernels: np.ndarray, mode: Any, rounds: int) -> _Step:
     """Each image filtered by its kernel [n, 2r + 1], along the rows and then along the columns.
 
     Args:
-        images: [n, 3, H, W].
+        size: (H, W).
         kernels: of each.
         mode: NumPy's, of what lies outside.
         rounds: how often along an axis, each time rounded; 0 for once, rounded at the end.
     """
-    n, _, height, width = images.shape
-    reach = kernels.shape[1] // 2
+    n, reach, (height, width) = len(kernels), kernels.shape[1] // 2, size
     windows = [sliding_window_view(np.pad(np.arange(s), reach, mode=mode), 2 * reach + 1) for s in (width, height)]
-    halves, weights, *sides = _sent(images.device, np.array([0.0, 0.5]), np.rint(kernels / _UNIT)[:, None], *windows)
+    images, halves, weights, *sides = yield np.array([0.0, 0.5]), np.rint(kernels / _UNIT)[:, None], *windows
     across, down = (
         weights.new_zeros((n, s, s)).scatter_add_(2, near.expand(n, s, -1), weights.expand(n, s, -1))
         for s, near in zip((width, height), sides, strict=True)
@@ -504,7 +504,7 @@ def _filter(images: torch.Tensor, kernels: np.ndarray, mode: Any, rounds: int) -
     images.copy_(pixels.view(n, height, 3, width).transpose(1, 2))
 
 
-_FAMILIES: dict[str, Callable[..., None]] = {
+_FAMILIES: dict[str, Callable[[Sequence[Operation], Size], _Step]] = {
     **dict.fromkeys((*_TABLES, "AutoContrast", "Equalize"), _look_up),
     **dict.fromkeys(_PLACES, _sample),
     **dict.fromkeys(("Contrast", "Brightness", "Color", "Sharpness"), _blend),
