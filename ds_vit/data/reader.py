@@ -78,11 +78,11 @@ class Reader(Dataset):
     def read(self, rows: Rows) -> MicroBatch:
         """Read the samples of some rows."""
         fields, worker = self._fields[rows.side], get_worker_info()
-        valid, skipped = rows.valid.clone(), []
+        valid, skipped = rows.valid.tolist(), []  # a tensor's single values cost microseconds
         values: list[Sequence[Any]] = []
         for row, (index, key) in enumerate(zip(rows.indices.tolist(), rows.keys.tolist(), strict=True)):
             found: Sequence[Any] | None = None
-            if rows.valid[row]:
+            if valid[row]:
                 if self.reading is not None and worker is not None:
                     self.reading[worker.id] = index
                 found, reason = self._sample(fields, index, key, replace=rows.training)
@@ -90,7 +90,7 @@ class Reader(Dataset):
                     skipped.append((index, reason))
             valid[row] = found is not None
             values.append([field.blank() for field in fields] if found is None else found)
-        rows = rows._replace(valid=valid)
+        rows = rows._replace(valid=torch.tensor(valid))
         packed = {
             field.name: field.collate(of_field, rows)
             for field, of_field in zip(fields, zip(*values, strict=True), strict=True)
