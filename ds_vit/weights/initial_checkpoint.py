@@ -233,14 +233,15 @@ class InitialCheckpoint:
         self._values = self._task.fit_tensors(model, values) | of_parts
         if _PATCH_BIAS in wanted and self._of_timm:  # an export of such a model to another tool has it in the positions
             self._values.setdefault(_PATCH_BIAS, torch.zeros(wanted[_PATCH_BIAS]))
-        if not classifier_names(model):
+        if not any(name.startswith("head.") for name in wanted):
             self._values = {name: tensor for name, tensor in self._values.items() if not name.startswith("head.")}
         given = {name: tensor.shape for name, tensor in self._values.items()}
-        self.newly_initialised = (
+        new = [
             *_new_classifier(model, wanted, given, beside_others=bool(self.left_out)),
             *(name for names in self._parts.values() if not given.keys() & {*names} for name in names),
             *(name for name in added_names(model) if name not in given),
-        )
+        ]
+        self.newly_initialised = tuple(dict.fromkeys(new))  # a part may have the classifier
         in_file, in_model = ({name: str(tuple(s)) for name, s in shapes.items()} for shapes in (given, wanted))
         differences = [
             f"{name} is {in_file.get(name, 'missing')} in the file and {in_model.get(name, 'missing')} in the model"

@@ -20,6 +20,7 @@ from sklearn.metrics import jaccard_score
 from sklearn.utils.class_weight import compute_class_weight
 from torch import nn
 
+from ds_vit.config.run_folder import write_json
 from ds_vit.data.sources.masks import default_palette
 from ds_vit.fault_tolerance import exit_codes
 from ds_vit.fault_tolerance.errors import UserError
@@ -283,12 +284,21 @@ def test_a_model_that_drops_patches_is_refused():
 
 
 def test_weights_with_another_head_start_a_segmenter(folder, tmp_path):
-    """A classifier, or a segmenter's head of other classes or another kind, that is in the way; a head not drawn."""
+    """A classifier, or a segmenter's head of other classes or another kind, that is in the way; a head not drawn; rows
+    of classes in another order."""
     oracle.write_weights(tmp_path / "classifier.safetensors", img_size=SIDE, num_classes=10, **KWARGS)
     argv = words_of(folder, tmp_path / "run", Case())
-    for file, classes in ((tmp_path / "classifier", CLASSES), (folder / "conv", CLASSES), (folder / "linear", 6)):
+    files = (tmp_path / "classifier", CLASSES), (folder / "conv", CLASSES), (folder / "linear", CLASSES + 1)
+    for file, classes in files:
         found = resolved([*argv, "--num-classes", classes, "--initial-checkpoint", f"{file}.safetensors"])
         assert found.model.towers["image"].newly_initialised == ("seg_head.bias", "seg_head.weight")
+    words = ["--seg-head", "conv", "--num-classes", CLASSES + 1, "--initial-checkpoint", folder / "conv.safetensors"]
+    assert resolved([*argv, *words]).model.towers["image"].newly_initialised == ("seg_head.6.bias", "seg_head.6.weight")
+    (tmp_path / "linear.safetensors").write_bytes((folder / "linear.safetensors").read_bytes())
+    names = [f"class {number}" for number in reversed(range(CLASSES))]
+    write_json(tmp_path / "config.json", {"label_names": names})
+    found = resolved([*argv, "--initial-checkpoint", tmp_path / "linear.safetensors"])
+    assert found.model.towers["image"].summary.endswith("rows reordered by the names of the classes")
 
 
 # ---- flags -----------------------------------------------------------------------------------------------------------

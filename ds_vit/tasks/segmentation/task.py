@@ -103,11 +103,9 @@ class Segmentation(Task):
 
     @classmethod
     def fit_tensors(cls, model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """As `Task.fit_tensors`: a head of another number of classes, or of another kind, is left out."""
-        head, shapes = [name for name in tensors if name.startswith(HEAD)], names_and_shapes(model)
-        if all(tensors[name].shape == shapes.get(name) for name in head):
-            return tensors
-        return {name: tensor for name, tensor in tensors.items() if name not in head}
+        """As `Task.fit_tensors`: a head of another kind is left out."""
+        head = {name for name in tensors if name.startswith(HEAD)}
+        return {name: tensors[name] for name in tensors if name not in head or head <= {*names_and_shapes(model)}}
 
     @classmethod
     def locked_names(cls, model: nn.Module, config: RunConfig) -> Mapping[str, frozenset[str]]:

@@ -56,6 +56,10 @@ class Segmenter(nn.Module):
 
     grid_size: tuple[int, int]
 
+    def get_classifier(self) -> nn.Module:
+        """The layer whose outputs are the classes."""
+        return self.seg_head if isinstance(self.seg_head, nn.Linear) else self.seg_head[-1]
+
     def forward_head(self, x: torch.Tensor, pre_logits: bool = False) -> torch.Tensor:
         """Tokens [B, S, D] after the norm -> logits [B, C, gh, gw], of the conv head [B, C, 4 gh, 4 gw].
 
