@@ -208,7 +208,7 @@ def _check_classes(found: StoredWeights, of_data: tuple[str, ...]) -> None:
     ours, theirs = (repr(group[number]) if number < len(group) else "none" for group in (names, of_data))
     raise UserError(
         f"{found.path} was trained on {len(names)} classes and the data has {len(of_data)}; number {number} is {ours} "
-        f"there and {theirs} here; give a --data-dir whose class folders are those of the run"
+        f"there and {theirs} here; give data whose classes are those of the run, in this order"
     )
 
 
