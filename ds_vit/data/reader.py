@@ -114,7 +114,8 @@ class Reader(Dataset):
                 if not replace:
                     break
                 if tried > _REPLACEMENTS_TRIED:
-                    raise ImageDecodeError(f"{error}; so are {_REPLACEMENTS_TRIED} replacements") from error
+                    found = f"{sample.name}: {error.reason}; {_REPLACEMENTS_TRIED} other samples, tried in its place,"
+                    raise ImageDecodeError(f"{found} are damaged too; repair the data") from error
             place = randomness.mix(key, randomness.name_key("replace bad image"), tried) & (2**63 - 1)
             candidate = place % len(self.source)
         return None, reason
