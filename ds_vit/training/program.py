@@ -129,6 +129,9 @@ def process_group(process: Process, *, on_cpu: bool, again: bool = False) -> Ite
         on_cpu: there is no accelerator.
         again: this process may train again, so keep the group until it exits: DeepSpeed 0.19.8 reuses the groups of the
             first engine in the second.
+
+    Raises:
+        UserError: the ranks do not meet, or fewer than the launcher started.
     """
     import torch.distributed as dist
 
@@ -138,6 +141,11 @@ def process_group(process: Process, *, on_cpu: bool, again: bool = False) -> Ite
         share_cores(process.local_world_size)
     device_of(process.local_rank)  # NCCL uses the current device, which is the first one by default
     made_group = init_distributed(rendezvous(process))
+    if made_group and dist.get_world_size() != process.world_size:
+        raise UserError(
+            f"the launcher started {process.world_size} ranks and {dist.get_world_size()} have met: mpi4py belongs to "
+            "another MPI than mpirun (pip install --no-binary mpi4py mpi4py); or set MASTER_ADDR and MASTER_PORT"
+        )
     yield
     # Not after an error: another rank may be inside a collective, and destroying the group would wait for it.
     if made_group and again:

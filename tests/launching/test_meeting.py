@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from project import ON_CPU, ROOT, wait_until
 
+from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.launchers import Local
 from ds_vit.launching.process import Process, discover, run_token
 from ds_vit.launching.rank import Job
@@ -227,3 +228,14 @@ guarded("train.py", body, "")
     environ = {**os.environ, **ON_CPU, "PYTHONPATH": str(ROOT), "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
     done = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (-15, "")
+
+
+def test_an_mpi4py_of_another_mpi():
+    """Ranks of mpirun that each meet nobody: a traceback, or as many runs as ranks."""
+    with (
+        mock.patch("ds_vit.engine.start.init_distributed", return_value=True),
+        mock.patch("torch.distributed.get_world_size", return_value=1),
+        pytest.raises(UserError, match=r"the launcher started 2 ranks and 1 have met: mpi4py belongs to another MPI"),
+        program.process_group(Process("openmpi", 1, 2, 1, None), on_cpu=True),
+    ):
+        pass
