@@ -247,6 +247,8 @@ class Settings(BaseModel):
             return own["const"] if value else default
         if isinstance(value, bool) and "on" in kinds[0].words:
             return "on" if value else "off"  # what YAML makes of them without quotes
+        if any(word in (own.get("metavar") or "") for word in ("DIR", "FILE", "PATH")):
+            value = _expanded(value)
         if isinstance(value, Mapping) or kinds[0].item is dict:
             return dict(value) if isinstance(value, Mapping) else value
         if not isinstance(value, (list, tuple)):
@@ -258,12 +260,19 @@ class Settings(BaseModel):
         return items if kinds[0].length is not None or len(items) > 1 else items[0] if items else default
 
 
+def _expanded(value: Any) -> Any:
+    """A path, or each of several, as a shell expands `~` and `$NAME`."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_expanded, value))
+    return os.path.expanduser(os.path.expandvars(value)) if isinstance(value, str) else value
+
+
 def _convert(kind: type, value: Any) -> Any:
     if isinstance(value, (bool, list, tuple, Mapping)):
         return value
     try:
         if kind is str:
-            return os.path.expanduser(os.path.expandvars(str(value)))
+            return str(value)
         if kind is int and isinstance(value, (str, Integral)):
             return int(value)
         return float(value) if kind is float and isinstance(value, (str, Real)) else value

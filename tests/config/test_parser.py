@@ -330,6 +330,8 @@ def test_what_the_command_line_makes_idle_in_a_recipe_is_left_aside(tmp_path):
         ("output: ~/runs/$RUN", "/one/runs/seven"),
         ("initial_checkpoint: ${RUN}/b~", "seven/b~"),
         ("output: $OTHER", "$OTHER"),
+        ("resume: ~/runs", "/one/runs"),
+        ("freeze: ['blocks.$RUN']", ("blocks.$RUN",)),  # no path
     ],
 )
 def test_a_recipe_means_what_the_command_line_means(tmp_path, monkeypatch, text, expected):
@@ -339,7 +341,11 @@ def test_a_recipe_means_what_the_command_line_means(tmp_path, monkeypatch, text,
     monkeypatch.delenv("OTHER", raising=False)
     recipe = tmp_path / "r.yaml"
     recipe.write_text(text)
-    assert getattr(parse(["--recipe", str(recipe), *BASE]), text.partition(":")[0]) == expected
+    name = text.partition(":")[0]
+    config = parse(["--recipe", str(recipe), *BASE])
+    assert getattr(config, name) == expected
+    recipe.write_text(flags.to_yaml({name: expected}))  # a run's config.yaml
+    assert getattr(parse(["--recipe", str(recipe), *BASE]), name) == expected
 
 
 @pytest.mark.parametrize(
