@@ -215,7 +215,7 @@ def test_a_damaged_member_replaces_the_whole_sample_on_every_rank(reads):
     with pytest.raises(ImageDecodeError, match=r"^scene \d+: a number is missing; repair it, or pass --on-bad-image"):
         _load(fields)
     with pytest.raises(
-        ImageDecodeError, match=r"^scene \d+: broken; 16 other samples .* are damaged too; repair the data$"
+        ImageDecodeError, match=r"^scene \d+: broken; 16 other samples, .* are damaged too; repair the data$"
     ):
         _load(fields[:1], source=Scenes(range(24)), on_bad_image="skip")
 
