@@ -398,6 +398,12 @@ def test_a_new_run_keeps_the_global_batch_of_a_runs_recipe(run, tmp_path, asked,
     assert notes == ([kept] if said else [])
 
 
+def test_a_runs_recipe_is_evaluated_in_other_batches(run):
+    # Catches: a run's own micro-batch, which no flag could change where its weights are evaluated.
+    argv = ["--recipe", run[0] / "config.yaml", "--eval-only", "--initial-checkpoint", run[0]]
+    assert [resolved([*argv, *more]).batch.micro_batch for more in ((), ("-b", 64))] == [16, 64]
+
+
 def test_a_longer_run_with_another_schedule(ranks, run, tmp_path):
     # Catches: the old rate at the first step of a new schedule.
     argv = words("--output", tmp_path / "new", "--resume", run[0], "--epochs", 2, "--max-steps", 9)

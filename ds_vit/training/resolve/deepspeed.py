@@ -68,6 +68,8 @@ def read(config: RunConfig, *, on_cpu: bool) -> tuple[EngineSettings, dict[str, 
     file = overlay(stored, given | {KEY_OF_FLAG[name]: getattr(config, name) for name in flags}, path)
     if config.eval_only:
         file = without(file, ("optimizer", "scheduler"))  # nothing reads them
+        if config.batch_size is not None and is_of_a_run(config):
+            file = without(file, BATCH_KEYS)
     if given:
         path += f" with --set {' '.join(config.set)}"
     path += f" with {' '.join(written(name, config) for name in flags)}" if flags else ""
