@@ -252,10 +252,10 @@ def _filters(device: torch.device, resizes: np.ndarray) -> torch.Tensor:
     steps = np.arange(int(2 * reach.max()) + 1)  # K of the pixels that one is made of
     begin = np.clip((centre - reach + 0.5).astype(int), 0, np.maximum(sizes - len(steps), 0))
     places = begin + (sizes.max() + len(steps)) * np.arange(begin.size).reshape(begin.shape)
-    far, nearer = (begin - centre + 0.5) / stretch, np.where(steps < sizes, -steps / stretch, np.inf)
-    known = far[..., None], nearer[..., None], _FILTERS[:, resizes[2], None, None], np.array([2.0, 1.0])
+    far, further = (begin - centre + 0.5) / stretch, np.where(steps < sizes, steps / stretch, np.inf)
+    known = far[..., None], further[:, None], _FILTERS[:, resizes[2], None, None], np.array([2.0, 1.0])
     start, taps, factors, ends, at, unit = send_all(device, *known, places, np.full((len(steps), 1), _UNIT))
-    sides = (ends - torch.cdist(start, taps, p=1.0)[..., None]).clamp_(min=0.0)  # [m, S, K, 2]
+    sides = (ends - (start + taps).abs_()[..., None]).clamp_(min=0.0)  # [m, S, K, 2]
     weights = torch.addcmul(factors[0], torch.addcmul(factors[1], factors[2], sides), sides).mul_(sides).sum(-1)
     weights = weights.div_(weights @ unit).round_()
     filters = weights.new_zeros((*at.shape, sizes.max() + len(unit)))
