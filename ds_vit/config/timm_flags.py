@@ -273,6 +273,8 @@ def _upsampling(words: Sequence[str], given: Given) -> str:
         shares = [f"{float(factor) * number:g}" for factor, number in zip(factors, shards, strict=True)]
     except ValueError:
         return "! several --data-dir are mixed by --data-weights"
+    if len(shares) < 2:
+        return "there is one source; drop it"
     return f"= --data-weights {' '.join(shares)}; a factor times the number of shards, as there"
 
 

@@ -149,6 +149,7 @@ def test_defaults_are_open_clips():
     bf16, _, notes = from_open_clip(SMALL)
     assert bf16.json["torch_autocast"]["dtype"] == "bfloat16"
     assert "loss scale" not in notes
+    assert "there is one source" in from_open_clip(f"{SMALL} --train-data-upsampling-factors 2")[2]
     assert from_open_clip(SMALL.replace("amp_bf16", "fp32"))[0].json.keys().isdisjoint({"torch_autocast", "bf16"})
 
 
