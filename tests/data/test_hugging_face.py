@@ -195,7 +195,7 @@ def test_what_is_not_there(tmp_path, monkeypatch):
     """Would catch an import error in place of the command that helps."""
     with pytest.raises(UserError, match="there is no folder /nowhere; give hfds/FOLDER"):
         open_source("hfds//nowhere", None, "train")
-    with pytest.raises(UserError, match=r"has no train/ and no train-\*\.parquet .* it holds nothing"):
+    with pytest.raises(UserError, match=r"has no train/\*\.arrow and no train-\*\.parquet .* it holds nothing"):
         open_source("hfds/", str(tmp_path), "train")
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(UserError, match=r"needs datasets .*: pip install datasets"):

@@ -58,7 +58,7 @@ def open_hugging_face(
         own = [path for path in found if not path.endswith(_OLD) and not os.path.basename(path).startswith(others)]
         if own:
             return HuggingFaceSource(listing.in_natural_order(own), classes, captions)
-    raise listing.no_such_split(folder, split, f"{split}/ and no {split}-*.parquet")
+    raise listing.no_such_split(folder, split, f"{split}/*.arrow and no {split}-*.parquet")
 
 
 class HuggingFaceSource(ArraySource):
