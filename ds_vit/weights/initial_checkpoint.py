@@ -205,7 +205,7 @@ class InitialCheckpoint:
         opened = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
         tensors = self._task.fit_tensors(model, tensors)
         of_parts = {name: tensors.pop(name) for name in [*tensors] if name.startswith(parts)}
-        self._foreign = not set(tensors) <= set(wanted)
+        self._foreign = any(not name.startswith("head.") for name in set(tensors) - set(wanted))
         self._of_timm = isinstance(model, get_args(TimmViT))
         parameters = [name for name, _ in model.named_parameters() if name in opened]
         if integers := [name for name in parameters if not opened[name].is_floating_point()]:
@@ -226,8 +226,9 @@ class InitialCheckpoint:
             values = _translate(model, tensors | others)
             values = {name: tensor for name, tensor in values.items() if name not in self.left_out}
         else:  # a model of the user's own may have shapes that timm's filter does not read
-            changed = self.adapted if self._of_timm else tensors
-            values = tensors | _translate(model, {name: tensors[name] for name in changed})
+            changed, values = self.adapted if self._of_timm else tensors, tensors
+            with contextlib.suppress(UserError):  # positions of other tokens, which the differences below name
+                values = tensors | _translate(model, {name: tensors[name] for name in changed})
         require_tensors(values | of_parts)
         values = {name: tensor for name, tensor in values.items() if tensor.numel()}
         self._values = self._task.fit_tensors(model, values) | of_parts
