@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from timm.models import load_state_dict
 from torch.utils.serialization import config as torch_config
 
-from ds_vit.checkpoint.folder import Damaged, marked, open_checkpoint, step_of
+from ds_vit.checkpoint.folder import Damaged, checkpoints, marked, open_checkpoint, step_of
 from ds_vit.checkpoint.tensors import TensorFiles
 from ds_vit.config.deepspeed_json import leaves
 from ds_vit.config.parser import load_recipe
@@ -290,6 +290,11 @@ class StoredWeights:
             raise UserError(f"{folder} is damaged: {error}; name another one with --checkpoint") from None
 
 
+def _newest(parent: Path) -> str:
+    """The newest checkpoint where the file `latest` is lost, as for a run that resumes; "" for none."""
+    return next((path.name for path in checkpoints(parent)), "")
+
+
 def _places(run: RunFolder, weights: str, checkpoint: str) -> Iterator[tuple[Path, str]]:
     """The folders to look into, each with the kind of its files (of `WEIGHTS`), the preferred one first.
 
@@ -303,7 +308,7 @@ def _places(run: RunFolder, weights: str, checkpoint: str) -> Iterator[tuple[Pat
             yield run.path, BEST if asked == BEST else raw
         if asked not in (BEST, "latest"):
             yield from ((place, raw) for place in (run.checkpoints / asked, Path(asked)) if place.is_dir())
-        elif name := marked(run.checkpoints, asked):
+        elif name := marked(run.checkpoints, asked) or (asked == "latest" and _newest(run.checkpoints)):
             if not (run.checkpoints / name).is_dir():
                 raise UserError(
                     f"{run.checkpoints / asked} names {name}, which does not exist; name a folder with --checkpoint"

@@ -346,6 +346,8 @@ def test_which_weights_are_found(tmp_path):
     (run / "model.safetensors").unlink()
     with pytest.raises(ValueError, match="names step-00000012, which does not exist"):
         find_weights(run, "last")
+    (run / "checkpoints" / "latest").unlink()
+    assert found("last") == found("", "latest") == "step-00000008/model.safetensors.index.json", "the newest one"
 
 
 def test_the_command_of_one_process(ranks, run_folder, by_timm):
