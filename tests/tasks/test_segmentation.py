@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from collections import namedtuple
 from functools import partial
-from typing import NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -15,12 +16,11 @@ from PIL import Image
 from plain_segmenter import CLASSES, KWARGS, NAME, SIDE, blocks, on_grid, rated, read_split, segmenter, write_split
 from project import write_config
 from runs import KINDS, resolved
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from sklearn.metrics import jaccard_score
 from sklearn.utils.class_weight import compute_class_weight
 from torch import nn
 
-from ds_vit.config.run_folder import write_json
 from ds_vit.data.sources.masks import default_palette
 from ds_vit.fault_tolerance import exit_codes
 from ds_vit.fault_tolerance.errors import UserError
@@ -54,13 +54,8 @@ def tensors_of(folder, split):
     return pixels.float() / 127.5 - 1.0, torch.from_numpy(np.stack(masks))
 
 
-class Curve(NamedTuple):
-    """A run's training rows; its weights, its mIoU and the classes of the pixels of evaluation in the end."""
-
-    rows: list
-    weights: dict
-    miou: float
-    predicted: list = ()
+Curve = namedtuple("Curve", "rows weights miou predicted", defaults=((),))
+"""A run's training rows; its weights, its mIoU and the classes of the pixels of evaluation in the end."""
 
 
 def plainly(folder, head="linear", weights=None, frozen=False):
@@ -88,7 +83,7 @@ def folder(tmp_path_factory):
     for head in ("linear", "conv"):
         values = segmenter(head).state_dict()
         values = {name: at + 0.05 * torch.randn(at.shape, generator=generator) for name, at in values.items()}
-        oracle.save_file(values, str(made / f"{head}.safetensors"))
+        save_file(values, str(made / f"{head}.safetensors"))
     (made / "weights.txt").write_text(" ".join(map(str, WEIGHTS)))
     return made
 
@@ -116,15 +111,8 @@ def train_broken(breakage, argv):
         return train_main(argv)
 
 
-class Case(NamedTuple):
-    """A layout and what differs from a linear head."""
-
-    pp: int = 1
-    dp: int = 1
-    tp: int = 1
-    stage: int = 1
-    accumulation: int = 1
-    words: tuple = ()
+Case = namedtuple("Case", "pp dp tp stage accumulation words", defaults=(1, 1, 1, 1, 1, ()))
+"""A layout and what differs from a linear head."""
 
 
 def words_of(folder, output, case, *words, images=24):
@@ -288,16 +276,14 @@ def test_weights_with_another_head_start_a_segmenter(folder, tmp_path):
     of classes in another order."""
     oracle.write_weights(tmp_path / "classifier.safetensors", img_size=SIDE, num_classes=10, **KWARGS)
     argv = words_of(folder, tmp_path / "run", Case())
-    files = (tmp_path / "classifier", CLASSES), (folder / "conv", CLASSES), (folder / "linear", CLASSES + 1)
-    for file, classes in files:
+    for file, classes in ((tmp_path / "classifier", CLASSES), (folder / "conv", CLASSES), (folder / "linear", 6)):
         found = resolved([*argv, "--num-classes", classes, "--initial-checkpoint", f"{file}.safetensors"])
         assert found.model.towers["image"].newly_initialised == ("seg_head.bias", "seg_head.weight")
-    words = ["--seg-head", "conv", "--num-classes", CLASSES + 1, "--initial-checkpoint", folder / "conv.safetensors"]
+    words = ["--seg-head", "conv", "--num-classes", 6, "--initial-checkpoint", folder / "conv.safetensors"]
     assert resolved([*argv, *words]).model.towers["image"].newly_initialised == ("seg_head.6.bias", "seg_head.6.weight")
-    (tmp_path / "linear.safetensors").write_bytes((folder / "linear.safetensors").read_bytes())
-    names = [f"class {number}" for number in reversed(range(CLASSES))]
-    write_json(tmp_path / "config.json", {"label_names": names})
-    found = resolved([*argv, "--initial-checkpoint", tmp_path / "linear.safetensors"])
+    file, names = tmp_path / "linear.safetensors", [f"class {number}" for number in reversed(range(CLASSES))]
+    save_file(load_file(folder / file.name), file, {"class_names": json.dumps(names)})
+    found = resolved([*argv, "--initial-checkpoint", file])
     assert found.model.towers["image"].summary.endswith("rows reordered by the names of the classes")
 
 

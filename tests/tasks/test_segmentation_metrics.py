@@ -103,13 +103,11 @@ def without_ignored(self, packed, rows, device, made=WholeMask.to_device):
     return made(self, packed, rows, device).clamp(min=0)
 
 
-@pytest.mark.parametrize(
-    ("owner", "name", "planted"), [(rating, "stitched", doubled), (WholeMask, "to_device", without_ignored)]
-)
-def test_planted_errors_show(monkeypatch, folder, owner, name, planted):
+@pytest.mark.parametrize("planted", [(rating, "stitched", doubled), (WholeMask, "to_device", without_ignored)])
+def test_planted_errors_show(monkeypatch, folder, planted):
     """The comparison with the plain count can fail."""
     counts = counted(folder, 0, 1, None).counts
-    monkeypatch.setattr(owner, name, planted)
+    monkeypatch.setattr(*planted)
     assert (counted(folder, 0, 1, None).counts != counts).any()
 
 
