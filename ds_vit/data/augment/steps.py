@@ -146,7 +146,7 @@ COLOURS = ("Brightness", "Contrast", "Color")
 """ImageEnhance's names for what torchvision's ColorJitter calls brightness, contrast and saturation."""
 
 _MANY_PIXELS = 64 * 64  # from here on Pillow's way of taking an image apart is the faster one
-_GREY = np.array([19595, 38470, 7471], dtype=np.float32) / np.float32(65536)  # Pillow's "L" (ITU-R 601-2)
+_RED, _GREEN, _BLUE = np.array([19595, 38470, 7471], dtype=np.float32) / np.float32(65536)  # Pillow's "L" (ITU-R 601-2)
 _HALF = np.float32(0.5)
 
 
@@ -171,10 +171,10 @@ def as_image(pixels: Image.Image | torch.Tensor) -> Image.Image:
 
 
 @lru_cache(maxsize=4)
-def _memory(num_pixels: int) -> tuple[np.ndarray, torch.Tensor, np.ndarray]:
-    """Planes [3, N] twice, and a grey [N]: new memory for each image takes as long as the arithmetic."""
+def _memory(num_pixels: int) -> tuple[np.ndarray, torch.Tensor, np.ndarray, np.ndarray]:
+    """Planes [3, N] twice, a grey [N] and a scratch [N]: new memory for each image takes as long as the arithmetic."""
     planes = np.empty((3, num_pixels), dtype=np.float32)
-    return planes, torch.from_numpy(planes), np.empty_like(planes[0])
+    return planes, torch.from_numpy(planes), np.empty_like(planes[0]), np.empty_like(planes[0])
 
 
 def adjust_colors(pixels: torch.Tensor, parameters: Sequence[tuple[str, float]]) -> torch.Tensor:
@@ -185,7 +185,7 @@ def adjust_colors(pixels: torch.Tensor, parameters: Sequence[tuple[str, float]])
         parameters: (one of `COLOURS`, factor) in the order to apply them.
     """
     _, height, width = pixels.shape
-    planes, values, grey = _memory(height * width)
+    planes, values, grey, scratch = _memory(height * width)
     np.copyto(planes, pixels.numpy().reshape(3, -1))
     for number, (kind, factor) in enumerate(parameters):
         if number:
@@ -193,7 +193,9 @@ def adjust_colors(pixels: torch.Tensor, parameters: Sequence[tuple[str, float]])
         if kind == "Brightness":
             planes *= np.float32(factor)
         else:
-            np.einsum("c,cn->n", _GREY, planes, out=grey)
+            np.multiply(planes[0], _RED, out=grey)
+            grey += np.multiply(planes[1], _GREEN, out=scratch)
+            grey += np.multiply(planes[2], _BLUE, out=scratch)
             grey += _HALF
             np.floor(grey, out=grey)
             other = _mean(grey) if kind == "Contrast" else grey
