@@ -107,6 +107,7 @@ class Loader:
         finally:
             # An error or its reader ended the iteration early. In a reference cycle, torch's iterator waits 10 s for
             # each worker and leaves it running: the garbage collector closes the workers' queues first.
+            _end_pinning(items)
             for worker in workers:
                 worker.kill()
 
@@ -123,6 +124,19 @@ class Loader:
                 advice = shared_memory_advice()
             process = f"loader process {number} (pid {worker.pid})"
             raise WorkerLost(f"{process} {end}{image}; {advice}; start again with --resume auto")
+
+
+def _end_pinning(items: Any) -> None:
+    """End the thread of torch's iterator that copies into page-locked memory.
+
+    It would wait for ever for the rest of what a worker was sending when it was killed, and torch for it.
+    """
+    thread = getattr(items, "_pin_memory_thread", None)
+    if thread is not None and thread.is_alive():
+        items._pin_memory_thread_done_event.set()
+        items._worker_result_queue.put((None, None))  # wakes it
+        items._worker_result_queue.cancel_join_thread()
+        thread.join(5)  # a worker that was killed from outside has stopped it for good
 
 
 _workers: weakref.WeakSet[BaseProcess] = weakref.WeakSet()

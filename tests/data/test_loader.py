@@ -13,6 +13,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ import torch
 from micro_batches import Loaded, fields_of, load, loader_of
 from picture_folders import encoded, made, write_photos
 from PIL import Image
+from torch.utils.data import Dataset
 from torch.utils.data import _utils as torch_loading
 from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
@@ -374,6 +376,37 @@ def test_pinned_images_are_a_copy(monkeypatch):
     pinned = pin_memory(pickle.loads(pickle.dumps((slots.sent(written), 3))))
     written.fill_(0)
     assert torch.equal(pinned[0], torch.full((4, 5), 7, dtype=torch.uint8))
+
+
+class _Sending(Dataset):
+    """Micro-batches of some small tensors."""
+
+    reading, slots, most_bytes = None, None, 0
+
+    def __getitem__(self, number: int) -> list[torch.Tensor]:
+        return [torch.zeros(10_000, dtype=torch.uint8) for _ in range(8)]
+
+
+def test_an_early_end_waits_for_no_rest_of_a_batch_that_is_pinned(monkeypatch):
+    """Would catch a worker that is killed as it sends, for whose bytes torch's pinning thread waits for ever."""
+    send = multiprocessing.connection.Connection._send
+
+    def slowly(self: multiprocessing.connection.Connection, data: bytes) -> None:
+        send(self, data[: len(data) // 2])
+        time.sleep(0.2)
+        send(self, data[len(data) // 2 :])
+
+    monkeypatch.setattr(multiprocessing.connection.Connection, "_send", slowly)
+    simulated = {"is_available": True, "current_accelerator": torch.device("cpu"), "current_device_index": 0}
+    for name, value in {**simulated, "set_device_index": None}.items():
+        monkeypatch.setattr(torch.accelerator, name, lambda *_, value=value: value)
+    monkeypatch.setattr(torch_loading.pin_memory, "pin_memory", lambda data, device: data)  # which needs a GPU
+    batches = iter(Loader(_Sending(), range(9), num_workers=1, pin_memory=True))
+    next(batches)
+    closing = threading.Thread(target=batches.close, daemon=True)
+    closing.start()
+    closing.join(20)
+    assert not closing.is_alive()
 
 
 _GIVEN_UP = """
