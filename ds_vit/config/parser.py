@@ -236,10 +236,20 @@ class _RecipeLoader(yaml.SafeLoader):
 
     def get_single_node(self) -> yaml.Node | None:
         root = super().get_single_node()
-        for _, value in root.value if isinstance(root, yaml.MappingNode) else ():
-            if value.tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float"):
-                value.tag = self.DEFAULT_SCALAR_TAG
+        if isinstance(root, yaml.MappingNode):
+            root.value = [(key, self._in_words(value)) for key, value in root.value]
         return root
+
+    def _in_words(self, value: yaml.Node) -> yaml.Node:
+        """A flag's value with words for numbers, in a list too. Nodes stay: an alias in a block may share them."""
+        if isinstance(value, yaml.SequenceNode):
+            return yaml.SequenceNode(value.tag, [*map(self._word, value.value)], value.start_mark, value.end_mark)
+        return self._word(value)
+
+    def _word(self, value: yaml.Node) -> yaml.Node:
+        is_number = value.tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+        tag = self.DEFAULT_SCALAR_TAG
+        return yaml.ScalarNode(tag, value.value, value.start_mark, value.end_mark) if is_number else value
 
 
 def _read_recipe(path: str) -> dict[str, Any]:

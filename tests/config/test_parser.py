@@ -332,6 +332,11 @@ def test_what_the_command_line_makes_idle_in_a_recipe_is_left_aside(tmp_path):
         ("output: $OTHER", "$OTHER"),
         ("resume: ~/runs", "/one/runs"),
         ("freeze: ['blocks.$RUN']", ("blocks.$RUN",)),  # no path
+        ("freeze: [1128_2130, 010]", ("1128_2130", "010")),
+        (
+            "model_kwargs: {depth: &two 2, img_size: &sizes [8, 9]}\nepochs: *two\nscale: *sizes",
+            {"depth": 2, "img_size": [8, 9]},
+        ),
     ],
 )
 def test_a_recipe_means_what_the_command_line_means(tmp_path, monkeypatch, text, expected):
