@@ -442,13 +442,14 @@ def _files(root: Path) -> None:
             path.mkdir(parents=True) if file.endswith("/") else write_images(root / name, file)
     _tar(root / "packed" / "train.tar", root / "flat" / "train")
     _tar(root / "both" / "train" / "b.tar", root / "both" / "train" / "a")
-    (root / "links").mkdir()
-    for kind, name in ((tarfile.LNKTYPE, "train"), (tarfile.SYMTYPE, "val")):
-        with tarfile.open(root / "links" / f"{name}.tar", "w") as tar:
-            tar.add(root / "flat" / "train" / "1.png", "a/1.png")
-            link = tarfile.TarInfo("a/2.png")
-            link.type, link.linkname = kind, "a/1.png"
-            tar.addfile(link)
+    for kind, split in ((tarfile.LNKTYPE, "train"), (tarfile.SYMTYPE, "val")):
+        for folder, name in (("links", "a/2.png"), ("tars", "b.tar"), ("texts", "a/README")):
+            (root / folder).mkdir(exist_ok=True)
+            with tarfile.open(root / folder / f"{split}.tar", "w") as tar:
+                tar.add(root / "flat" / "train" / "1.png", "a/1.png")
+                link = tarfile.TarInfo(name)
+                link.type, link.linkname = kind, "a/1.png"
+                tar.addfile(link)
     (root / "text").mkdir()
     (root / "text" / "train.tar").write_bytes(b"this is no tar file at all" * 100)
 
@@ -475,7 +476,8 @@ REFUSED = [
     ("", "packed", "train", "holds 2 images but no class folders"),
     ("", "both", "train", "holds class folders and 1 tar files"),
     *(
-        ("", "links", split, rf"{split}\.tar holds a/2\.png as a link, which has no bytes")
+        ("", folder, split, rf"{split}\.tar holds {name} as a link, which has no bytes")
+        for folder, name in (("links", r"a/2\.png"), ("tars", r"b\.tar"))
         for split in ("train", "val")
     ),
 ]
@@ -489,6 +491,13 @@ def test_data_that_cannot_be_opened_are_refused_in_one_line(tmp_path, dataset, d
     with pytest.raises(UserError, match=message) as error:
         open_source(dataset, folder, split)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_a_tar_may_hold_links_that_are_no_images(tmp_path, split):
+    """Would catch a folder of images that is refused for the link of its README."""
+    _files(tmp_path)
+    assert len(open_source("", str(tmp_path / "texts"), split)) == 1
 
 
 def test_a_pipe_that_is_named_like_an_image(tmp_path):

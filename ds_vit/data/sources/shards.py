@@ -239,7 +239,7 @@ RESERVED = re.compile(r"__[^/]*__(?:$|/)")
 FIRST_DOT = "a sample's name ends at the first dot of a file's name, and the image's suffix is all that follows"
 """The rule of WebDataset by which `22.05.jpg` is no image."""
 
-_FORMATS = (10, 11)  # of labels, and of captions
+_FORMATS = (12, 13)  # of labels, and of captions
 _FURTHER = "further "
 _JSON_LABELS = ("label", "cls")
 _LABEL_SUFFIXES, _TEXT_SUFFIXES = (".cls", ".json"), (".txt", ".json")
@@ -438,7 +438,8 @@ def _files_of_samples(file: BinaryIO, shard: str) -> dict[str, dict[str, _File]]
             for info in tar:
                 vars(tar)["members"] = []  # of a million, tarfile would keep each
                 path = posixpath.normpath(info.name)
-                refuse_link(info, shard)
+                if info.islnk() or listing.is_image(info.name):
+                    refuse_link(info, shard)
                 if not info.isreg() or listing.hidden(_unpacked_name(path)):
                     continue
                 if reserved := RESERVED.match(info.name):

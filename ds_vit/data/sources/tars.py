@@ -93,8 +93,8 @@ class TarSource(PackedSource):
 
 
 def refuse_link(info: tarfile.TarInfo, where: str) -> None:
-    """Raise UserError for a hard link in a tar, and for an image that is a symbolic one."""
-    if info.islnk() or (info.issym() and is_image(info.name)):
+    """Raise UserError for a hard or symbolic link in a tar."""
+    if info.islnk() or info.issym():
         way_out = "make the tar again with tar --dereference --hard-dereference"
         raise UserError(f"{where} holds {info.name} as a link, which has no bytes; {way_out}")
 
@@ -109,7 +109,8 @@ def members_of(file: IO[bytes], where: str, prefix: str = "", base: int = 0) -> 
     try:
         with tarfile.open(fileobj=file, mode="r:") as tar:
             for info in tar:
-                refuse_link(info, where)
+                if is_image(info.name) or info.name.lower().endswith(".tar"):
+                    refuse_link(info, where)
                 if not info.isreg():
                     continue
                 path, start = posixpath.normpath(info.name), base + info.offset_data
