@@ -277,6 +277,9 @@ def test_auto_warm_up_of_the_json(tmp_path):
     for flags, said_so in (("--lr 0.5", True), ("--lr 1", False), ("--epochs 1", False)):
         assert ("--lr 0.5 has no effect" in warm_up_of_the_json(tmp_path, flags, warmup_num_steps=4)[1]) == said_so
     assert "--lr" not in warm_up_of_the_json(tmp_path, "--lr 0.5", warmup_num_steps=4, warmup_max_lr="auto")[1]
+    assert (
+        "warmup_max_lr [0.25]" in warm_up_of_the_json(tmp_path, "--lr 0.5", warmup_num_steps=4, warmup_max_lr=[0.25])[1]
+    )
     with pytest.raises(UserError, match="a warm-up of 3 steps does not fit into a run of 3"):
         warm_up_of_the_json(tmp_path, "--max-steps 3 --warmup-steps 3", warmup_num_steps="auto")
 

@@ -72,7 +72,7 @@ def resolve_update(
         for key in ("warmup_max_lr", "cycle_max_lr", "lr_range_test_min_lr"):
             own = json.given(f"scheduler.params.{key}")
             if own not in (None, "auto") and config.lr not in (None, own, json.given("optimizer.params.lr")):
-                notes.append(f"--lr {config.lr:g} has no effect: {path} has scheduler.params.{key} {own:g}")
+                notes.append(f"--lr {config.lr:g} has no effect: {path} has scheduler.params.{key} {own}")
     else:
         warmup, notes = _warmup_steps(config, per_epoch, scheduled_steps)
         rate = LearningRate(
