@@ -159,8 +159,8 @@ def require_same_size(name: str, image: Size, mask: Size) -> None:
 
 
 def pixels_of_classes(mask: np.ndarray, num_classes: int) -> np.ndarray:
-    """How many pixels of a mask [H, W] each class has, int64 [C]."""
-    return np.bincount(mask[mask != IGNORED], minlength=num_classes)
+    """How many pixels of a mask [H, W] are ignored, and how many each class has, int64 [1 + C]."""
+    return np.bincount(mask.ravel() + 1, minlength=num_classes + 1)
 
 
 def of_masks(source: Source, entry: str, indices: Iterable[int], function: Callable[[Any], T]) -> Iterator[T]:
@@ -190,7 +190,7 @@ def find_labels(folder: str, num_classes: int | None, ignore_index: int | None, 
     Args:
         folder: of the data.
         num_classes: of the flag.
-        ignore_index: of the flag; -1 for no value, None for 255 where that is no class.
+        ignore_index: of the flag; -1 for no value, None for 255 where that is no class of labels.csv.
         reduce_zero_label: whether 0 is no class either.
 
     Raises:
@@ -326,7 +326,7 @@ class MaskSource(Subset):
 
     def target(self, index: int) -> np.ndarray:
         """As `Source.target`, except that the mask is decoded."""
-        return (pixels_of_classes(self.entry("mask", index), self.num_classes) > 0).astype(np.float32)
+        return (pixels_of_classes(self.entry("mask", index), self.num_classes)[1:] > 0).astype(np.float32)
 
     def identity(self) -> tuple[np.ndarray, ...]:
         """As `Source.identity`: the names of the files and the classes; no mask is read."""
@@ -337,7 +337,7 @@ class MaskSource(Subset):
 # ---- opening ---------------------------------------------------------------------------------------------------------
 
 
-def open_masks(dataset: str, folder: str, split: str, classes: tuple[int | None, int, bool]) -> MaskSource:
+def open_masks(dataset: str, folder: str, split: str, classes: tuple[int | None, int | None, bool]) -> MaskSource:
     """A split of --dataset and --data-dir.
 
     Args:

@@ -19,8 +19,8 @@ class SegmentationSettings(Settings, section="model", scope=WEIGHTS):
         "linear", "head on the patch tokens: one linear layer, or two transposed convolutions to four times the grid"
     )
     freeze_backbone: bool = flag(False, "train only the head", NOTED)
-    ignore_index: Annotated[int, Field(ge=-1, le=65535)] = flag(
-        255, "pixel value of masks that is not counted (-1: none)", section="data", idle_if="dataset=scenes"
+    ignore_index: Annotated[int, Field(ge=-1, le=65535)] | None = flag(
+        None, "pixel value not counted (255 if no class has it; -1: none)", section="data", idle_if="dataset=scenes"
     )
     reduce_zero_label: bool = flag(
         False, "pixel value 0 is not counted, and class c has the value c + 1", section="data", idle_if="dataset=scenes"

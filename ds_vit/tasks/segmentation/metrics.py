@@ -146,5 +146,5 @@ def iou_panels(folder: RunFolder) -> list[Panel]:
     with contextlib.suppress(OSError), (folder.path / _FILE).open(newline="", encoding="utf-8") as file:
         rows = sorted([*csv.reader(file)][1:], key=lambda row: np.inf if row[1] == ABSENT else float(row[1]))
         lines = [[name, *(f"{of} %" if of[:1].isdigit() else of or "-" for of in figures)] for name, *figures in rows]
-        return [table("IoU of the classes, the lowest first", ("class", "IoU", "accuracy", "of the pixels"), lines)]
+        return [table("IoU at the last evaluation, lowest first", ("class", "IoU", "accuracy", "of the pixels"), lines)]
     return []

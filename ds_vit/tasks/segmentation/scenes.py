@@ -93,7 +93,7 @@ class SceneSource(Source):
 
     def target(self, index: int) -> np.ndarray:
         """The classes that the scene has, multi-hot."""
-        return (pixels_of_classes(self.entry("mask", index), self.num_classes) > 0).astype(np.float32)
+        return (pixels_of_classes(self.entry("mask", index), self.num_classes)[1:] > 0).astype(np.float32)
 
     def identity(self) -> tuple[np.ndarray, ...]:
         """As `Source.identity`."""

@@ -13,7 +13,6 @@ import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -35,7 +34,6 @@ from ds_vit.fault_tolerance.errors import EndedTogether, UserError, enumerate_so
 from ds_vit.models.layers import MAIN_TOWER, Layer
 from ds_vit.models.zoo import ModelSpec, TimmViT, names_and_shapes
 from ds_vit.parallel.groups import gather_objects
-from ds_vit.tasks.exports import ArrayPredictor, Exported
 from ds_vit.tasks.metrics import Batch, Metrics
 from ds_vit.tasks.panels import Panel, pictures
 from ds_vit.tasks.segmentation.export import FORMATS
@@ -85,6 +83,7 @@ class Segmentation(Task):
     pipeline_tag = "image-segmentation"
     predict_flags = ("slide_stride",)
     figures = FIGURES
+    predictor = staticmethod(predict_masks)
 
     model: Segmenter
 
@@ -93,6 +92,17 @@ class Segmentation(Task):
         self._given: tuple[float, ...] = ()
         if config.class_weights not in ("", BALANCED):
             self._given = read_class_weights(config.class_weights, self.num_classes)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """As `Task.notes`: a line where a class seems to have the ignored value, as in masks of 0 and 255 only."""
+        some = range(0, len(self.source), len(self.source) // 20 + 1)
+        count = partial(pixels_of_classes, num_classes=self.num_classes)
+        ignored, *counted = sum(of_masks(self.source, "mask", some, count), np.zeros(self.num_classes + 1))
+        if not ignored or np.count_nonzero(counted) > 1:
+            return ()
+        shown = f"{len(some)} masks were read: {int(ignored):,} pixels are ignored, and the others are of one class"
+        return (f"{shown}; if the ignored value is a class, list it in labels.csv",)
 
     # ---- the model -------------------------------------------------------------------------------------------------
 
@@ -157,13 +167,13 @@ class Segmentation(Task):
             own = range(dist.get_rank(), len(self.source), dist.get_world_size())
             count = partial(pixels_of_classes, num_classes=self.num_classes)
             try:
-                found: Any = sum(of_masks(self.source, "mask", own, count))
+                found: Any = sum(of_masks(self.source, "mask", own, count), np.zeros(self.num_classes + 1))
             except (UserError, OSError) as error:
                 found = str(error)
             everyones = gather_objects(found)
             if errors := [of_rank for of_rank in everyones if isinstance(of_rank, str)]:
                 raise EndedTogether(errors[0])
-            weights = balanced_weights(sum(everyones, np.zeros(self.num_classes, dtype=np.int64)).tolist())
+            weights = balanced_weights(sum(everyones)[1:].tolist())
         self._weights = torch.tensor(weights, device=context.device)
 
     def _weight(self, masks: torch.Tensor) -> torch.Tensor:
@@ -210,11 +220,6 @@ class Segmentation(Task):
         """As `Task.metrics`."""
         windows = Windows("images", self.image, self.config.slide_stride)
         return MeanIoU(self.num_classes, windows, device, self.validation)
-
-    @classmethod
-    def predictor(cls, exported: Exported, values: Mapping[str, Any], folder: Path) -> ArrayPredictor:
-        """As `Task.predictor`: masks."""
-        return predict_masks(exported, values, folder)
 
     def write_classes(self, folder: RunFolder) -> None:
         """As `Task.write_classes`, with the colours and the pixel values of the classes."""

@@ -75,7 +75,8 @@ def check_images(folder: str, console: Console) -> int:
             found += problems
     _show(console, folder, count, found)
     if masks:
-        print_lines(console, f"{len(masks):,} masks were compared with their images")
+        values = "" if labels else f"; without {LABELS_FILE} their values were not checked"
+        print_lines(console, f"{len(masks):,} masks were compared with their images{values}")
     return exit_codes.UNREADABLE if any(problem.kind in _FATAL for problem in found) else exit_codes.OK
 
 
