@@ -115,10 +115,11 @@ def translate(command: Sequence[str], origin: Origin = ORIGINS["from-timm"]) -> 
         UserError: unbalanced quotes, or a command that does not start this trainer, or that only evaluates.
     """
     try:
-        # The part after `cd open_clip/src && `.
-        words = shlex.split(command[0].rpartition("&&")[2]) if len(command) == 1 else list(command)
+        words = shlex.split(command[0]) if len(command) == 1 else list(command)
     except ValueError as error:
         raise UserError(f"{command[0]!r} is not a shell command: {error}") from None
+    if "&&" in words:  # cd open_clip/src && torchrun …
+        words = words[len(words) - words[::-1].index("&&") :]
     launcher, words = _split_launcher([word for word in words if word.strip()], origin)
     parser = build_parser()
     actions = parser._option_string_actions

@@ -21,6 +21,7 @@ from ds_vit import cli
 from ds_vit.api import export, predict
 from ds_vit.tasks.segmentation.predictions import mask_picture, write_labels
 from ds_vit.tools.predict import embed
+from ds_vit.weights.files import open_prefixed
 
 VALUES, NAMES = [3, 10, 200, 7, 0], ["sky, clear", "Größe", "road", "tree", "sea"]
 COLOURS = [(0, 128, 255), (200, 10, 10), (90, 90, 90), (255, 255, 0), (0, 255, 90)]
@@ -139,13 +140,15 @@ def test_refusals(run, tmp_path, capsys, monkeypatch, words, message):
 @torch.no_grad()
 @pytest.mark.parametrize("head", ["linear", "conv"])
 def test_timm_reads_the_exported_backbone(tmp_path, head):
-    """A folder that timm refuses, a head whose file does not fit it; features of other weights or pixels."""
+    """A folder that timm refuses, a head whose file does not fit it; features of other weights or pixels; a head that is
+    taken for a part of the backbone."""
     run = random_run(tmp_path / "run", head)
     found = export(run, "timm")
     assert found.largest < 1e-6
     model = timm.create_model(f"local-dir:{found.folder}", pretrained=True)
     written = load_file(run / "model.safetensors")
     assert all(torch.equal(value, written[name]) for name, value in model.state_dict().items())
+    assert open_prefixed(found.folder / "model.safetensors")[0].keys() == written.keys()
     about = {"kind": head, "grid": [4, 4], "num_classes": CLASSES, "classes": NAMES, "img_size": [SIDE, SIDE]}
     assert json.loads((found.folder / "head.json").read_text()) == about
     write_photos(tmp_path)
