@@ -156,7 +156,7 @@ ERRORS: dict[str, tuple[Callable[[Path], object], dict[str, object], str]] = {
     "large": (_add("labels.csv", "index,name\n70000,a\n"), {}, r"line 2: a class has the pixel value \(0 to 65535\), "),
     "twice": (_add("labels.csv", "index,name\n1,a\n1,b\n"), {}, r"line 3: another row has the index 1 or the name b$"),
     "colour": (_add("labels.csv", "index,name,colour\n1,a,red\n"), {}, r"line 2: .* colour #rrggbb, not '1,a,red'$"),
-    "no images": (lambda data: [file.unlink() for file in data.glob("train/images/**/*.png")], {}, "s holds no images"),
+    "no images": (lambda data: [file.unlink() for file in data.glob("train/images/**/*.png")], {}, "holds no images"),
 }  # fmt: skip
 
 

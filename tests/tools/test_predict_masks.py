@@ -140,8 +140,8 @@ def test_refusals(run, tmp_path, capsys, monkeypatch, words, message):
 @torch.no_grad()
 @pytest.mark.parametrize("head", ["linear", "conv"])
 def test_timm_reads_the_exported_backbone(tmp_path, head):
-    """A folder that timm refuses, a head whose file does not fit it; features of other weights or pixels; a head that is
-    taken for a part of the backbone."""
+    """A folder that timm refuses, a head whose file does not fit it; features of other weights or pixels; a head
+    that is taken for a part of the backbone."""
     run = random_run(tmp_path / "run", head)
     found = export(run, "timm")
     assert found.largest < 1e-6
