@@ -10,7 +10,6 @@ from __future__ import annotations
 import enum
 import functools
 import inspect
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
@@ -247,8 +246,6 @@ class Settings(BaseModel):
             return own["const"] if value else default
         if isinstance(value, bool) and "on" in kinds[0].words:
             return "on" if value else "off"  # what YAML makes of them without quotes
-        if any(word in (own.get("metavar") or "") for word in ("DIR", "FILE", "PATH")):
-            value = _expanded(value)
         if isinstance(value, Mapping) or kinds[0].item is dict:
             return dict(value) if isinstance(value, Mapping) else value
         if not isinstance(value, (list, tuple)):
@@ -258,13 +255,6 @@ class Settings(BaseModel):
             return value
         items = tuple(_convert(kinds[0].item, item) for item in value)
         return items if kinds[0].length is not None or len(items) > 1 else items[0] if items else default
-
-
-def _expanded(value: Any) -> Any:
-    """A path, or each of several, as a shell expands `~` and `$NAME`."""
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(_expanded, value))
-    return os.path.expanduser(os.path.expandvars(value)) if isinstance(value, str) else value
 
 
 def _convert(kind: type, value: Any) -> Any:

@@ -127,7 +127,7 @@ class OutputSettings(Settings, section="run", scope=FREE):
 class StartSettings(Settings, section="run", scope=START):
     """One start of the run."""
 
-    resume: str = flag("none", "checkpoint to resume from: none, auto or a path", metavar="none|auto|DIR")
+    resume: str = flag("none", "checkpoint to resume from: none, auto or a path")
     allow_batch_change: bool = flag(False, "resume with another global batch", needs="resume!=none")
     allow_schedule_change: bool = flag(
         False, "resume with another schedule, augmentation, loss or optimizer", needs="resume!=none"
