@@ -201,6 +201,7 @@ def train_on_a_slow_disk(argv: list[str], output: str) -> tuple[int, str, str]:
     return train_with(argv, output, 0, signal.SIGTERM, NEVER)
 
 
+@pytest.mark.slow
 def test_a_slow_disk_holds_nobody_up(ranks, tmp_path):
     # Catches: training that waits for a disk, saves that pile up in memory, and silence about both.
     output = tmp_path / "run"

@@ -192,6 +192,7 @@ def test_an_error_of_rank_0_is_named_on_the_other_hosts(pair, capfd):
     assert told.count("train.py: error: rank 0 (host") == told.count("ended with an error: ValueError: a bad pict") == 1
 
 
+@pytest.mark.slow
 def test_no_rank_ends_before_all_have_read_the_decision(monkeypatch):
     # Catches: rank 0, whose process holds the store, gone before a rank whose thread is late has read of a stall.
     monkeypatch.setattr(watchdog, "_run_number", itertools.repeat(0))

@@ -13,6 +13,7 @@ RUN += ["--model-kwargs", "patch_size=4", "embed_dim=32", "depth=3", "num_heads=
 RUN += ["--deepspeed_config", str(ROOT / "ds_configs" / "cpu_zero1_fp32.json")]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("world", "flags", "recorded"), [(1, [], [0]), (4, ["--pp", "2"], [0, 1])])
 def test_a_run_writes_what_its_steps_did(ranks, tmp_path, world, flags, recorded):
     """Steps that are not profiled, or all of them; every rank's trace of a thousand; a pipeline without its bubble."""

@@ -140,6 +140,7 @@ def test_the_curve_is_that_of_a_plain_loop(ranks, expected, tmp_path, layout):
 EVAL = [*MAE, "--eval-only", "--norm-pix-loss"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("world", "rows", "words"), [(1, 355, []), (3, 7, []), (2, 6, ["--pp", 2])])
 def test_every_image_of_the_validation_split_counts_once(ranks, tmp_path, world, rows, words):
     """A mask that follows the batch, a padding row that counts, pixels that the last stage does not have."""

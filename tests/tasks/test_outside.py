@@ -180,6 +180,7 @@ def test_evaluation_takes_the_run_s_value_of_a_flag_that_may_change():
     assert [kind.names_with(scope) for scope in (Scope.FREE, Scope.RECORDED, Scope.WEIGHTS)] == [("own",), ("own",), ()]
 
 
+@pytest.mark.slow
 def test_another_source_is_one_line(ranks, folder, tmp_path):
     # Catches: a run that continues with another loss unnoticed; a line for each place that has the hash.
     for name in ("run", "pulled.py"):
@@ -289,6 +290,7 @@ def train_in_program(folder, max_steps):
     return result["exit"], result["steps"]
 
 
+@pytest.mark.slow
 def test_a_class_of_a_program(ranks, tmp_path):
     # Catches: a class of a notebook that has to be importable; a run of it that the command line does not understand.
     assert ranks.run(1, train_in_program, tmp_path, 3) == [("completed", 3)]

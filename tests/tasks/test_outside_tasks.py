@@ -167,6 +167,7 @@ def still_clips(kind, folder):
     return np.mean([bool((clip == clip[:1]).all()) for clip in clips])
 
 
+@pytest.mark.slow
 def test_clips_of_frames(ranks, tmp_path):
     # Catches: frames that travel, are stacked or embedded in another order or shape on another rank; frames of one clip
     # that are cropped each in another place.

@@ -62,6 +62,7 @@ class ByLoss(Classification):
         return {"margin": f"at step {step} the margin is small"} if "margin" in figures else {}
 
 
+@pytest.mark.slow
 def test_a_metric_of_its_own(ranks, tmp_path):
     # Catches: a list of metrics' names in the trainer, the reporter, the report, the summary or the checkpoints; a
     # "best" that is always the largest; a warning that is lost, or printed at each evaluation.

@@ -119,6 +119,7 @@ def test_config_yaml_runs_the_same_again(ranks, tmp_path, digits_run):
     assert again == first
 
 
+@pytest.mark.slow
 def test_config_yaml_evaluates_its_weights(ranks, tmp_path):
     """README's command, after a run with checkpoints, a list of samples and all that evaluation has no use for."""
     config = json_file(tmp_path, "cpu_zero1_fp32.json", gradient_clipping="auto")

@@ -208,6 +208,7 @@ def save_with_deepspeed(folder, stage):
     return saved
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1])
 def test_deepspeeds_own_checkpoints_are_read(ranks, tmp_path, stage):
     """The way out that the error names leads to no weights, or to others."""
